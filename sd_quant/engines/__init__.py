@@ -1,8 +1,7 @@
 """Engines: one interface over the runtimes that compute the exported parts.
 
-A runtime is one row of ``RUNTIMES`` and, if it loads files, one module beside this one. The rows import neither torch
-nor a runtime, so configuration and memory model read them at no cost. A runtime that is not installed affects only jobs
-that name it. docs/extending.md says how to add one.
+A runtime is one row of ``RUNTIMES`` and, if it loads files, one module beside this one (docs/extending.md). Rows import
+neither torch nor a runtime, and a runtime that is not installed affects only jobs that name it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.knobs import near
@@ -21,9 +20,9 @@ from sd_quant.quantization.formats import FORMATS, Format
 if TYPE_CHECKING:
     from sd_quant.engines.base import Engine
 
-
-# Why a runtime cannot execute a format in ``where`` (weights, inputs or attention); None: it can.
+# The reason why a runtime cannot execute a format in ``where`` (weights, inputs or attention), or None.
 Refuses = Callable[[str, Format], str | None]
+NO_INTEGER_ATTENTION = "TensorRT takes no unsigned codes, and has a kernel for attention as it is"
 
 
 def refused_by_openvino(where: str, fmt: Format) -> str | None:
@@ -34,9 +33,6 @@ def refused_by_openvino(where: str, fmt: Format) -> str | None:
 
 def refused_by_onnxruntime(where: str, fmt: Format) -> str | None:
     return f"ONNX Runtime has no kernel for {fmt.name}'s FP4 numbers" if fmt.onnx_type == "FLOAT4E2M1" else None
-
-
-NO_INTEGER_ATTENTION = "TensorRT takes no unsigned codes, and has a kernel for attention as it is"
 
 
 def refused_by_tensorrt(where: str, fmt: Format) -> str | None:
@@ -50,24 +46,26 @@ class Runtime:
     """Facts of a runtime. Functions are ``module:function``, imported when they are called."""
 
     name: str
-    file: str | None  # the kind of file that it loads, onnx or plan; None: it computes the checkpoint's own modules
+    file: str | None  # the kind of file that it loads, onnx or plan; None: it computes torch's own modules
     device: str  # where it computes: cpu, cuda, or best, which is the GPU where there is one
     package: str  # the Python package that it requires
     extra: str  # the extra in pyproject.toml that installs the package
-    load: str | None = None  # opens a file
-    products: str | None = None  # the types that an opened file multiplies, see ``products_of``
+    load: str | None = None  # the function that opens a file
+    products: str | None = None  # for ``products_of``
     quantized: bool = True  # whether it can compute the quantized model; False: a baseline only
     unquantized: bool = True  # whether it can compute without an assignment, as infer.py does
     compiled: bool = False  # whether torch compiles its modules
-    precisions: tuple[str, ...] = ()  # of layers that are not quantized, other than fp32, that ``load`` supports
+    precisions: tuple[str, ...] = ()  # of unquantized layers, other than fp32, that ``load`` supports
     ahead_of_time: bool = False  # whether it builds plans for named GPUs on a machine without one
-    build: str | None = None  # builds the file that it loads from an ONNX file; None: it loads ONNX
+    build: str | None = None  # the function that builds its file from an ONNX file; None: it loads ONNX
     refuses: Refuses = lambda where, fmt: None
     lacks_bf16: str | None = None  # why it executes no file with weights in bf16; None: it does
-    bytes_per_parameter: float = 4.0  # memory at its peak, measured by benchmarks/full_size.py and rounded up
 
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Peak memory, measured by benchmarks/full_size.py, rounded up; without a mapped file, which may be dropped."""
+        return 4.0 if self.file is None else 6.5
 
-OPENVINO_BYTES = 6.5  # per parameter, without the file that OpenVINO maps, which the kernel can drop
 
 RUNTIMES: dict[str, Runtime] = {
     row.name: row
@@ -75,25 +73,21 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime(
             "openvino", "onnx", "cpu", package="openvino", extra="openvino", load="sd_quant.engines.openvino:load",
             products="sd_quant.engines.openvino:products", refuses=refused_by_openvino, precisions=("bf16",),
-            bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "onnxruntime", "onnx", "cpu", package="onnxruntime", extra="onnxruntime",
             load="sd_quant.engines.onnxruntime:load", products="sd_quant.engines.onnxruntime:products",
             refuses=refused_by_onnxruntime, lacks_bf16="ONNX Runtime's CPU has no products of bf16",
-            bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt", "plan", "cuda", package="tensorrt", extra="tensorrt",
             load="sd_quant.engines.tensorrt.run:load", products="sd_quant.engines.tensorrt.run:products",
             build="sd_quant.engines.tensorrt.build:build_for", refuses=refused_by_tensorrt,
-            bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime(
             "tensorrt_rtx", "plan", "cuda", package="tensorrt_rtx", extra="rtx",
             load="sd_quant.engines.tensorrt.run:load_rtx", products="sd_quant.engines.tensorrt.run:products",
             build="sd_quant.engines.tensorrt.build:build_for", ahead_of_time=True, refuses=refused_by_tensorrt,
-            bytes_per_parameter=OPENVINO_BYTES,
         ),
         Runtime("torch", None, "best", package="torch", extra="torch", quantized=False),
         Runtime("torch_native", None, "best", package="torch", extra="torch", unquantized=False),
@@ -106,35 +100,35 @@ PLAN_BUILDERS = [name for name, runtime in RUNTIMES.items() if runtime.file == "
 
 
 def why_not(name: str, used: Mapping[str, Collection[str]]) -> str | None:
-    """The first reason why the runtime cannot execute ``used``, the result of ``recipe.formats_used``; or None."""
+    """The first reason why the runtime cannot execute ``used`` (``recipe.formats_used``), or None."""
     reasons = (RUNTIMES[name].refuses(where, FORMATS[fmt]) for where in used for fmt in used[where])
     return next((reason for reason in reasons if reason), None)
 
 
 def not_installed(name: str) -> str | None:
-    """The message that the package of the runtime ``name`` is missing, or None."""
-    runtime = RUNTIMES[name]
-    if find_spec(runtime.package) is not None:
-        return None
-    return f"the package {runtime.package} is not installed; pip install 'sd-quant[{runtime.extra}]'"
+    """The message that a runtime's package is missing, or None."""
+    package, extra = RUNTIMES[name].package, RUNTIMES[name].extra
+    found = find_spec(package) is not None
+    return None if found else f"the package {package} is not installed; pip install 'sd-quant[{extra}]'"
 
 
 def check_installed(name: str) -> None:
-    """Raises ResourceError when the package of the runtime ``name`` is missing."""
+    """Raises ResourceError when a runtime's package is missing."""
     if missing := not_installed(name):
         raise ResourceError(f"{missing}, or choose another infer= or export_trt=")
 
 
-def not_importable(name: str, error: ImportError) -> ResourceError:
-    """The error that a module of the runtime ``name`` cannot be imported."""
-    extra = RUNTIMES[name].extra
-    return ResourceError(
-        f"the runtime {name} cannot be imported here ({error}); install it with: pip install 'sd-quant[{extra}]'"
-    )
+def imported(name: str, what: str) -> Any:
+    """A module or function of the runtime ``name``. Raises ResourceError when it cannot be imported."""
+    try:
+        return pkgutil.resolve_name(what)
+    except ImportError as error:
+        install = f"install it with: pip install 'sd-quant[{RUNTIMES[name].extra}]'"
+        raise ResourceError(f"the runtime {name} cannot be imported here ({error}); {install}") from error
 
 
 def load_engine(name: str, path: Path, **options: object) -> Engine:
-    """The engine of the file at ``path``, .onnx or, for TensorRT, .plan; ``options`` are those of its ``load``.
+    """The engine of an ONNX file or plan; ``options`` are those of the runtime's ``load``.
 
     Raises ConfigError for an unknown name, ResourceError for a missing runtime or device, ArtifactError for a broken
     file.
@@ -142,27 +136,20 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
     loaders = {name: runtime.load for name, runtime in RUNTIMES.items() if runtime.load}
     if name not in loaders:
         raise ConfigError(f"there is no engine {name!r}; {near(name, loaders)}")
-    try:
-        load = pkgutil.resolve_name(loaders[name])
-    except ImportError as error:
-        raise not_importable(name, error) from error
-    return load(path, **options)
+    return imported(name, loaders[name])(path, **options)
 
 
 def loadable(name: str, onnx_path: Path, shapes: Mapping[str, Sequence[int]]) -> Path:
-    """The file that the runtime ``name`` loads: the ONNX file, or one built beside it for these shapes of its inputs.
-
-    Raises what the runtime's builder raises.
-    """
+    """The file that a runtime loads: the ONNX file, or one built beside it for these shapes of its inputs."""
     build = RUNTIMES[name].build
-    return onnx_path if build is None else pkgutil.resolve_name(build)(onnx_path, name, shapes)
+    return onnx_path if build is None else imported(name, build)(onnx_path, name, shapes)
 
 
 def products_of(engine: Engine, path: Path) -> dict[str, str]:
-    """The type that each node of an engine, opened from the ONNX file ``path``, multiplies, by the node's name.
+    """The type that each node multiplies, by the node's name: a name of onnx.TensorProto, such as INT8 for codes.
 
-    It is a name of onnx.TensorProto, such as INT8 for codes, or FLOAT where codes are dequantized first. It is read
-    from the graph that runs, after fusion. Nodes that the runtime does not name are absent.
+    ``path`` is the ONNX file of the engine. The graph that runs is read, after fusion: FLOAT where codes are
+    dequantized first. Nodes that the runtime does not name are absent.
     """
     products = RUNTIMES[engine.name].products
-    return {} if products is None else pkgutil.resolve_name(products)(engine, path)
+    return {} if products is None else imported(engine.name, products)(engine, path)

@@ -1,7 +1,7 @@
 """The interface of every engine: a callable from named tensors to named tensors.
 
-The road not taken is a base class with buffers to allocate, bind and copy, as in NeMo and demoDiffusion: there a second
-call overwrites the outputs of the first. Here outputs own their memory.
+Outputs own their memory. The road not taken is a base class with buffers to allocate, bind and copy, as in NeMo and
+demoDiffusion: there a second call overwrites the outputs of the first.
 """
 
 from typing import Protocol
@@ -21,16 +21,13 @@ class Engine(Protocol):
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """The outputs, on the engine's device, for ``inputs`` from any device and of any dtype.
 
-        Raises ValueError for missing or unknown names and for shapes that the graph does not support, ConfigError for
-        shapes outside the profile of a plan, because knobs chose both.
+        Raises ValueError for wrong names and for shapes that the graph does not support, ConfigError for shapes
+        outside the profile of a plan, because knobs chose both.
         """
         ...
 
     def reopen(self) -> bool:
-        """Move the engine's memory to other addresses, as opening it again does. Returns whether it did.
-
-        The speed of an engine depends on these addresses by chance (``sd_quant.metrics.latency``).
-        """
+        """Move the engine's memory, whose addresses change its speed by chance. Returns whether it moved."""
         ...
 
     def close(self) -> None:
@@ -38,20 +35,17 @@ class Engine(Protocol):
         ...
 
 
-def typed_inputs(
-    expected: dict[str, torch.dtype], given: dict[str, torch.Tensor], device: torch.device = CPU
+def cast_inputs(
+    expected: dict[str, torch.dtype],
+    given: dict[str, torch.Tensor],
+    device: torch.device = CPU,
+    contiguous: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """The tensors in the expected order and dtype on ``device``, in the memory formats that they have.
+    """The tensors in the expected order and dtype on ``device``, ``contiguous`` or in their own memory formats.
 
     Raises ValueError unless the names agree.
     """
     if expected.keys() != given.keys():
         raise ValueError(f"the engine takes inputs {sorted(expected)} but was given {sorted(given)}")
-    return {name: given[name].detach().to(device, dtype) for name, dtype in expected.items()}
-
-
-def cast_inputs(
-    expected: dict[str, torch.dtype], given: dict[str, torch.Tensor], device: torch.device = CPU
-) -> dict[str, torch.Tensor]:
-    """The same, contiguous."""
-    return {name: tensor.contiguous() for name, tensor in typed_inputs(expected, given, device).items()}
+    cast = {name: given[name].detach().to(device, dtype) for name, dtype in expected.items()}
+    return {name: tensor.contiguous() for name, tensor in cast.items()} if contiguous else cast

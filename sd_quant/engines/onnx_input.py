@@ -22,18 +22,18 @@ FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFL
 
 
 def onnx_files(path: Path) -> list[Path]:
-    """The ONNX file and the files that hold its weights.
+    """The ONNX file and the files of its weights.
 
-    Raises ArtifactError unless ``path`` is a graph whose files are all present and inside its folder. Runtimes check
-    less: TensorRT's parser takes the text "hello" for a network without layers.
+    Raises ArtifactError unless ``path`` is a graph whose files are all in its folder, and whole. Runtimes check less:
+    TensorRT's parser takes the text "hello" for a network without layers.
     """
     model = _model(path)
     if not model.graph.output:
         raise ArtifactError(f"{path} is empty or holds a graph with no outputs; export it again")
     folder = path.resolve().parent
     tensors = list(_tensors(model.graph))
-    locations = {_location(tensor) for tensor in tensors if uses_external_data(tensor)}
-    for location in sorted(locations):
+    locations = sorted({_location(tensor) for tensor in tensors if uses_external_data(tensor)})
+    for location in locations:
         shown = f"{ascii(location):.200}"  # untrusted text
         try:
             target = (folder / location).resolve()
@@ -47,17 +47,16 @@ def onnx_files(path: Path) -> list[Path]:
         check_downloaded(target)
     for tensor in tensors:
         if not _is_whole(tensor, folder):
-            raise ArtifactError(
-                f"{path} claims more numbers for {ascii(tensor.name):.200} than it holds; export it again"
-            )
-    return [path, *(path.parent / location for location in sorted(locations))]
+            name = f"{ascii(tensor.name):.200}"
+            raise ArtifactError(f"{path} claims more numbers for {name} than it holds; export it again")
+    return [path, *(path.parent / location for location in locations)]
 
 
 def structure_of(path: Path) -> str:
-    """A digest of an ONNX file without its constants: files of one structure are one engine to whoever times them.
+    """A digest of an ONNX file without its constants: the same for files that a runtime computes equally fast.
 
-    Integers of at most one axis count: with zero points that are not zero, runtimes choose other kernels. Raises
-    ArtifactError for what is no ONNX file.
+    Integers of at most one axis count: with zero points other than zero, runtimes choose other kernels. Raises
+    ArtifactError for a file that is not ONNX.
     """
     model = _model(path)
     del model.metadata_props[:]
@@ -94,10 +93,7 @@ def _is_whole(tensor: onnx.TensorProto, folder: Path) -> bool:
 
 
 def _location(tensor: onnx.TensorProto) -> str:
-    """The file that holds the tensor's data, the last of several, as in onnx.
-
-    onnx's own ExternalDataInfo warns and raises for damaged entries.
-    """
+    """The file of the tensor's data, the last of several as in onnx, whose ExternalDataInfo raises for damage."""
     return os.fsdecode({entry.key: entry.value for entry in tensor.external_data}.get("location", ""))
 
 

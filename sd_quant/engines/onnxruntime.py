@@ -1,7 +1,6 @@
 """ONNX Runtime on the CPU: the reference, which executes ONNX as it is written.
 
-It checks the exported graph and is not meant for speed: its CPU provider runs most Q/DQ pairs of this export unfused,
-in floating point.
+It checks the exported graph and is not meant for speed: most Q/DQ pairs of this export run unfused, in floating point.
 """
 
 import re
@@ -22,7 +21,7 @@ from sd_quant.text import one_line
 
 PROVIDER = "CPUExecutionProvider"
 ERRORS_ONLY = 3  # ONNX Runtime's log severity
-# operators of its own and of ONNX that multiply codes; others multiply dequantized numbers
+# Operators that multiply codes; others multiply dequantized numbers.
 MULTIPLY_CODES = {"ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul"}
 MULTIPLY_FLOATS = {"Conv", "FusedConv", "FusedMatMul", "Gemm", "MatMul", "MatMulNBits", "NhwcFusedConv"}
 
@@ -58,14 +57,11 @@ class OnnxRuntimeEngine:
 
 
 def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
-    """Load an ONNX file onto the CPU provider and no other. ``threads`` is by default torch's.
+    """Load an ONNX file onto the CPU provider alone. ``threads`` is by default torch's.
 
-    Raises ArtifactError when the file is broken and ResourceError when another provider would run it, where ONNX
-    Runtime itself would only warn.
+    Raises ArtifactError for a broken file, ResourceError where another provider would run it.
     """
     onnx_files(path)
-    if PROVIDER not in onnxruntime.get_available_providers():
-        raise ResourceError(f"this build of ONNX Runtime has no {PROVIDER}; install the package onnxruntime")
     options = session_options(path, threads)
     try:
         engine = OnnxRuntimeEngine(lambda: onnxruntime.InferenceSession(path, options, providers=[PROVIDER]))

@@ -1,18 +1,17 @@
 """OpenVINO on the CPU: the runtime without a GPU. It runs the same Q/DQ graphs as TensorRT, with int8 kernels.
 
-Layers that are not quantized compute in fp32 (INFERENCE_PRECISION_HINT) unless bf16 is asked for. By default OpenVINO
-would use bf16 or fp16 on processors that have them, and the same file would give other images on the next machine.
-A file in bf16 is computed in fp32 too, from inputs and weights that are bf16's, see ``in_fp32``.
+Unquantized layers compute in fp32 (INFERENCE_PRECISION_HINT) unless bf16 is asked for. OpenVINO's default is
+the processor's 16 bits, which give other images on the next machine. Files in bf16 compute in fp32 (``in_fp32``).
 
-A model is compiled for the shapes of each call. Compiled for dynamic shapes, OpenVINO does not fuse element-wise nodes:
-a pass of the shipped UNet takes 1.1 to 1.5 times as long (docs/results_speed.md), of the full SDXL's 1.05
-times. Dynamic shapes are used where fused kernels of OpenVINO 2026.4 round differently: with FP8 (0.040 of the UNet's
-output away from torch, with dynamic shapes 0.012, as ONNX Runtime), and with dequantized codes (below), where with AVX2
-alone an attention of known shapes is wrong by 0.04 of the shipped UNet's output.
+A model is compiled for the shapes of each call, because for dynamic shapes OpenVINO fuses no element-wise nodes: a pass
+of the shipped UNet takes 1.1 to 1.5 times as long (docs/results_speed.md), of the full SDXL's 1.05 times. Shapes are
+dynamic where fused kernels of OpenVINO 2026.4 round differently: with FP8 (0.040 of the UNet's output away from torch,
+else 0.012, as ONNX Runtime), and with dequantized codes, where with AVX2 alone an attention of known shapes is wrong by
+0.04 of the UNet's output.
 
-Without VNNI, int8 kernels add two products of 8-bit codes in 16 bits, and the sum saturates: a layer's output is off by
-up to 0.16 of its norm. Where a test product shows that, codes are dequantized and multiplied in fp32, at no gain in
-speed. The road not taken is weights of seven bits (NNCF's ``overflow_fix``): each processor would need its own file.
+Without VNNI, int8 kernels add two products of codes in 16 bits, and the sum saturates: a layer's output is off by up to
+0.16 of its norm. Where a test product shows that, codes are dequantized and multiplied in fp32, at no gain in speed.
+The road not taken is weights of seven bits (NNCF's ``overflow_fix``): each processor would need its own file.
 """
 
 import logging
@@ -44,16 +43,9 @@ FP32: dict[str, str | int] = {
 QUANTIZER = "FakeQuantize"  # OpenVINO's form of a QuantizeLinear
 DEQUANTIZED = {"LP_TRANSFORMS_MODE": "NO"}  # codes are dequantized before they are multiplied
 DTYPES = {  # not by OpenVINO's own map to numpy, which takes bf16 for fp16
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "i8": torch.int8,
-    "u8": torch.uint8,
-    "i32": torch.int32,
-    "i64": torch.int64,
-    "boolean": torch.bool,
-}
+    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64, "i8": torch.int8,
+    "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "boolean": torch.bool,
+}  # fmt: skip
 LARGEST_CODES = np.full(64, 127, np.int8)
 KEPT = 2  # models of an engine, compiled for different shapes
 Shapes = tuple[tuple[int, ...], ...]  # of the inputs in their order
@@ -64,8 +56,8 @@ ARITHMETIC = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Scale
 def core() -> openvino.Core:
     """The only core of this process.
 
-    Each core moves the stack of signal handlers where the processor has many registers (AMX). Two that end in the order
-    in which they began would leave freed memory to the next signal: Ctrl-C would end the process by SIGSEGV.
+    Each core moves the stack of signal handlers where the processor has AMX. Two that end in the order in which they
+    began would leave freed memory to the next signal: Ctrl-C would end the process by SIGSEGV.
     """
     return openvino.Core()
 
@@ -84,8 +76,7 @@ class OpenVinoEngine:
         self.outputs = [port.any_name for port in model.outputs]
         self.dtypes = [port.element_type.get_type_name() for port in model.outputs]
         self.shapes = [port.partial_shape for port in model.inputs]  # with the file's dynamic axes
-        types = {port.element_type.get_type_name() for op in model.get_ops() for port in op.outputs()}
-        self.fixed = FP8 not in types and not DEQUANTIZED.items() <= settings.items()
+        self.fixed = FP8 not in types_in(model) and not DEQUANTIZED.items() <= settings.items()
         self.compiled_models: dict[Shapes, openvino.CompiledModel] = {}  # the last used at the end
         self.exported: tuple[Shapes, bytes] | None = None  # the compiled model that ``reopen`` imports
 
@@ -100,10 +91,7 @@ class OpenVinoEngine:
         return {name: tensor_of(outputs[index], self.dtypes[index]) for index, name in enumerate(self.outputs)}
 
     def compiled_for(self, shapes: Shapes) -> openvino.CompiledModel:
-        """The model compiled for inputs of these shapes.
-
-        Raises ValueError for shapes that the graph does not support, and what ``compiled_model`` raises.
-        """
+        """The model compiled for inputs of these shapes. Raises ValueError where the graph has none."""
         if not all(map(openvino.PartialShape.compatible, self.shapes, map(openvino.PartialShape, shapes))):
             takes = f"{self.path.name} takes {dict(zip(self.inputs, self.shapes, strict=True))}"
             raise ValueError(f"{self.refusal(shapes)}: {takes}")
@@ -132,7 +120,7 @@ class OpenVinoEngine:
         return list(self.compiled_models.values())[-1]
 
     def reopen(self) -> bool:
-        """Import the exported form of the last model, in a quarter of the time of compiling it."""
+        """Import the exported form of the last model, four times as fast as compiling it."""
         compiled, shapes = self.compiled, next(reversed(self.compiled_models))
         if self.exported is None or self.exported[0] != shapes:
             stream = BytesIO()
@@ -157,20 +145,20 @@ def shared_memory(tensor: torch.Tensor) -> np.ndarray | openvino.Tensor:
 
 
 def tensor_of(output: np.ndarray, dtype: str) -> torch.Tensor:
-    """The tensor in an output of this type; bf16 comes as fp16, with the bits of bf16."""
+    """The tensor of an output; bf16 comes as fp16, with the bits of bf16."""
     tensor = torch.from_numpy(output)
     return tensor.view(torch.bfloat16) if dtype == "bf16" else tensor
 
 
 def dtype_of(port: openvino.Output, path: Path) -> torch.dtype:
-    """The dtype of an input of the file at ``path``. Raises ArtifactError for one that OpenVINO gets no tensors of."""
+    """The dtype of an input. Raises ArtifactError for one for which OpenVINO gets no tensors."""
     found = port.element_type.get_type_name()
-    if found not in DTYPES:
-        raise ArtifactError(
-            f"{path} has an input {port.node.friendly_name} of type {found}, expected one of {', '.join(DTYPES)}; "
-            "export it with inputs of another type"
-        )
-    return DTYPES[found]
+    if found in DTYPES:
+        return DTYPES[found]
+    raise ArtifactError(
+        f"{path} has an input {port.node.friendly_name} of type {found}, expected one of {', '.join(DTYPES)}; export "
+        "it with inputs of another type"
+    )
 
 
 def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | int]) -> openvino.CompiledModel:
@@ -187,9 +175,9 @@ def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | 
 def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kept: int = KEPT) -> OpenVinoEngine:
     """Read an ONNX file for this machine's CPU. ``threads`` is by default torch's, ``kept`` as in OpenVinoEngine.
 
-    ``precision`` of layers that are not quantized is fp32 or bf16. It is fp32 where the processor has no bf16, and for
-    a file without weights of 16 bits, because a part that is exported in fp32, like a VAE, requires fp32.
-    Raises ArtifactError when the file is broken and ResourceError when OpenVINO has no CPU.
+    ``precision`` of unquantized layers is fp32 or bf16; fp32 where the processor has no bf16, and for a file without
+    weights of 16 bits, because a part that is exported in fp32, like a VAE, requires fp32.
+    Raises ArtifactError for a broken file and ResourceError when OpenVINO has no CPU.
     """
     onnx_files(path)
     if "CPU" not in core().available_devices:
@@ -199,14 +187,14 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kep
         model = core().read_model(path)
     except RuntimeError as error:
         raise ArtifactError(f"OpenVINO cannot compile {path}: {one_line(error)}") from error
-    constants = (op for op in model.get_ops() if op.get_type_name() == "Constant")
-    stored = {op.get_element_type().get_type_name() for op in constants}
+    operations = model.get_ops()
+    stored = {op.get_element_type().get_type_name() for op in operations if op.get_type_name() == "Constant"}
     if precision != "fp32" and "BF16" not in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         LOG.info("this processor has no %s, so OpenVINO computes in fp32 what is not quantized", precision)
         precision = "fp32"
     if precision != "fp32" and not stored.isdisjoint(("f16", "bf16")):
         settings["INFERENCE_PRECISION_HINT"] = precision
-    elif "bf16" in {port.element_type.get_type_name() for op in model.get_ops() for port in op.outputs()}:
+    elif "bf16" in types_in(model):
         model = in_fp32(model)
     if any(op.get_type_name() == QUANTIZER for op in model.get_ops()) and saturates():
         LOG.info(
@@ -217,10 +205,14 @@ def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kep
     return OpenVinoEngine(model, path, settings, kept)
 
 
-def in_fp32(model: openvino.Model) -> openvino.Model:
-    """The model of a file in bf16 with everything in fp32 but its inputs and outputs; changes ``model``.
+def types_in(model: openvino.Model) -> set[str]:
+    return {port.element_type.get_type_name() for op in model.get_ops() for port in op.outputs()}
 
-    OpenVINO converts a file's fp16 by its precision hint, and computes in bf16 what the file has in bf16.
+
+def in_fp32(model: openvino.Model) -> openvino.Model:
+    """Change ``model``, of a file in bf16, to fp32 but for its inputs and outputs.
+
+    OpenVINO converts a file's fp16 by its precision hint, but not its bf16.
     """
     bf16 = openvino.Type.bf16
     ports = [[i for i, port in enumerate(each) if port.element_type == bf16] for each in (model.inputs, model.outputs)]
@@ -245,7 +237,7 @@ def in_fp32(model: openvino.Model) -> openvino.Model:
 
 
 def round_by_arithmetic(model: openvino.Model) -> None:
-    """Replace each quantizer by ONNX's formula, ``clamp(round(x / scale) + zero_point)``, in place.
+    """Replace each quantizer by ONNX's ``clamp(round(x / scale) + zero_point)``, in place.
 
     With ``DEQUANTIZED``, OpenVINO 2026.4 moves quantizers through transposes, and fails at some.
     """
@@ -275,8 +267,8 @@ def saturates() -> bool:
 def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, list[str]]]:
     """Precision and original names of each multiply-accumulate layer of the graph that runs, after fusion.
 
-    The precision is the end of the kernel's name, because runtimePrecision is that of the codes even if they are
-    dequantized first. u8 counts as i8: OpenVINO shifts a convolution's inputs for the processor.
+    The precision is the end of the kernel's name; runtimePrecision is that of the codes even if they are dequantized
+    first. u8 counts as i8: OpenVINO shifts a convolution's inputs for the processor.
     """
     layers = []
     for layer in engine.compiled.get_runtime_model().get_ops():
@@ -289,10 +281,9 @@ def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, list[str]]]:
 
 
 def products(engine: OpenVinoEngine, path: Path) -> dict[str, str]:
-    """See ``sd_quant.engines.products_of``. Parts of a decomposed node have its name before a slash.
+    """As ``sd_quant.engines.products_of``. Parts of a decomposed node have its name before a slash.
 
-    With ``DEQUANTIZED`` every product is a float's. The names are the file's then, because the graph that runs lacks
-    some.
+    With ``DEQUANTIZED`` every product is a float's, by the file's names, some of which the graph that runs lacks.
     """
     if DEQUANTIZED.items() <= engine.settings.items():
         nodes = (op for op in engine.model.get_ops() if op.get_type_name() in ARITHMETIC)

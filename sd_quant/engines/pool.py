@@ -1,13 +1,36 @@
 """Engines that are opened on first use; where memory is short, one is closed before the next is opened.
 
-The full-size model in three variants (framework, unquantized and quantized engine) takes 45 GB at once, its largest
-part 15 GB. The road not taken is a process per engine: variants share the parts that are not quantized.
+The full-size model in three variants takes 45 GB at once, its largest part 15 GB. The road not taken is a process per
+engine: variants share the parts that are not quantized.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 from sd_quant.engines.base import Engine
+
+Value = TypeVar("Value")
+
+
+class OnDemand(Mapping[str, Value], Generic[Value]):
+    """Values by name, of ``make(name)`` whenever one is read; names are known without that."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Value]):
+        self.names, self.make = list(names), make
+
+    def __getitem__(self, name: str) -> Value:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 class Pool:
@@ -30,21 +53,10 @@ class Pool:
             self.engines.popitem()[1].close()
 
 
-class Variant(Mapping[str, Engine]):
+class Variant(OnDemand[Engine]):
     """The engines of one variant of the model by part, from a pool; of precise steps too, see ``inference.calls``."""
 
     def __init__(self, pool: Pool, keys: Mapping[str, Hashable]):
         """``keys`` gives each part's key in the ``pool``."""
-        self.pool, self.keys_of = pool, keys
-
-    def __getitem__(self, part: str) -> Engine:
-        return self.pool[self.keys_of[part]]
-
-    def __contains__(self, part: object) -> bool:  # without opening it
-        return part in self.keys_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys_of)
-
-    def __len__(self) -> int:
-        return len(self.keys_of)
+        super().__init__(keys, lambda part: pool[keys[part]])
+        self.pool = pool

@@ -1,9 +1,8 @@
-"""An engine on a GPU whose calls are recorded as a CUDA graph and replayed: no Python and no launch between kernels.
+"""An engine on a GPU that replays its calls as a CUDA graph: no Python and no launch between thousands of kernels.
 
-A network of some thousand small kernels waits for the CPU to launch them; a graph is launched as a whole. A graph is
-valid for one set of shapes, so a call with other shapes records a new one. It has its own memory, so inputs and outputs
-are copied, which costs little. The roads not taken are the CUDA graphs of TensorRT for RTX and of torch.compile, each
-for one runtime only, and a graph for every shape, because each keeps its memory.
+A graph is valid for one set of shapes, so a call with other shapes records a new one. It has its own memory, so inputs
+and outputs are copied, at little cost. The roads not taken are the CUDA graphs of TensorRT for RTX and torch.compile,
+each for one runtime only, and a graph for every shape, because each keeps its memory.
 """
 
 import torch
@@ -15,7 +14,7 @@ WARMUP = 3  # calls before the recording, for compilers, and for libraries that 
 
 
 class Replayed:
-    """An engine that replays the calls of ``engine``. Raises what ``engine`` raises, before anything is recorded."""
+    """An engine that replays the calls of ``engine``. It raises as ``engine`` does, before a recording."""
 
     def __init__(self, engine: Engine):
         self.engine, self.name, self.inputs, self.device = engine, engine.name, engine.inputs, engine.device

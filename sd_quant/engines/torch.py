@@ -3,15 +3,14 @@
 import torch
 from torch import nn
 
-from sd_quant.engines.base import typed_inputs
+from sd_quant.engines.base import cast_inputs
 from sd_quant.models.parts import Contract
 from sd_quant.simulation.native import NativeLayer, RoundedConv
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 COMPILED_BLOCKS = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # in addition to those that a network names
-# Of one block's code, for all shapes, networks and precisions of a process. Beyond torch's limits, 8 and 256, it
-# silently stays eager.
+# Of one block's code in a process. Beyond torch's limits, 8 and 256, it silently stays eager.
 MAX_COMPILATIONS = 10_000
 
 
@@ -30,7 +29,7 @@ class TorchEngine:
     @torch.inference_mode()
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         # images come channels last, and convolutions add in the order of their memory, as in diffusers' own call
-        output = self.module(**typed_inputs(self.inputs, inputs, self.device))
+        output = self.module(**cast_inputs(self.inputs, inputs, self.device, contiguous=False))
         return dict(zip(self.outputs, output if isinstance(output, tuple) else (output,), strict=True))
 
     def reopen(self) -> bool:
@@ -47,8 +46,8 @@ class TorchEngine:
 def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.dtype:
     """The dtype that a part computes in, by ``infer.precision``.
 
-    ``auto`` is the exported graph's on a GPU, usually fp16, and fp32 on a CPU. A part that is exported in fp32, because
-    it overflows in fp16 (the VAE), always computes in fp32, and one in bf16 never in fp16.
+    ``auto`` is the exported graph's on a GPU, usually fp16, and fp32 on a CPU. A part exported in fp32, because it
+    overflows in fp16 (the VAE), computes in fp32, and one in bf16 never in fp16.
     """
     if contract.weights == torch.float32 or (precision == "auto" and device.type == "cpu"):
         return torch.float32
@@ -78,7 +77,7 @@ def compiled(module: nn.Module, mode: str | None = None) -> nn.Module:
 
 
 def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Move ``module`` to ``device``, in place, and its parameters to ``dtype``; buffers (codes, scales) keep theirs.
+    """Move ``module`` to ``device``, in place, its parameters to ``dtype`` and its buffers (codes, scales) as they are.
 
     On a GPU its memory format is channels last, the fastest for convolutions.
     """

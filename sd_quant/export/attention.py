@@ -1,15 +1,14 @@
-"""The two matrix products of an attention with quantized inputs in an ONNX graph, and the way back for TensorRT.
+"""Quantize the two matrix products of an attention in an ONNX graph, and restore its Softmax for TensorRT.
 
-In a floating-point format their inputs get QuantizeLinear and DequantizeLinear, and the Softmax stays. In integers (see
-``quantization.attention``):
+Floating-point formats put QuantizeLinear and DequantizeLinear in front of both products. Integers replace the Softmax
+(``quantization.attention``):
 
     query ─ Mul ──────────────── Q ─ DQ ┐
     key ─ Sub(key_mean) ─ Mul ── Q ─ DQ ┴ MatMul ─ Q ─ DQ ┬──────────── Sub ─ Mul ─ Exp ─ Q ─ DQ ┬─ MatMul ─ Div ─ Mul
                                                           └ ReduceMax ──┘                        └─ ReduceSum ─┘
 
-The second MatMul also reads the value, scaled and quantized. OpenVINO runs both products in INT8 and everything between
-them in one kernel. TensorRT supports no unsigned codes and has one kernel for the attention as it was traced, so
-``with_softmax`` restores that for plans.
+The second MatMul also reads the value, scaled and quantized. OpenVINO runs both products in INT8 and the rest in one
+kernel. TensorRT supports no unsigned codes and has one kernel for the attention as it was traced.
 """
 
 from collections.abc import Sequence
@@ -38,23 +37,21 @@ from sd_quant.quantization.attention import float_scales, head_factors
 from sd_quant.quantization.formats import FORMATS
 
 ROW_SUM = ".attention_row_sum"  # suffix of a node's name that only attention in integers has
-# Possible nodes between a product of attention and its reader. A joint attention slices or splits off the image's
-# tokens, and a single block of Flux appends to each token what its feed-forward makes of it.
+# Possible nodes between a product and its reader: a joint attention slices or splits off the image's tokens, and a
+# single block of Flux appends its feed-forward to each token.
 MOVES = ("Reshape", "Transpose", "Cast", "Slice", "Split", "Concat")
-MASK = "Add"  # between scores and softmax, of a masked attention
+MASK = "Add"  # between scores and softmax
 
 
 def attention_before(linear: str) -> str:
-    """The attention whose output the ``linear`` of this name reads, if it is an output projection.
-
-    The single blocks of Flux have no projection but that of the whole block.
-    """
+    """The attention whose output a linear reads, if that is an output projection; of the whole block in Flux's single
+    blocks."""
     attention, found, _ = linear.rpartition(".to_out.0")
     return attention if found else linear.removesuffix("proj_out") + "attn"
 
 
-def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment) -> None:
-    """Quantize both matrix products of an attention, whose output projection multiplies with ``weight``."""
+def quantize_attention(weight: ir.Value, layer: LayerAssignment) -> None:
+    """Quantize both matrix products of the attention whose output projection multiplies with ``weight``."""
     node = only_reader(weight)
     if node.op_type == "Transpose":
         node = only_reader(node.outputs[0])
@@ -64,70 +61,67 @@ def quantize_attention(graph: ir.Graph, weight: ir.Value, layer: LayerAssignment
     fmt, scales = FORMATS[layer.activation_format], type_of_scales(weight.dtype)
     if fmt.equal_levels:
         if scales != weight.dtype:
-            in_fp32(graph, (scores, mixed), layer.name, weight.dtype)
-        return quantize_by_rows(graph, scores, softmax, mixed, layer, scales)
+            in_fp32((scores, mixed), layer.name, weight.dtype)
+        return quantize_by_rows(scores, softmax, mixed, layer, scales)
     products = ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value"), (mixed, 0, "softmax"))
     for (node, index, what), scale in zip(products, float_scales(layer), strict=True):
         value, name = node.inputs[index], f"{layer.name}.{what}"
         if scales != weight.dtype:
-            value = insert(graph, node, "Cast", [value], f"{name}_in_fp32", to=scales)
-        value = static_copy(graph, node, value, name, fmt, scale, scales)
+            value = insert(node, "Cast", [value], f"{name}_in_fp32", to=scales)
+        value = static_copy(node, value, name, fmt, scale, scales)
         if scales != weight.dtype:
-            value = insert(graph, node, "Cast", [value], f"{name}_rounded", to=weight.dtype)
+            value = insert(node, "Cast", [value], f"{name}_rounded", to=weight.dtype)
         node.replace_input_with(index, value)
 
 
-def in_fp32(graph: ir.Graph, products: Sequence[ir.Node], attention: str, dtype: ir.DataType) -> None:
-    """Let the two products of an attention read fp32, and all but them their outputs rounded to ``dtype``."""
+def in_fp32(products: Sequence[ir.Node], attention: str, dtype: ir.DataType) -> None:
+    """Let both products of an attention read fp32, and their readers outputs rounded to ``dtype``."""
     scores, mixed = products
-    cast = lambda before, each, what, to: insert(graph, before, "Cast", [each], f"{attention}.{what}", to=to)  # noqa: E731
+    cast = lambda before, each, what, to: insert(before, "Cast", [each], f"{attention}.{what}", to=to)  # noqa: E731
     for node, index, what in ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value")):
         node.replace_input_with(index, cast(node, node.inputs[index], f"{what}_in_fp32", ir.DataType.FLOAT))
     read_instead(mixed.outputs[0], lambda before, y: cast(before, y, "output_rounded", dtype))
 
 
 def quantize_by_rows(
-    graph: ir.Graph, scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment, dtype: ir.DataType
+    scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment, dtype: ir.DataType
 ) -> None:
-    """Compute the products ``scores`` and ``mixed`` in integers, and replace ``softmax`` accordingly.
-
-    ``dtype`` is that of everything between them.
-    """
-    found, fmt = head_factors(layer), FORMATS[layer.activation_format]
+    """Compute the products ``scores`` and ``mixed`` in integers without ``softmax``, all between them in ``dtype``."""
+    found, fmt, graph = head_factors(layer), FORMATS[layer.activation_format], softmax.graph
 
     def head_constant(what: str, values: Tensor) -> ir.Value:
         return numbers(graph, f"{layer.name}.{what}", values, dtype)
 
     def pair(before: ir.Node, value: ir.Value, what: str, scale: float) -> ir.Value:
-        return static_copy(graph, before, value, f"{layer.name}.{what}", fmt, scale, dtype)
+        return static_copy(before, value, f"{layer.name}.{what}", fmt, scale, dtype)
 
     def times(before: ir.Node, value: ir.Value, what: str, factor: Tensor) -> ir.Value:
-        return insert(graph, before, "Mul", [value, head_constant(f"{what}_factor", factor)], f"{layer.name}.{what}")
+        return insert(before, "Mul", [value, head_constant(f"{what}_factor", factor)], f"{layer.name}.{what}")
 
     query, key, value = scores.inputs[0], scores.inputs[1], mixed.inputs[1]
     scores.replace_input_with(0, pair(scores, times(scores, query, "query", found.query), "query", found.unit_scale))
     mean = head_constant("key_mean", layer.key_mean[:, :, None])  # keys are transposed here: [heads, head_width, 1]
-    key = insert(graph, scores, "Sub", [key, mean], f"{layer.name}.key_minus_mean")
+    key = insert(scores, "Sub", [key, mean], f"{layer.name}.key_minus_mean")
     scores.replace_input_with(1, pair(scores, times(scores, key, "key", found.key), "key", found.key_scale))
     rounded = pair(softmax, scores.outputs[0], "scores", found.unit_scale)
     axis = constant(graph, f"{layer.name}.row", np.array([-1], np.int64))
-    largest = insert(graph, softmax, "ReduceMax", [rounded, axis], f"{layer.name}.largest_score", keepdims=1)
-    logits = insert(graph, softmax, "Sub", [rounded, largest], f"{layer.name}.scores_minus_largest")
+    largest = insert(softmax, "ReduceMax", [rounded, axis], f"{layer.name}.largest_score", keepdims=1)
+    logits = insert(softmax, "Sub", [rounded, largest], f"{layer.name}.scores_minus_largest")
     logits = times(softmax, logits, "logits", found.logit)
-    exponentials = insert(graph, softmax, "Exp", [logits], f"{layer.name}.exponentials")
+    exponentials = insert(softmax, "Exp", [logits], f"{layer.name}.exponentials")
     name = f"{layer.name}.exponentials"
     unsigned = [
         numbers(graph, f"{name}_scale", found.exponential_scale, dtype),
         initializer(graph, f"{name}_zero_point", ir.DataType.UINT8, (), lambda: torch.zeros((), dtype=torch.uint8)),
     ]
-    exponentials = insert(graph, softmax, "QuantizeLinear", [exponentials, *unsigned], f"{name}_quantized")
-    exponentials = insert(graph, softmax, "DequantizeLinear", [exponentials, *unsigned], f"{name}_dequantized")
+    exponentials = insert(softmax, "QuantizeLinear", [exponentials, *unsigned], f"{name}_quantized")
+    exponentials = insert(softmax, "DequantizeLinear", [exponentials, *unsigned], f"{name}_dequantized")
     mixed.replace_input_with(0, exponentials)
     mixed.replace_input_with(1, pair(mixed, times(mixed, value, "value", found.value), "value", found.unit_scale))
 
     def weighted_mean(before: ir.Node, product: ir.Value) -> ir.Value:
-        row_sum = insert(graph, before, "ReduceSum", [exponentials, axis], f"{layer.name}{ROW_SUM}", keepdims=1)
-        output = insert(graph, before, "Div", [product, row_sum], f"{layer.name}.mean_of_values")
+        row_sum = insert(before, "ReduceSum", [exponentials, axis], f"{layer.name}{ROW_SUM}", keepdims=1)
+        output = insert(before, "Div", [product, row_sum], f"{layer.name}.mean_of_values")
         return times(before, output, "output", found.output)
 
     read_instead(mixed.outputs[0], weighted_mean)
@@ -135,10 +129,9 @@ def quantize_by_rows(
 
 
 def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path:
-    """The network with attention as it was traced: a file in ``folder``, which is empty and must outlive its use.
+    """The network with attention as it was traced, in the empty ``folder``; ``onnx_path`` if none is in integers.
 
-    ``weights`` are the files of the graph's weights, which are linked, not copied. Without attention in integers,
-    ``onnx_path`` itself.
+    The files of ``weights`` are linked, not copied.
     """
     model = ir.load(onnx_path)
     sums = [node for node in model.graph if (node.name or "").endswith(ROW_SUM)]
@@ -152,7 +145,7 @@ def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path
         mixed = made[f"{name}.mean_of_values"].inputs[0].producer()
         scores.replace_input_with(0, made[f"{name}.query"].inputs[0])
         scores.replace_input_with(1, made[f"{name}.key_minus_mean"].inputs[0])
-        softmax = insert(model.graph, mixed, "Softmax", [scores.outputs[0]], f"{name}.softmax", axis=-1)
+        softmax = insert(mixed, "Softmax", [scores.outputs[0]], f"{name}.softmax", axis=-1)
         mixed.replace_input_with(0, softmax)
         mixed.replace_input_with(1, made[f"{name}.value"].inputs[0])
         ir.convenience.replace_all_uses_with(output, mixed.outputs[0])
@@ -164,9 +157,9 @@ def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path
 
 
 def nearest_producer(value: ir.Value, op_type: str, through: Sequence[str] = MOVES) -> ir.Node:
-    """The nearest node of this type in front of ``value``. Raises ArtifactError if there is none.
+    """The nearest node of a type in front of ``value``, behind first inputs of nodes of the types ``through``.
 
-    Nodes of the types ``through`` may be between them, on the way of their first inputs.
+    Raises ArtifactError if there is none.
     """
     node = value.producer()
     while node is not None and node.op_type != op_type:

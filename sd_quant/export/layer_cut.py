@@ -1,8 +1,7 @@
 """Cut the quantized layers out of an exported graph, to compare each with torch on the same input.
 
 The error of a whole quantized network says little about its export: one input that rounds the other way in the first
-layer changes everything behind it. So one flat graph is written in which every quantized layer has its own input and
-output.
+layer changes all others. So a flat graph is written in which every quantized layer has its own input and output.
 """
 
 import re
@@ -32,11 +31,9 @@ def cut_layers(
 ) -> dict[str, str]:
     """Write the graph of the quantized layers to ``path`` and return the name of each layer's input.
 
-    ``weights`` is the dtype of the graph's other weights, and of the inputs.
-
-    A layer's output ``<layer>.output`` is that of its Conv (bias included) or of its MatMul (bias excluded). Layers
-    that share a quantized input share it here too, under the name of one of them. ``prefix`` precedes the assignment's
-    names in the graph.
+    ``weights`` is the dtype of the graph's other weights, and of the inputs. A layer's output ``<layer>.output`` is
+    that of its Conv (bias included) or of its MatMul (bias excluded). Layers that share a quantized input share it here
+    too, under the name of one of them. ``prefix`` precedes the assignment's names in the graph.
     """
     model = ir.load(onnx_path)
     values = {**{node.outputs[0].name: node.outputs[0] for node in model.graph}, **model.graph.initializers}
@@ -78,15 +75,12 @@ def cut_layers(
 
 
 def dequantized_weight(values: Mapping[str, Found], weight: str) -> Found:
-    """The dequantized ``weight`` as its layer reads it, by its name in ``values``: cast or shaped where it was."""
+    """The dequantized ``weight`` as its layer reads it, cast or reshaped."""
     return next(values[name] for end in ("cast", "shaped", "dequantized") if (name := f"{weight}.{end}") in values)
 
 
 def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
-    """The nodes that read a product's input before quantization, each with the index of that input.
-
-    Nodes between them and the product are recognized by their names, see ``OF_INPUT``.
-    """
+    """The nodes, each with the index of an input, that read a product's input before quantization (``OF_INPUT``)."""
     nodes, readers = [product.inputs[0].producer()], []
     for node in nodes:
         for index, value in enumerate(node.inputs):
@@ -101,10 +95,10 @@ def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
 def cut_attentions(
     onnx_path: Path, attentions: Iterable[LayerAssignment], path: Path, weights: torch.dtype = torch.float16
 ) -> None:
-    """Write the graph of the products of ``attentions`` to ``path``.
+    """Write the graph of the products of ``attentions``, without masks, to ``path``.
 
     Each has the inputs ``<attention>.given_query``, ``.given_key`` and ``.given_value`` before quantization, keys
-    transposed: [B, heads, head_width, tokens]. Its output is ``<attention>.given_output``. A mask is left out.
+    transposed: [B, heads, head_width, tokens]. Its output is ``<attention>.given_output``.
     """
     model = ir.load(onnx_path)
     made = {node.outputs[0].name: node for node in model.graph}
@@ -116,7 +110,7 @@ def cut_attentions(
         return value
 
     for layer in attentions:
-        if f"{layer.name}{ROW_SUM}" in made:
+        if in_integers := f"{layer.name}{ROW_SUM}" in made:
             firsts = [made[f"{layer.name}.{what}"] for what in ("query", "key_minus_mean", "value")]
             last = made[f"{layer.name}.output"]
         else:
@@ -129,7 +123,6 @@ def cut_attentions(
         for what, first in zip(("query", "key", "value"), firsts, strict=True):
             inputs.append(named(ir.Value(), f"{layer.name}.given_{what}", scales))
             first.replace_input_with(0, inputs[-1])
-        in_integers = f"{layer.name}{ROW_SUM}" in made
         outputs.append(named(last.outputs[0], f"{layer.name}.given_output", scales if in_integers else dtype))
     model.graph.inputs[:], model.graph.outputs[:] = inputs, outputs
     ir.passes.common.RemoveUnusedNodesPass()(model)
@@ -137,11 +130,10 @@ def cut_attentions(
 
 
 def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment], prefix: str) -> dict[str, list[str]]:
-    """The names that a runtime may have for the product of each quantized layer.
+    """The names that a runtime may have for the product of each quantized layer or attention (``attention_products``).
 
-    They are those of the product's node, of the addition of the bias, which runtimes fuse with it, of the
-    multiplication between them where inputs are scaled per token, and of their outputs. The two products of a quantized
-    attention have the names ``attention_products``.
+    They are those of the product's node, of the scaling per token and the addition of the bias behind it, which
+    runtimes fuse, and of their outputs.
     """
     nodes = onnx.load(onnx_path, load_external_data=False).graph.node
     readers = {value: node for node in nodes for value in node.input}

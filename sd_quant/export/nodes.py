@@ -1,17 +1,14 @@
 """Edit a traced graph: insert nodes, constants and initializers, and quantize values.
 
 Initializers are read when the file is written. A value is quantized with a static scale, or in blocks with scales that
-the graph computes with ONNX's standard operations:
+the graph computes with ONNX's standard operations, the range in fp32, the scale rounded once to the format's own type:
 
     x ─┬─ Reshape ─ Abs ─ ReduceMax ─ scale of the format ─┬───────────┐
        └──────────────────────────────────── QuantizeLinear(block) ─ DequantizeLinear(block) ─ y
 
-Scales of inputs are fp16 in a graph of fp16, else fp32, and so is all between a layer's input and its product, because
-eight bits would round a scale by up to 0.4 % (``type_of_scales`` and ``qdq``).
-
-The range of a block is computed in fp32, and the scale is rounded once, to the format's own type, as in ``formats``.
-The road not taken is TensorRT's ``TRT_FP4DynamicQuantize``, for one of the formats: no other runtime has it, so nothing
-could check it, and TensorRT builds plans from these operations as well.
+Scales of inputs, and all between an input and its product, are fp16 in a graph of fp16, else fp32, because bf16 would
+round a scale by up to 0.4 %. The road not taken is TensorRT's ``TRT_FP4DynamicQuantize``, for one format: no other
+runtime has it to check it, and TensorRT builds plans from these operations as well.
 """
 
 from collections.abc import Callable
@@ -29,19 +26,19 @@ TORCH = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat1
 
 
 def onnx_type(dtype: torch.dtype) -> ir.DataType:
-    """The type of weights of this dtype: one of ``TORCH``."""
+    """The ONNX type of weights of this dtype."""
     return next(known for known, each in TORCH.items() if each == dtype)
 
 
 def type_of_scales(weights: ir.DataType) -> ir.DataType:
-    """The type of a layer's scales, and of what is computed with them, in a graph with ``weights`` of this type."""
+    """The type of a layer's scales, and of all computed with them, in a graph with ``weights`` of this type."""
     return ir.DataType.FLOAT16 if weights == ir.DataType.FLOAT16 else ir.DataType.FLOAT
 
 
 def initializer(
     graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], read: Callable[[], Tensor]
 ) -> ir.Value:
-    """Add an initializer whose bytes ``read`` returns when the file is written, 4-bit numbers packed in uint8."""
+    """Add an initializer whose bytes ``read`` returns when the file is written; 4-bit numbers are packed in uint8."""
 
     def produce() -> ir.Tensor | ir.PackedTensor:
         tensor = read().contiguous()
@@ -51,11 +48,9 @@ def initializer(
             tensor = tensor.view(BYTES[tensor.dtype])
         return ir.Tensor(tensor.numpy().view(dtype.numpy()), name=name)
 
+    kind = {"dtype": dtype, "shape": ir.Shape(shape), "name": name}
     value = ir.Value(
-        name=name,
-        shape=ir.Shape(shape),
-        type=ir.TensorType(dtype),
-        const_value=ir.LazyTensor(produce, dtype=dtype, shape=ir.Shape(shape), name=name),
+        name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=ir.LazyTensor(produce, **kind)
     )
     graph.register_initializer(value)
     return value
@@ -74,11 +69,11 @@ def numbers(graph: ir.Graph, name: str, values: Tensor | float, dtype: ir.DataTy
     return initializer(graph, name, dtype, tuple(rounded.shape), lambda: rounded)
 
 
-def insert(graph: ir.Graph, before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
-    """Insert a node in front of ``before`` and return its only output, which has the node's ``name``."""
+def insert(before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
+    """Insert a node in front of ``before`` and return its only output, of the same ``name``."""
     node = ir.node(op_type, inputs, attributes=attributes, name=name)
     node.outputs[0].name = name
-    graph.insert_before(before, node)
+    before.graph.insert_before(before, node)
     return node.outputs[0]
 
 
@@ -89,26 +84,24 @@ def only_reader(value: ir.Value) -> ir.Node:
 
 
 def read_instead(value: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value]) -> None:
-    """Let all readers of ``value`` read the result of ``made`` instead, inserted in front of the first reader."""
+    """Let all readers of ``value`` read the result of ``made``, inserted in front of the first of them."""
     readers = [(usage.node, usage.idx) for usage in value.uses()]
     replacement = made(readers[0][0], value)
     for reader, index in readers:
         reader.replace_input_with(index, replacement)
 
 
-def static_copy(
-    graph: ir.Graph, node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float, dtype: ir.DataType
-) -> ir.Value:
+def static_copy(node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float, dtype: ir.DataType) -> ir.Value:
     """``value``, of type ``dtype``, quantized and dequantized with a static scale."""
-    scales = static_scales(graph, name, fmt, scale, dtype)
-    value = insert(graph, node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
-    return insert(graph, node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
+    scales = static_scales(node.graph, name, fmt, scale, dtype)
+    value = insert(node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
+    return insert(node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
 
 
 def static_scales(
     graph: ir.Graph, name: str, fmt: Format, scale: float, dtype: ir.DataType
 ) -> tuple[ir.Value, ir.Value]:
-    """The scale, of type ``dtype``, of an input and its zero point, 0, for QuantizeLinear and DequantizeLinear."""
+    """Scale, of type ``dtype``, and zero point 0 of an input, for QuantizeLinear and DequantizeLinear."""
     zero = fmt.pack(torch.zeros((), dtype=torch.int8))
     return (
         numbers(graph, f"{name}_scale", scale, dtype),
@@ -117,19 +110,13 @@ def static_scales(
 
 
 def dynamic_copy(
-    graph: ir.Graph,
-    before: ir.Node,
-    value: ir.Value,
-    name: str,
-    layer: LayerAssignment,
-    rows: bool = False,
-    dtype: ir.DataType = ir.DataType.FLOAT16,
+    before: ir.Node, value: ir.Value, name: str, layer: LayerAssignment, rows: bool, dtype: ir.DataType
 ) -> ir.Value:
-    """``value``, an input of ``layer`` of type ``dtype``, quantized and dequantized in blocks of its last axis.
+    """``value``, a layer's input of type ``dtype``, quantized and dequantized in blocks of its last axis.
 
-    Its shape is [batch, tokens, in]; with ``rows``, any that ends in the layer's inputs.
+    [batch, tokens, in]; with ``rows``, any shape that ends in the layer's inputs.
     """
-    fmt, inputs_of_layer, inserted = FORMATS[layer.activation_format], layer.weight_shape[1], 0
+    fmt, graph, inserted = FORMATS[layer.activation_format], before.graph, 0
     global_scale = layer.activation_scales(torch.zeros(fmt.block))[-1].max().item()  # formats without one ignore it
 
     def apply(op_type: str, *inputs: ir.Value | float, **attributes) -> ir.Value:
@@ -140,13 +127,13 @@ def dynamic_copy(
             for index, value in enumerate(inputs)
         ]
         types = {key: ir.DataType[value] if isinstance(value, str) else value for key, value in attributes.items()}
-        return insert(graph, before, op_type, values, f"{name}.{op_type}.{inserted}", **types)
+        return insert(before, op_type, values, f"{name}.{op_type}.{inserted}", **types)
 
-    inner = [inputs_of_layer // fmt.block, fmt.block]
+    inner = [layer.weight_shape[1] // fmt.block, fmt.block]
     blocks = constant(graph, f"{name}.blocks", np.array(inner if rows else [0, 0, *inner], np.int64))
     if rows:
-        leading = insert(graph, before, "Shape", [value], f"{name}.leading", start=0, end=-1)
-        blocks = insert(graph, before, "Concat", [leading, blocks], f"{name}.shape", axis=0)
+        leading = insert(before, "Shape", [value], f"{name}.leading", start=0, end=-1)
+        blocks = insert(before, "Concat", [leading, blocks], f"{name}.shape", axis=0)
     last = constant(graph, f"{name}.last", np.array([-1], np.int64))
     amax = apply("ReduceMax", apply("Abs", apply("Reshape", value, blocks)), last, keepdims=0)
     scale = fmt.onnx_scale(apply, apply("Cast", amax, to="FLOAT"), global_scale)
@@ -154,4 +141,4 @@ def dynamic_copy(
         scale = apply("Cast", scale, to=dtype.name)
     blocked = {"axis": -1, "block_size": fmt.block}
     codes = apply("QuantizeLinear", value, scale, output_dtype=fmt.onnx_type, **blocked)
-    return insert(graph, before, "DequantizeLinear", [codes, scale], f"{name}_dequantized", **blocked)
+    return insert(before, "DequantizeLinear", [codes, scale], f"{name}_dequantized", **blocked)

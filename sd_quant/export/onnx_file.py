@@ -12,8 +12,8 @@ LARGEST_SINGLE_FILE = 2**28  # bytes of weights; a single file is assembled in m
 def save(model: ir.Model, path: Path) -> None:
     """Write ``model`` to ``path``, with large weights in ``<path>.data``. The graph appears last.
 
-    Both are written in a temporary folder under their own names, because a graph holds the name of its data file.
-    Raises what reading a weight raises.
+    Both are first written to a temporary folder under their names, because a graph names its data file.
+    Errors of reading a weight are raised as they are.
     """
     external = sum(value.const_value.nbytes for value in model.graph.initializers.values()) > LARGEST_SINGLE_FILE
     data = path.with_name(path.name + ".data")
@@ -35,7 +35,7 @@ def save(model: ir.Model, path: Path) -> None:
 def share_weights(path: Path, beside: Path) -> None:
     """Let the graph at ``path`` refer to the data file of the one that will lie ``beside`` it, where weights are equal.
 
-    It stays as it is where that file has no data file, or where too much would be left for a single file.
+    It stays as it is where there is no such file, or where too much would be left for a single file.
     """
     model, others = ir.load(path), ir.load(beside).graph.initializers
     own = 0

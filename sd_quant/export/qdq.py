@@ -6,30 +6,29 @@
 
 Rotated inputs (``quantization.rotation``) pass a Reshape, a MatMul with the matrix and a Reshape before QuantizeLinear.
 Inputs that are scaled per token are divided by each token's largest magnitude, so that one static scale serves them all
-and every runtime has integer kernels for the product. QuantizeLinear with a scale per token would avoid the division,
-but OpenVINO supports no scales that the graph computes.
+and every runtime has integer kernels; OpenVINO supports no QuantizeLinear with scales that the graph computes.
 
     x ─┬─────────────── Div ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Mul ─ (Add) ─ y
        └ Abs ─ ReduceMax ┴─────────────────────────────────────────────────┘
 
-No runtime multiplies codes of four bits, and TensorRT for RTX fails on such a product; so for them the magnitude
-multiplies what DequantizeLinear returns.
+No runtime multiplies codes of four bits, and TensorRT for RTX fails on such a product: their magnitude multiplies what
+DequantizeLinear returns.
 
 The input of a convolution may be shifted (``quantization.convolutions``). It is padded after QuantizeLinear, with the
 code of zero, so that the response to the shift is the same everywhere: a bias. Other standard operations cost more
-(docs/results_speed.md): a Pad before QuantizeLinear is one of fp16, and adding a map after the convolution depends on
+(docs/results_speed.md): a Pad before QuantizeLinear is one of fp16, and a map added after the convolution depends on
 the image's size; TensorRT does not support a zero point in QuantizeLinear.
 
     x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
 
 A graph of bf16 has fp32 from the Cast in front of a layer to its product, so that eight bits round neither scales, nor
-factors, nor the bias of a shifted convolution, thirty times as large as the output; runtimes fuse the Casts. Where only
-the weight is quantized, it is rounded to bf16 behind its DequantizeLinear and the product is one of bf16.
+factors, nor the bias of a shifted convolution, thirty times as large as the output; runtimes fuse the Casts. A weight
+that is quantized alone is rounded to bf16 behind its DequantizeLinear, for a product of bf16.
 
     x ─ Cast(fp32) ─ Mul ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Cast(bf16) ─ (Add) ─ y
 
-A layer is the node that multiplies with its weight, so nothing is decided here. The road not taken is to trace a
-network with quantizers in it, which would need a trace for every recipe.
+A layer is the node that multiplies with its weight. The road not taken is to trace a network with quantizers in it,
+which would need a trace for every recipe.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+from torch import Tensor
 
 from sd_quant.errors import ArtifactError
 from sd_quant.export.attention import attention_before, quantize_attention
@@ -65,14 +65,14 @@ def write_onnx(
     path: Path,
     *,
     inputs: int,
-    prefix: str,
     read: ReadWeight,
     assignment: Mapping[str, LayerAssignment],
+    prefix: str = "",
 ) -> None:
-    """Give the traced ``model`` its weights, quantized by the ``assignment``, and write it. Changes ``model``.
+    """Give the traced ``model``, which changes, its weights, quantized by the ``assignment``, and write it.
 
-    The first ``inputs`` of the graph's inputs are the contract's, the others are weights. ``prefix`` precedes the
-    assignment's layer names in the names of the weights; ``read`` returns a weight by its name in the graph.
+    The first ``inputs`` of the graph's inputs are the contract's, the others are weights, which ``read`` returns by
+    name. ``prefix`` precedes the assignment's layer names.
     Raises ArtifactError when the assignment names a layer that the graph does not have.
     """
     graph = model.graph
@@ -85,13 +85,13 @@ def write_onnx(
     for weight in weights:
         linear, _, kind = weight.name.removeprefix(prefix).rpartition(".")
         if (attention := attention_before(linear)) in pending and kind == "weight":
-            quantize_attention(graph, weight, assignment[attention])
+            quantize_attention(weight, assignment[attention])
             pending.discard(attention)
     high_precision = []
     for weight in weights:
         layer_name = weight.name.removeprefix(prefix).rpartition(".")[0]
         if layer_name in pending and weight.name.endswith(".weight"):
-            quantize_layer(graph, weight, assignment[layer_name], read, shared)
+            quantize_layer(weight, assignment[layer_name], read, shared)
             pending.discard(layer_name)
         else:
             high_precision.append((weight, assignment.get(layer_name)))
@@ -106,18 +106,25 @@ def write_onnx(
 
 
 class Site(NamedTuple):
-    """Where a layer's input is quantized: in front of the ``node`` that multiplies it, in numbers of ``dtype``."""
+    """The place where a layer's input is quantized: in front of the ``node`` that multiplies it, of type ``dtype``."""
 
-    graph: ir.Graph
     node: ir.Node
     layer: LayerAssignment
     dtype: ir.DataType
     rows: bool  # the input has two axes
-    shared: dict[tuple, ir.Value]  # smoothed and quantized inputs that several layers read
+    shared: dict[tuple, ir.Value]  # inputs, smoothed and quantized, that several layers read
 
     def insert(self, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
         """The output of a node in front of the layer's, named after the layer."""
-        return insert(self.graph, self.node, op_type, inputs, f"{self.layer.name}.{name}", **attributes)
+        return insert(self.node, op_type, inputs, f"{self.layer.name}.{name}", **attributes)
+
+    def numbers(self, name: str, values: Tensor | float) -> ir.Value:
+        """An initializer with ``values`` of the site's type, named after the layer."""
+        return numbers(self.node.graph, f"{self.layer.name}.{name}", values, self.dtype)
+
+    def integers(self, name: str, *values: int) -> ir.Value:
+        """An initializer with int64 ``values``, named after the layer."""
+        return constant(self.node.graph, f"{self.layer.name}.{name}", np.array(values, np.int64))
 
     def once(self, key: tuple, make: Callable[[], ir.Value]) -> ir.Value:
         """The value that ``make`` inserts once for all layers with this ``key``."""
@@ -130,31 +137,29 @@ class Site(NamedTuple):
         return self.once((value, dtype), lambda: self.insert("Cast", [value], name, to=dtype))
 
 
-def quantize_layer(
-    graph: ir.Graph, weight: ir.Value, layer: LayerAssignment, read: ReadWeight, shared: dict[tuple, ir.Value]
-) -> None:
+def quantize_layer(weight: ir.Value, layer: LayerAssignment, read: ReadWeight, shared: dict[tuple, ir.Value]) -> None:
     """Quantize weight and input of the one node that multiplies with ``weight``, a graph input."""
     node = only_reader(weight)
     rows = node.op_type == "Gemm"
     if rows:
-        end_in_identity(graph, node)
-        node = split_gemm(graph, node)
+        end_in_identity(node)
+        node = split_gemm(node)
     transposed = node.op_type == "Transpose"
     if transposed:
         transpose = node
         node = only_reader(transpose.outputs[0])
-    end_in_identity(graph, node)
+    end_in_identity(node)
     dtype, scales = weight.dtype, type_of_scales(weight.dtype)
-    at = Site(graph, node, layer, scales, rows, shared)
+    at = Site(node, layer, scales, rows, shared)
     wide = dtype != scales and (layer.activation_format or layer.multiplies or layer.rotation)
     x = at.cast(node.inputs[0], scales, "in_fp32") if wide else node.inputs[0]
     x = smoothed_input(at, x)
     if layer.low_rank is not None:  # first, so that a product that is scaled per token is scaled before the sum
-        add_low_rank(graph, node, at.cast(x, dtype, "input_rounded") if wide else x, layer, dtype)
+        add_low_rank(node, at.cast(x, dtype, "input_rounded") if wide else x, layer, dtype)
     product = scales if layer.activation_format else dtype
     if product != dtype:
         name = f"{layer.name}.rounded"
-        read_instead(node.outputs[0], lambda before, y: insert(graph, before, "Cast", [y], name, to=dtype))
+        read_instead(node.outputs[0], lambda before, y: insert(before, "Cast", [y], name, to=dtype))
         if node.op_type == "Conv" and len(node.inputs) > 2:
             node.inputs[2].dtype = product
     if layer.activation_zero_point:
@@ -170,17 +175,17 @@ def quantize_layer(
         node.replace_input_with(0, value)
     fmt = FORMATS[layer.format]  # scales of blocks are of the format's own type, and make fp16
     made = ir.DataType.FLOAT16 if fmt.block or not fmt.onnx_type or product == ir.DataType.BFLOAT16 else product
-    value = quantized_weight(graph, node, weight.name, layer, read, transposed, made)
+    value = quantized_weight(node, weight.name, layer, read, transposed, made)
     if product != made:
-        value = insert(graph, node, "Cast", [value], f"{weight.name}.cast", to=product)
+        value = insert(node, "Cast", [value], f"{weight.name}.cast", to=product)
     node.replace_input_with(1, value)
     if transposed:
-        graph.remove(transpose, safe=True)
+        node.graph.remove(transpose, safe=True)
 
 
-def end_in_identity(graph: ir.Graph, node: ir.Node) -> None:
+def end_in_identity(node: ir.Node) -> None:
     """Put an Identity behind a ``node`` that makes an output of the graph, so that other nodes can come between."""
-    product = node.outputs[0]
+    product, graph = node.outputs[0], node.graph
     if not product.is_graph_output():
         return
     last = ir.node("Identity", [product])
@@ -191,39 +196,32 @@ def end_in_identity(graph: ir.Graph, node: ir.Node) -> None:
     graph.append(last)
 
 
-def split_gemm(graph: ir.Graph, gemm: ir.Node) -> ir.Node:
-    """Replace a Gemm, a linear of two-dimensional inputs, by the Transpose, MatMul and Add of other linears.
-
-    Returns the Transpose of its weight.
-    """
+def split_gemm(gemm: ir.Node) -> ir.Node:
+    """Replace a Gemm, a linear of two-dimensional inputs, by Transpose, MatMul and Add; returns the Transpose."""
     x, weight, *bias = gemm.inputs
-    transposed = insert(graph, gemm, "Transpose", [weight], f"{weight.name}.transposed", perm=[1, 0])
-    value = insert(graph, gemm, "MatMul", [x, transposed], f"{weight.name}.product")
+    transposed = insert(gemm, "Transpose", [weight], f"{weight.name}.transposed", perm=[1, 0])
+    value = insert(gemm, "MatMul", [x, transposed], f"{weight.name}.product")
     if bias:
-        value = insert(graph, gemm, "Add", [value, bias[0]], f"{weight.name}.with_bias")
+        value = insert(gemm, "Add", [value, bias[0]], f"{weight.name}.with_bias")
     ir.convenience.replace_all_uses_with(gemm.outputs[0], value)
-    graph.remove(gemm, safe=True)
+    gemm.graph.remove(gemm, safe=True)
     return transposed.producer()
 
 
 def smoothed_input(at: Site, value: ir.Value) -> ir.Value:
-    """The layer's input ``value`` times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
+    """The layer's input times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
     layer = at.layer
     if not layer.multiplies:
         return value
 
     def smoothed() -> ir.Value:
-        scale = numbers(at.graph, f"{layer.name}.pre_quant_scale", layer.pre_quant_scale.half(), at.dtype)
-        return at.insert("Mul", [value, scale], "smoothed")
+        return at.insert("Mul", [value, at.numbers("pre_quant_scale", layer.pre_quant_scale.half())], "smoothed")
 
     return at.once((value, id(layer.pre_quant_scale)), smoothed)
 
 
 def rotated_input(at: Site, value: ir.Value) -> ir.Value:
-    """``value`` [..., in] with its groups of channels rotated, if the layer rotates them.
-
-    Its shape is computed in the graph, because text and image have different axes.
-    """
+    """``value`` [..., in] with its groups of channels rotated, if the layer rotates them; of any number of axes."""
     group = at.layer.rotation
     if not group:
         return value
@@ -231,11 +229,11 @@ def rotated_input(at: Site, value: ir.Value) -> ir.Value:
     def rotated() -> ir.Value:
         shape = at.insert("Shape", [value], "input_shape")
         leading = at.insert("Shape", [value], "input_leading", start=0, end=-1)
-        groups = np.array([at.layer.weight_shape[1] // group, group], np.int64)
-        groups = constant(at.graph, f"{at.layer.name}.input_groups", groups)
+        groups = at.integers("input_groups", at.layer.weight_shape[1] // group, group)
         grouped = at.insert("Concat", [leading, groups], "input_grouped_shape", axis=0)
         matrix = at.once(  # one for all layers: it is as large as a small layer's codes
-            ("rotation", group), lambda: numbers(at.graph, f"rotation_of_{group}", rotation_matrix(group), at.dtype)
+            ("rotation", group),
+            lambda: numbers(at.node.graph, f"rotation_of_{group}", rotation_matrix(group), at.dtype),
         )
         grouped = at.insert("Reshape", [value, grouped], "input_grouped")
         product = at.insert("MatMul", [grouped, matrix], "input_rotated_groups")
@@ -245,14 +243,13 @@ def rotated_input(at: Site, value: ir.Value) -> ir.Value:
 
 
 def quantized_per_token(at: Site, value: ir.Value) -> ir.Value:
-    """``value`` divided by each token's largest magnitude, quantized and dequantized.
+    """``value`` over each token's largest magnitude, quantized and dequantized.
 
-    That magnitude multiplies the output of the node, or the result where the layer does not scale its product.
+    The magnitude multiplies the node's output, or the result where the layer does not scale its product.
     """
 
     def largest_numbers() -> ir.Value:
-        last = constant(at.graph, f"{at.layer.name}.input_last", np.array([-1], np.int64))
-        smallest = numbers(at.graph, f"{at.layer.name}.input_smallest", SMALLEST_TOKEN, at.dtype)
+        last, smallest = at.integers("input_last", -1), at.numbers("input_smallest", SMALLEST_TOKEN)
         largest = at.insert("Abs", [value], "input_magnitude")
         largest = at.insert("ReduceMax", [largest, last], "input_largest_number", keepdims=1)
         return at.insert("Max", [largest, smallest], "input_largest")
@@ -262,55 +259,54 @@ def quantized_per_token(at: Site, value: ir.Value) -> ir.Value:
     rounded = quantized_input(at, over)
     if at.layer.scales_product:
         name = f"{at.layer.name}.times_largest"
-        read_instead(at.node.outputs[0], lambda before, y: insert(at.graph, before, "Mul", [y, largest], name))
+        read_instead(at.node.outputs[0], lambda before, y: insert(before, "Mul", [y, largest], name))
         return rounded
     times = (rounded, "times its largest")
     return at.once(times, lambda: at.insert("Mul", [rounded, largest], "input_times_largest"))
 
 
 def quantized_input(at: Site, value: ir.Value) -> ir.Value:
-    """``value`` quantized and dequantized; layers that read it with the same scales share the result."""
+    """``value`` quantized and dequantized, once for all layers that read it with the same scales."""
     layer, static, name = at.layer, at.layer.activation_scale, f"{at.layer.name}.input"
     if static is None:
-        make = lambda: dynamic_copy(at.graph, at.node, value, name, layer, at.rows, at.dtype)  # noqa: E731
+        make = lambda: dynamic_copy(at.node, value, name, layer, at.rows, at.dtype)  # noqa: E731
     else:
         fmt = FORMATS[layer.activation_format]
-        make = lambda: static_copy(at.graph, at.node, value, name, fmt, static, at.dtype)  # noqa: E731
+        make = lambda: static_copy(at.node, value, name, fmt, static, at.dtype)  # noqa: E731
     return at.once((value, layer.activation_format, layer.activation_amax if static is None else static), make)
 
 
 def quantize_shifted(at: Site, x: ir.Value) -> None:
     """Let a convolution read ``x`` minus the shift, quantized and padded, with the corresponding bias.
 
-    TensorRT supports no constant of the codes' type for Pad, so the code of zero is computed in the graph.
+    The code of zero is computed in the graph: TensorRT supports no constant of the codes' type for Pad.
     """
-    graph, conv, layer, name = at.graph, at.node, at.layer, f"{at.layer.name}.input"
-    scales = static_scales(graph, name, FORMATS[layer.activation_format], layer.activation_scale, at.dtype)
-    shift = numbers(graph, f"{name}_shift", layer.shift, at.dtype)
-    value = at.insert("Sub", [x, shift], "input_shifted")
+    conv, layer, fmt = at.node, at.layer, FORMATS[at.layer.activation_format]
+    scales = static_scales(conv.graph, f"{layer.name}.input", fmt, layer.activation_scale, at.dtype)
+    value = at.insert("Sub", [x, at.numbers("input_shift", layer.shift)], "input_shifted")
     value = at.insert("QuantizeLinear", [value, *scales], "input_quantized")
     top, left, bottom, right = conv.attributes["pads"].as_ints()
     if any((top, left, bottom, right)):
-        padding = constant(graph, f"{name}_padding", np.array([0, 0, top, left, 0, 0, bottom, right], np.int64))
-        zero = numbers(graph, f"{name}_shifted_zero", -layer.shift, at.dtype)
+        padding = at.integers("input_padding", 0, 0, top, left, 0, 0, bottom, right)
+        zero = at.numbers("input_shifted_zero", -layer.shift)
         zero = at.insert("QuantizeLinear", [zero, *scales], "input_quantized_zero")
         value = at.insert("Pad", [value, padding, zero], "input_padded")
         conv.attributes["pads"] = ir.AttrInt64s("pads", [0, 0, 0, 0])
     conv.replace_input_with(0, at.insert("DequantizeLinear", [value, *scales], "input_dequantized"))
     conv.resize_inputs(3)
-    conv.replace_input_with(2, numbers(graph, f"{layer.name}.shifted_bias", layer.bias, at.dtype))
+    conv.replace_input_with(2, at.numbers("shifted_bias", layer.bias))
 
 
-def add_low_rank(graph: ir.Graph, node: ir.Node, x: ir.Value, layer: LayerAssignment, dtype: ir.DataType) -> None:
+def add_low_rank(node: ir.Node, x: ir.Value, layer: LayerAssignment, dtype: ir.DataType) -> None:
     """Replace the output ``y`` of ``node`` by ``y + (x @ down^T) @ up^T``."""
     up, down = (
-        numbers(graph, f"{layer.name}.{name}", factor.T.contiguous(), dtype)
+        numbers(node.graph, f"{layer.name}.{name}", factor.T.contiguous(), dtype)
         for name, factor in zip(("up", "down"), layer.low_rank, strict=True)
     )
 
     def with_low_rank(before: ir.Node, y: ir.Value) -> ir.Value:
-        value = insert(graph, before, "MatMul", [x, down], f"{layer.name}.low_rank_down")
-        value = insert(graph, before, "MatMul", [value, up], f"{layer.name}.low_rank_up")
-        return insert(graph, before, "Add", [y, value], f"{layer.name}.with_low_rank")
+        value = insert(before, "MatMul", [x, down], f"{layer.name}.low_rank_down")
+        value = insert(before, "MatMul", [value, up], f"{layer.name}.low_rank_up")
+        return insert(before, "Add", [y, value], f"{layer.name}.with_low_rank")
 
     read_instead(node.outputs[0], with_low_rank)

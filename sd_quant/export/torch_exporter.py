@@ -1,10 +1,10 @@
-"""torch's ONNX exporter, without the work that it does twice and the networks that it would take apart.
+"""torch's ONNX exporter, without the work that it does twice and needless decompositions of networks.
 
-The operations of a network stay as it calls them if each has a translation (``translations``), changes nothing in place
-and stands under no autocast. The road not taken is to decompose always, which traces a network twice more.
+Operations stay as a network calls them if each has a translation (``translations``), changes nothing in place and is
+under no autocast. The road not taken is to decompose always, which traces a network twice more.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from functools import _lru_cache_wrapper, cache, partial
@@ -15,24 +15,22 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from sd_quant.errors import ArtifactError
 from sd_quant.export.translations import TRANSLATIONS
+from sd_quant.models.parts import Contract
 
 aten = torch.ops.aten
 
 
-def converted(
-    module: nn.Module,
-    example: dict[str, Tensor],
-    dynamic: dict[str, dict],
-    outputs: Sequence[str],
-    opset: int,
-    check: Callable[[Mapping[str, Sequence]], None],
-) -> ir.Model:
-    """The module in ONNX, with its operations as the network calls them if all of them have translations.
+def converted(module: nn.Module, example: dict[str, Tensor], contract: Contract, opset: int) -> ir.Model:
+    """The module in ONNX; operations are decomposed, at the cost of two more traces, if any has no translation.
 
-    Otherwise operations are decomposed first, which traces the network twice more, with symbols for its sizes.
-    ``check`` is called with the traced shape of each input, before the network is converted.
+    ``example`` has the contract's inputs. Raises ArtifactError as ``check_axes`` does, before the conversion.
     """
+    dynamic = {
+        name: {index: torch.export.Dim.AUTO for index, axis in enumerate(shape) if isinstance(axis, str)}
+        for name, shape in contract.inputs.items()
+    }
     classes = {type(each).__module__ for each in module.modules()}  # files with code of the network
 
     def exported() -> torch.export.ExportedProgram:
@@ -51,19 +49,14 @@ def converted(
                         value.cache_clear()
 
     def in_onnx(program: torch.export.ExportedProgram) -> ir.Model:
+        options = {"output_names": list(contract.outputs), "custom_translation_table": TRANSLATIONS}
         return torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=opset,
-            optimize=False,
-            verbose=False,
-            output_names=list(outputs),
-            custom_translation_table=TRANSLATIONS,
+            program, dynamo=True, opset_version=opset, optimize=False, verbose=False, **options
         ).model
 
     program = exported()
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
-    check({name: value.shape for name, value in values.items() if isinstance(value, Tensor)})
+    check_axes({name: value.shape for name, value in values.items() if isinstance(value, Tensor)}, contract)
     keep_what_is_changed(program)
     program.run_decompositions = lambda *_: program
     with suppress(torch.onnx.errors.OnnxExporterError), torchs_exporter(promotes=not dtypes_agree(program)):
@@ -72,11 +65,19 @@ def converted(
         return in_onnx(exported())  # traced again, because the attempt has changed the program
 
 
+def check_axes(shapes: Mapping[str, Iterable], contract: Contract) -> None:
+    """Raise ArtifactError when the tracer took a dynamic axis of an input for a number."""
+    for name in contract.inputs.keys() & shapes.keys():
+        for traced, axis in zip(shapes[name], contract.inputs[name], strict=True):
+            if isinstance(axis, str) and str(getattr(traced, "value", traced)).isdecimal():
+                raise ArtifactError(f"the graph serves {traced} as {axis} of {name} and nothing else")
+
+
 @contextmanager
 def without_idle_autocast() -> Iterator[None]:
-    """A context in which autocast is not entered where it changes nothing: disabled, or for another device.
+    """A context without autocast where it changes nothing: disabled, or for another device.
 
-    torch's exporter would trace what is inside as a graph of its own, for which it decomposes the whole network.
+    torch's exporter would trace the block as a graph of its own, for which it decomposes the whole network.
     """
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     idle = list[int]()
@@ -99,7 +100,7 @@ def without_idle_autocast() -> Iterator[None]:
 def keep_what_is_changed(program: torch.export.ExportedProgram) -> None:
     """Replace each operation that changes a tensor in place by the one that returns a new tensor.
 
-    Only where no other tensor shares the memory: one that an elementwise operation has made, of which no view is taken.
+    Only where no other tensor shares the memory: the result of an elementwise operation of which no view is taken.
     """
     order = {node: number for number, node in enumerate(program.graph.nodes)}
     for node in program.graph.nodes:
@@ -116,12 +117,12 @@ def keep_what_is_changed(program: torch.export.ExportedProgram) -> None:
 
 
 def shares_memory(node: torch.fx.Node) -> bool:
-    """Whether the output of a node may share memory with an input. An elementwise operation makes memory of its own."""
+    """Whether a node's output may share memory with an input, as no result of an elementwise operation does."""
     return torch.Tag.pointwise not in getattr(node.target, "tags", ()) or node.target._schema.is_mutable
 
 
 def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
-    """Whether type promotion would change nothing: each operation reads floating-point tensors of a single dtype."""
+    """Whether type promotion changes nothing: each operation reads floating-point tensors of a single dtype."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     values = [[operand.meta.get("val") for operand in call.all_input_nodes] for call in calls]
     dtypes = [{value.dtype for value in each if isinstance(value, Tensor)} for each in values]
@@ -130,10 +131,9 @@ def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
 
 @contextmanager
 def torchs_exporter(promotes: bool) -> Iterator[None]:
-    """A context in which torch's exporter does not do twice what it needs once, for which it has no options.
+    """A context in which torch's exporter keeps its table of translations, and promotes types only if it ``promotes``.
 
-    It keeps its table of translations between exports, and skips type promotion, for which it computes all shapes
-    anew, unless it ``promotes``: a fifth and a quarter of a trace. Does nothing where torch has other names for them.
+    It has no options for these: a fifth and a quarter of a trace. Nothing changes where torch has other names for them.
     """
     with ExitStack() as stack:
         with suppress(ImportError, AttributeError):
@@ -149,12 +149,12 @@ def torchs_exporter(promotes: bool) -> Iterator[None]:
 
 @cache
 def table_of(make: Callable[..., Any], opset: int) -> Any:
-    """torch's table of translations for an opset."""
+    """torch's table of translations for an opset, made once."""
     return make(opset_version=opset)
 
 
 def copy_of_table(make: Callable[..., Any], opset_version: int) -> Any:
-    """The same as a copy, to which an export adds its own."""
+    """A copy of ``table_of``, to which an export adds its own."""
     table = copy(table_of(make, opset_version))
     table.functions = {name: list(translations) for name, translations in table.functions.items()}
     return table

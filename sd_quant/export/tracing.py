@@ -1,15 +1,14 @@
-"""Trace the graph of a part without its weights, with fake tensors, and clean it. Weights become named inputs.
+"""Trace the graph of a part without its weights, which become named inputs, with fake tensors, and clean it.
 
-Tracing needs only shapes, so a UNet of 2.57 B parameters takes no memory, and the graph depends on the architecture
-alone: every recipe shares it. Without weights constant folding is cheap, too. The road not taken is ModelOpt's own
-export of a quantized model, which holds every weight in fp32 and writes INT8 weights as floats with a QuantizeLinear.
+Tracing needs only shapes, so a UNet of 2.57 B parameters takes no memory, and every recipe shares the graph. Without
+weights constant folding is cheap, too. The road not taken is ModelOpt's own export of a quantized model, which holds
+every weight in fp32 and writes INT8 weights as floats with a QuantizeLinear.
 """
 
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import onnx
@@ -27,17 +26,17 @@ from sd_quant.models.parts import Contract
 if TYPE_CHECKING:
     from onnxscript.rewriter import RewriteRule
 
-# Operations to which opsets 21, 22 and 23 only add types; others may have changed in these opsets.
-ONLY_MORE_TYPES = {
-    *("Cast", "Constant", "ConstantOfShape", "Conv", "Cos", "Flatten", "Identity", "InstanceNormalization", "Pad"),
-    *("Reshape", "Shape", "Sin", "Size", "Squeeze", "Transpose", "Unsqueeze"),
-}
+# Operations to which opsets 21, 22 and 23 only add types.
+ONLY_MORE_TYPES = set(
+    "Cast Constant ConstantOfShape Conv Cos Flatten Identity InstanceNormalization Pad Reshape Shape Sin Size Squeeze "
+    "Transpose Unsqueeze".split()
+)
 OPSET = 20  # the first with fp16 scales, group normalisation and GELU, and below the opset that fuses attention
 # The first opset with bf16 for convolutions, instance normalisation and sinusoids, which ONNX infers types by.
 BF16_OPSET = 22
 TYPE = "tensor(bfloat16)"  # as ONNX's schemas name it
 FIRST, LAST = -(2**63), 2**63 - 1  # the open ends of a Slice in the output of torch's exporter
-# They log every node that they touch, or what they cannot trace, which is raised as well.
+# Loggers of every node that is changed, or of errors that are raised as well.
 NOISY_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript", "torch.fx.experimental.symbolic_shapes", "torch.export")
 # All different, so that none is taken for another, and large enough to stay above 1 after three halvings.
 EXAMPLE = {"batch": 2, "width": 256, "height": 128}
@@ -46,8 +45,7 @@ EXAMPLE = {"batch": 2, "width": 256, "height": 128}
 def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
     """The shapes of inputs to trace a part with, the contract's own where it has them.
 
-    Those of an image stay below the network's limit for latents, because torch would take a size of that number for a
-    constant.
+    Those of an image stay below the network's limit for latents, which torch would take for a constant.
     """
     if contract.example is not None:
         return contract.shapes(**contract.example)
@@ -58,13 +56,13 @@ def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
 def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
     """The ONNX graph of the module that ``build`` returns, with the contract's names and dynamic axes.
 
-    Weights, which are parameters and the buffers that a checkpoint holds, are graph inputs with their names after the
-    contract's own inputs. Other buffers and tensors are constants of the graph. Nothing is allocated for parameters.
+    Weights (parameters, and buffers that a checkpoint holds) are graph inputs with their names after the contract's
+    own. Other buffers and tensors are constants. Nothing is allocated for parameters.
     Raises ArtifactError when the network serves only one size of an axis that the contract calls dynamic.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    from sd_quant.export.torch_exporter import converted
+    from sd_quant.export.torch_exporter import check_axes, converted
 
     with without_weights():
         module = build().eval()
@@ -83,13 +81,8 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
         shapes = example_shapes(contract)
         with mode:
             example = {name: torch.zeros(shape, dtype=contract.dtypes[name]) for name, shape in shapes.items()}
-        axes_of = {
-            name: {index: torch.export.Dim.AUTO for index, axis in enumerate(shape) if isinstance(axis, str)}
-            for name, shape in contract.inputs.items()
-        }
-        check = partial(check_axes, contract=contract)
         opset = BF16_OPSET if contract.weights == torch.bfloat16 else OPSET
-        model = converted(module, example, axes_of, contract.outputs, opset, check)
+        model = converted(module, example, contract, opset)
     for value in list(model.graph.initializers.values()):
         if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
             value.const_value = None
@@ -108,7 +101,7 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
 
 
 def promote_concatenated(model: ir.Model) -> None:
-    """Cast what a Concat joins to the widest of its dtypes, as torch does and ONNX does not."""
+    """Cast a Concat's inputs to the widest of their dtypes, as torch does and ONNX does not."""
     for node in list(model.graph):
         dtypes = {value.dtype for value in node.inputs} if node.op_type == "Concat" else set()
         if len(dtypes) > 1 and None not in dtypes:
@@ -116,7 +109,7 @@ def promote_concatenated(model: ir.Model) -> None:
             for index, value in enumerate(node.inputs):
                 if value.dtype != widest:
                     name = f"{node.name}.promoted_{index}"
-                    node.replace_input_with(index, insert(model.graph, node, "Cast", [value], name, to=widest))
+                    node.replace_input_with(index, insert(node, "Cast", [value], name, to=widest))
 
 
 def widen(model: ir.Model) -> None:
@@ -128,7 +121,7 @@ def widen(model: ir.Model) -> None:
         formal = [schema.inputs[min(index, len(schema.inputs) - 1)] for index in range(len(node.inputs))]
         for index, (value, stated) in enumerate(zip(list(node.inputs), formal, strict=True)):
             if value is not None and value.dtype == bf16 and stated.type_str in lacking:
-                cast = insert(model.graph, node, "Cast", [value], f"{node.name}.in_fp32_{index}", to=single)
+                cast = insert(node, "Cast", [value], f"{node.name}.in_fp32_{index}", to=single)
                 cast.dtype = single
                 node.replace_input_with(index, cast)
         for output, stated in zip(node.outputs, schema.outputs, strict=False):
@@ -156,24 +149,24 @@ def drop_squeezes(model: ir.Model) -> None:
 
 
 def choose_by_logic(model: ir.Model) -> None:
-    """Replace every Where that chooses between booleans, for which ONNX Runtime has no kernel, by And, Not and Or."""
+    """Replace every Where between booleans, for which ONNX Runtime has no kernel, by And, Not and Or."""
     for node in list(model.graph):
         if node.op_type == "Where" and node.outputs[0].dtype == ir.DataType.BOOL:
             condition, chosen, otherwise = node.inputs
             name = node.outputs[0].name
-            chosen = insert(model.graph, node, "And", [condition, chosen], f"{name}.chosen")
-            inverse = insert(model.graph, node, "Not", [condition], f"{name}.not")
-            otherwise = insert(model.graph, node, "And", [inverse, otherwise], f"{name}.otherwise")
-            either = insert(model.graph, node, "Or", [chosen, otherwise], f"{name}.either")
+            chosen = insert(node, "And", [condition, chosen], f"{name}.chosen")
+            inverse = insert(node, "Not", [condition], f"{name}.not")
+            otherwise = insert(node, "And", [inverse, otherwise], f"{name}.otherwise")
+            either = insert(node, "Or", [chosen, otherwise], f"{name}.either")
             either.dtype = ir.DataType.BOOL
             ir.convenience.replace_all_uses_with(node.outputs[0], either)
             model.graph.remove(node, safe=True)
 
 
 def transpose_keys(model: ir.Model) -> None:
-    """Replace Reshape, Transpose and Reshape by the equivalent Transpose of the last two of four axes.
+    """Replace Reshape, Transpose and Reshape, as torch exports attention's keys, by a Transpose of the last two axes.
 
-    torch exports attention's keys this way. ``fold`` joins the result with the Transpose of heads and tokens before it.
+    ``fold`` joins it with the Transpose of heads and tokens before it.
     """
     for node in list(model.graph):
         if node.op_type != "Transpose" or node.attributes["perm"].as_ints() != (0, 2, 1):
@@ -184,7 +177,7 @@ def transpose_keys(model: ir.Model) -> None:
         value, after = before.inputs[0], users[0]
         merged, parted = (sizes_of(reshape, value) for reshape in (before, after))
         if merged[1:] == [(-2, -1), (-1, LAST)] and parted == [(FIRST, -2), (-1, LAST), (-2, -1)]:
-            swapped = insert(model.graph, after, "Transpose", [value], f"{after.name}.swapped", perm=(0, 1, 3, 2))
+            swapped = insert(after, "Transpose", [value], f"{after.name}.swapped", perm=(0, 1, 3, 2))
             ir.convenience.replace_all_uses_with(after.outputs[0], swapped)
 
 
@@ -202,10 +195,10 @@ def sizes_of(reshape: ir.Node, value: ir.Value) -> list[tuple[int, int] | None]:
 
 
 def without(operation: Callable, number: int) -> "RewriteRule":
-    """The rule that replaces ``operation`` of a value and the scalar ``number``, which changes nothing, by the value.
+    """The rule that replaces ``operation`` of a value and the exact scalar ``number``, which is idle, by the value.
 
-    The constant is compared exactly. onnxscript's own rules take any within 1e-8 of zero, or 1e-5 of one, for it, so
-    that ``y / (x + 1e-9)`` becomes ``y / x``, which is no number where x is 0. A scalar never makes the value wider.
+    onnxscript's own rules take any constant within 1e-8 of zero, or 1e-5 of one, so that ``y / (x + 1e-9)`` becomes
+    ``y / x``, which is no number where x is 0. A scalar never makes the value wider.
     """
     from onnxscript.rewriter import RewriteRule
 
@@ -222,30 +215,19 @@ def fold(model: ir.Model) -> None:
     """Fold constants and simplify the graph, like onnxscript's optimizer without 40 rules that never apply here.
 
     One of those, which looks for Slices that make up a Split, takes 94 of the optimizer's 111 s on the full-size UNet.
-    Four rules are replaced, because they drop an epsilon of 1e-9: see ``without``. Engines require this function:
-    TensorRT parses neither CastLike nor the sequences in the trace of a gated feed-forward.
+    Four are replaced by ``without``. TensorRT parses neither CastLike nor the sequences of a traced feed-forward.
     """
     from onnxscript import optimizer
     from onnxscript.rewriter import RewritePass
     from onnxscript.rewriter.rules import common as rules
 
     applicable = [
-        without(operator.mul, 1),
-        without(operator.add, 0),
-        without(operator.sub, 0),
-        without(operator.truediv, 1),
-        rules.collapse_slice_rule,
-        rules.collapse_slice2_rule,
-        rules.materialize_reshape_shape_rule,
-        rules.cast_cast_rule,
-        rules.no_op_cast_rule,
-        rules.no_op_expand_rule,
-        rules.reshape_reshape_rule,
-        rules.no_op_transpose_rule,
-        rules.transpose_transpose_rule,
-        rules.unsqueeze_unsqueeze_rule,
+        without(operator.mul, 1), without(operator.add, 0), without(operator.sub, 0), without(operator.truediv, 1),
+        rules.collapse_slice_rule, rules.collapse_slice2_rule, rules.materialize_reshape_shape_rule,
+        rules.cast_cast_rule, rules.no_op_cast_rule, rules.no_op_expand_rule, rules.reshape_reshape_rule,
+        rules.no_op_transpose_rule, rules.transpose_transpose_rule, rules.unsqueeze_unsqueeze_rule,
         rules.squeeze_reshape_1d_rule,
-    ]
+    ]  # fmt: skip
     for _ in range(2):  # what the rules leave may fold again
         optimizer.fold_constants_ir(model, onnx_shape_inference=True)
         transpose_keys(model)
@@ -262,9 +244,9 @@ def fold(model: ir.Model) -> None:
 def raise_opset(model: ir.Model, opset: int) -> None:
     """Declare ``opset``, up to 23, for the types that it adds to those of the opset that the graph was traced in.
 
-    The nodes stay the same, because each operation is defined alike in both opsets, or with more types. The road not
-    taken is onnxscript's version converter, which would conclude the same node by node.
-    Raises ArtifactError for a graph with an operation that may have another definition.
+    Nodes stay, because each operation is defined alike in both, or with more types. The road not taken is onnxscript's
+    version converter, which would conclude the same node by node.
+    Raises ArtifactError for an operation that may have another definition.
     """
     traced = model.opset_imports[""]
     if opset <= traced:
@@ -287,16 +269,8 @@ def copy_of(model: ir.Model) -> ir.Model:
     return ir.from_proto(ir.to_proto(model))
 
 
-def check_axes(shapes: Mapping[str, Iterable], contract: Contract) -> None:
-    """Raise ArtifactError when the tracer took a dynamic axis of an input for a number."""
-    for name in contract.inputs.keys() & shapes.keys():
-        for traced, axis in zip(shapes[name], contract.inputs[name], strict=True):
-            if isinstance(axis, str) and str(getattr(traced, "value", traced)).isdecimal():
-                raise ArtifactError(f"the graph serves {traced} as {axis} of {name} and nothing else")
-
-
 def name_axes(model: ir.Model, contract: Contract) -> None:
-    """Give the inputs' axes the contract's names instead of the tracer's. Only the batch axis of an output is named."""
+    """Give the inputs' axes, and the batch axis of outputs, the contract's names instead of the tracer's."""
     batches = set()
     for value in model.graph.inputs:
         if value.name in contract.inputs:

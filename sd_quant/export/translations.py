@@ -1,8 +1,8 @@
 """Translations of torch operations to ONNX for which torch's exporter would decompose the network.
 
-Decomposing traces the whole network a second and a third time, half of the time of a trace; with these translations no
-network of a family needs it, and few of other pipelines. A translation raises NotImplementedError for arguments that it
-does not support, and the network is decomposed. The road not taken is to decompose always.
+Decomposing traces the network twice more, half of the time of a trace; with these translations no network of a family
+needs it, and few of other pipelines. A translation raises NotImplementedError for arguments that it does not support,
+and the network is decomposed.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ op: Any = onnxscript.opset20  # its annotations want constants of a tensor's own
 
 
 def to(x, *args, dtype: int | None = None, **_):
-    """``x.to``: only the dtype, given as ONNX's number, has a meaning in a graph."""
+    """``x.to``: in a graph only the dtype, ONNX's number, has a meaning."""
     numbers = [argument for argument in (*args, dtype) if isinstance(argument, int) and not isinstance(argument, bool)]
     return op.Cast(x, to=numbers[0]) if numbers else op.Identity(x)
 
@@ -35,7 +35,7 @@ def clip(x, min: float | None = None, max: float | None = None):
 
 
 def flatten(x, start_dim: int = 0, end_dim: int = -1):
-    """Some axes as one; the last ones without reading sizes at run time, as torch's own translation does."""
+    """Some axes as one; the last ones without reading sizes at run time."""
     first, last = start_dim % len(x.shape), end_dim % len(x.shape)
     kept = [0] * first + [-1]
     if last == len(x.shape) - 1:
@@ -62,12 +62,11 @@ def rms_norm(x, normalized_shape: Sequence[int], weight=None, eps: float | None 
 
 
 def both(x, y):
-    """``x & y`` of truth values."""
     return op.And(x, y)
 
 
 def promoted(*tensors):
-    """Tensors in the dtype in which torch computes with all of them."""
+    """Tensors in torch's common dtype of all of them."""
     examples = [torch.empty([1] * len(each.shape), dtype=to_torch_dtype(each.dtype), device="meta") for each in tensors]
     dtype = from_torch_dtype(torch.result_type(*examples))
     return [each if each.dtype == dtype else op.Cast(each, to=dtype) for each in tensors]
@@ -79,7 +78,6 @@ def minimum(x, y):
 
 
 def outer(x, y):
-    """The outer product of two vectors."""
     x, y = promoted(x, y)
     return op.Mul(op.Unsqueeze(x, op.Constant(value_ints=[1])), y)
 

@@ -1,19 +1,18 @@
-"""The denoiser's calls in an image: which are computed and how, which use earlier outputs again, and are guided.
+"""The denoiser's calls in an image: computed in one precision or another, reused, guided.
 
-A schedule has a letter for each step: ``c`` computed, ``r`` the last computed output used again, ``e`` the line through
-the last two, over the number of the step. Under Euler, using the output again is the same as leaving that noise level
-out, and the line is a linear multistep method; so a list of letters covers what step caches do whose state is the
-output: cache-dit's ``steps_computation_mask`` (1 is ``c``, 0 is ``r``), and TaylorSeer of order 0 and 1 on the output
-(arXiv:2503.06923, diffusers' ``use_lite_mode``). It needs nothing but inputs and outputs, so any engine can have it.
-The roads not taken are caches inside of the network, for which it would be cut into several engines, and thresholds
-that look at the latents: then the time of an image depends on its prompt, and on who is in the same batch.
+A schedule has a letter for each step: ``c`` computed, ``r`` the last computed output reused, ``e`` the line through the
+last two, over the number of the step. Under Euler, reusing the output leaves that noise level out, and the line is a
+linear multistep method; so letters cover step caches whose state is the output: cache-dit's
+``steps_computation_mask`` (1 is ``c``, 0 is ``r``), and TaylorSeer of order 0 and 1 on the output (arXiv:2503.06923,
+diffusers' ``use_lite_mode``), for any engine. The roads not taken are caches inside of the network, for which it would
+be cut into several engines, and thresholds on the latents, by which an image's time depends on its prompt and batch.
 
 A computed step may be precise: ``h`` multiplies the stored weights with unquantized inputs (W8A16, W4A16), ``f`` is
 full precision; each has an engine of its own, by ``engine_of_letter``. All calls of a step have its precision, so that
 guided and unguided ones agree, as in vLLM-Omni (pull request 6560) and diffusers (14664).
 
-Below a noise level an image needs no guidance (Kynkäänniemi et al. 2024, arXiv:2404.07724): then the conditional half
-of the batch is computed alone, and is given twice, which makes the guided output the conditional one.
+Below a noise level an image needs no guidance (Kynkäänniemi et al. 2024, arXiv:2404.07724): the conditional half of the
+batch is computed alone, and is given twice, which makes the guided output the conditional one.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,9 +28,9 @@ Outputs = Mapping[str, Tensor]
 class Calls:
     """The outputs of the denoiser for the calls of one batch of images.
 
-    ``step`` returns the number of the current step; a step may have several calls. Samplers that take several of them
-    for a letter of the schedule say by ``place`` which one a step has. ``is_guided`` says whether a step is
-    guided. ``batched`` names the inputs whose first axis counts samples, the unconditional ones first.
+    ``step`` returns the number of the current step, which may have several calls; ``place`` its letter's in the
+    schedule, for samplers of several steps a letter. ``is_guided`` decides by step. ``batched`` names the inputs whose
+    first axis counts samples, the unconditional ones first.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Calls:
         self.known: dict[int, list[tuple[int, Outputs]]] = {}  # by place: the last two computed outputs and their steps
 
     def __call__(self, compute: Callable[[Outputs, str], Outputs], inputs: Outputs) -> Outputs:
-        """The outputs for ``inputs``, by ``compute`` with the step's letter, or from earlier ones."""
+        """The outputs for ``inputs``: by ``compute`` with the step's letter, or from earlier ones."""
         step = self.step()
         self.place = self.place + 1 if step == self.at else 0
         self.at = step
@@ -74,7 +73,7 @@ def line(known: Sequence[tuple[int, Outputs]], step: int) -> dict[str, Tensor]:
 
 
 def halved(tensor: Tensor) -> Tensor:
-    """The second half of a batch: the conditional samples of a guided one."""
+    """The second half of a batch: its conditional samples."""
     return tensor[len(tensor) // 2 :]
 
 

@@ -1,7 +1,6 @@
-"""Reports which quantized layers an engine multiplies in codes, and which it dequantizes first.
+"""Report which quantized layers an engine multiplies in codes, and which it dequantizes first, at no gain.
 
-A runtime that dequantizes computes the graph correctly and gains nothing. Layers whose weights alone are quantized, to
-make the file smaller, are meant to be multiplied in floating point and are counted apart.
+Layers whose weights alone are quantized, to make the file smaller, are multiplied in floating point and counted apart.
 """
 
 import logging
@@ -15,10 +14,7 @@ MOST_NAMED = 5  # layers in the warning; the record names all
 
 
 def types_of_layers(products: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The dtype that each layer multiplies, by layer, as a name of onnx.TensorProto.
-
-    ``products`` has it by the runtime's name for the layer, ``names`` gives all names of each layer.
-    """
+    """The dtype of each layer's product: that of ``products`` under one of the layer's ``names``."""
     known = {layer: [name for name in aliases if name in products] for layer, aliases in names.items()}
     return {layer: products[found[0]] for layer, found in known.items() if found}
 

@@ -1,7 +1,7 @@
-"""Reads start noise from a file, in place of noise drawn from seeds.
+"""Read start noise from a file without executing anything in it.
 
-The numbers are the ``latents`` of diffusers' pipelines: normally distributed with standard deviation 1, which a
-pipeline multiplies by its sampler's first noise level. Reading a file executes nothing in it.
+The numbers are the ``latents`` of diffusers' pipelines: normally distributed with standard deviation 1; a pipeline
+multiplies them by its sampler's first noise level.
 """
 
 import hashlib
@@ -32,11 +32,7 @@ def from_safetensors(path: Path) -> Tensor:
 
 
 def from_torch(path: Path) -> Any:
-    """The object that torch saved.
-
-    Raises ValueError where records are compressed or overlap, by which a small file becomes gigabytes, and where the
-    pickle would keep torch busy.
-    """
+    """Raises ValueError for compressed or overlapping records, gigabytes of a small file, and for an endless pickle."""
     with ZipFile(path) as archive:
         if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
             raise ValueError("its records are larger than the file")
@@ -47,22 +43,20 @@ def from_torch(path: Path) -> Any:
 
 
 FILE_READERS: dict[str, Callable[[Path], Any]] = {
-    ".pt": from_torch,
-    ".npy": from_numpy,
-    ".safetensors": from_safetensors,
-}
+    ".pt": from_torch, ".npy": from_numpy, ".safetensors": from_safetensors,
+}  # fmt: skip
 
 
 def read_latents(path: Path, numbers: set[int], rows: int, columns: int) -> Tensor:
     """The tensor in a file, fp32 [N, C, rows, columns] with N one of the ``numbers``.
 
-    Raises ConfigError for another kind of file or another shape; ArtifactError when the file is damaged, holds
-    anything but one tensor of floating-point numbers, or holds NaN or infinity.
+    Raises ConfigError for another kind of file or another shape; ArtifactError for a damaged file, and for anything but
+    one tensor of finite floating-point numbers.
     """
     if path.suffix.lower() not in FILE_READERS:
         raise ConfigError(f"infer.latents is {path}, expected a name that ends with {', '.join(FILE_READERS)}")
     try:
-        open_regular(path).close()  # refuses a pipe, for which the readers, which take names, would wait
+        open_regular(path).close()  # refuses a pipe, for which the readers would wait
         latents = FILE_READERS[path.suffix.lower()](path)
     except ArtifactError:
         raise

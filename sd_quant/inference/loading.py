@@ -1,39 +1,18 @@
-"""Builds the modules, the torch engines and the pipeline of an opened checkpoint of any kind and family.
+"""Build modules, torch engines and pipeline of an opened checkpoint, by its description of parts and networks."""
 
-The checkpoint describes its parts, how its networks are built, and how its pipeline calls them.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 
 from torch import nn
 
 from sd_quant.engines.base import Engine
+from sd_quant.engines.pool import OnDemand
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.inference.pipeline import Pipeline
 from sd_quant.inference.stand_ins import AnsweredPart, EngineNetwork
 from sd_quant.models.checkpoint import Checkpoint, build_module, contracts_of, denoiser_part
 from sd_quant.models.parts import Contract
-
-
-class Networks(Mapping[str, nn.Module]):
-    """Networks by name. ``make(name)`` makes each when it is first asked for."""
-
-    def __init__(self, names: Iterable[str], make: Callable[[str], nn.Module]):
-        self.names, self.make, self.made = list(names), make, dict[str, nn.Module]()
-
-    def __getitem__(self, name: str) -> nn.Module:
-        if name not in self.made:
-            if name not in self.names:
-                raise KeyError(name)
-            self.made[name] = self.make(name)
-        return self.made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 @dataclass(frozen=True)
@@ -60,10 +39,10 @@ class LoadedModel:
 
 
 def load_model(checkpoint: Checkpoint) -> LoadedModel:
-    """The model in fp32 on the CPU. Each network is read from the checkpoint when it is first used."""
+    """The model in fp32 on the CPU. Each network is read on first use."""
     parts = checkpoint.parts()
-    modules = Networks(checkpoint.components, lambda component: build_module(checkpoint, component))
-    wrapped = Networks(parts, lambda part: parts[part].wrap(modules[parts[part].component]).eval())
+    modules = OnDemand(checkpoint.components, cache(partial(build_module, checkpoint)))
+    wrapped = OnDemand(parts, cache(lambda part: parts[part].wrap(modules[parts[part].component]).eval()))
     return LoadedModel(checkpoint, modules, wrapped, contracts_of(checkpoint))
 
 
@@ -77,7 +56,7 @@ def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeli
     parts = {name: AnsweredPart(engines, name, part) for name, part in checkpoint.parts().items()}
 
     def stand_in(component: str, network: nn.Module) -> nn.Module:
-        """What a pipeline gets in the place of this network: the network itself where no part computes it."""
+        """The pipeline's network of this component, itself where no part computes it."""
         methods = {each.part.method: each for each in parts.values() if each.part.component == component}
         return EngineNetwork(network, methods) if methods else network
 

@@ -1,7 +1,7 @@
 """The memory model: bytes that variants of the model take, with all their parts open at once or one at a time.
 
-The factors were measured on the full-size SDXL at 1024x1024 (``benchmarks/full_size.py``) and rounded up; a small model
-needs little more than ``PROCESS``. The estimates refuse what cannot work; they do not predict a peak to the byte.
+The factors were measured on the full-size SDXL at 1024x1024 (``benchmarks/full_size.py``) and rounded up. The estimates
+refuse impossible jobs; they do not predict a peak to the byte.
 """
 
 import logging
@@ -26,12 +26,12 @@ Parameters = Mapping[str, int]  # the number of weights by part, the denoiser fi
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """The size of one call of the pipeline, and the runtime that computes it."""
+    """The size of one call of the pipeline, and its runtime."""
 
     runtime: Runtime
     pixels: int  # of all images in the call
-    fp32: bool  # whether torch computes in fp32 on a GPU too, where a number takes two bytes otherwise
-    decoded: int  # pixels that the autoencoder decodes at a time: fewer, where it decodes in tiles
+    fp32: bool  # whether torch computes in fp32 on a GPU too
+    decoded: int  # pixels that the autoencoder decodes at a time, fewer in tiles
 
     @property
     def bytes_on_gpu(self) -> int:
@@ -47,22 +47,19 @@ def activations(parameters: Parameters, call: PipelineCall) -> dict[str, int]:
 
 
 def working_bytes(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
-    """Bytes that one call of each part takes beside all weights: its activations and the process."""
+    """Bytes of one call of each part beside all weights: its activations and the process."""
     share = 1.0 if call.runtime.device == "cpu" else call.bytes_on_gpu / TORCH_BYTES
     return {part: PROCESS + share * size for part, size in activations(parameters, call).items()}
 
 
 def all_open(parameters: Parameters, bytes_each: float, call: PipelineCall) -> dict[str, float]:
-    """Bytes of all parts of a variant, by what takes them."""
+    """Bytes of a variant with all its parts open, by kind."""
     largest = max(activations(parameters, call).values())
     return {"weights": bytes_each * sum(parameters.values()), "activations": largest, "process": PROCESS}
 
 
 def memory_of_variant(parameters: Parameters, call: PipelineCall) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes that one variant of the model takes with all its parts open, by what takes them: of memory, and of a GPU.
-
-    An engine that computes on the CPU takes none of a GPU.
-    """
+    """Bytes of one variant with all its parts open, by kind: of memory, and of a GPU, none for an engine on the CPU."""
     gpu = {} if call.runtime.device == "cpu" else all_open(parameters, call.bytes_on_gpu, call)
     return all_open(parameters, call.runtime.bytes_per_parameter, call), gpu
 
@@ -70,7 +67,7 @@ def memory_of_variant(parameters: Parameters, call: PipelineCall) -> tuple[dict[
 def memory_of_variants(
     parameters: Parameters, call: PipelineCall, copies: int = 1
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What all variants and the simulation take, as ``memory_of_variant``; both engines share what is not quantized.
+    """Bytes of all variants and the simulation, as ``memory_of_variant``; both engines share unquantized parts.
 
     ``copies`` are the quantized denoisers: runtimes keep weights for each graph.
     """
@@ -83,26 +80,26 @@ def memory_of_variants(
 
 
 def memory_of_part(parameters: Parameters, call: PipelineCall) -> tuple[float, float]:
-    """The most bytes that one variant takes with one part open at a time: of memory, and of a GPU that computes it."""
+    """The most bytes of one variant with one part open at a time: of memory, and of a GPU that computes it."""
     sizes, bytes_each = activations(parameters, call), (call.runtime.bytes_per_parameter, call.bytes_on_gpu)
     memory, gpu = (PROCESS + max(each * parameters[part] + size for part, size in sizes.items()) for each in bytes_each)
     return memory, gpu
 
 
 def memory_of_simulation(parameters: Parameters, call: PipelineCall) -> float:
-    """The most bytes that the denoiser takes in fp32 with ModelOpt's quantizers."""
+    """The most bytes of the denoiser in fp32 with ModelOpt's quantizers."""
     denoiser = next(iter(parameters))
     return PROCESS + TORCH_BYTES * parameters[denoiser] + activations(parameters, call)[denoiser]
 
 
 def memory_of_calibration(parameters: Parameters, pixels: int) -> float:
-    """The most bytes that calibration takes on its device: all parts but the VAE in fp32."""
+    """The most bytes of calibration on its device: all parts but the VAE in fp32."""
     all_but_vae = sum(count for part, count in parameters.items() if part != "vae")
     return PROCESS + TORCH_BYTES * all_but_vae + 2 * DENOISER_PIXEL * pixels
 
 
 def fits(memory: Mapping[str, float], what: str, gpu: Mapping[str, float] | None = None) -> bool:
-    """Whether ``memory`` is free, and ``gpu`` on the GPU where there is one; logs what is short where not."""
+    """Whether ``memory`` is free, and ``gpu`` on the GPU where there is one; logs the shortage."""
     places = {"memory": (memory, available_memory_bytes())}
     if gpu is not None and (free := available_cuda_memory_bytes()) is not None:
         places["the GPU's memory"] = gpu, free

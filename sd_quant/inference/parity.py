@@ -1,28 +1,27 @@
-"""Compares an engine with torch: every part, and every quantized layer and attention on its own.
+"""Compare an engine with torch: every part, and every quantized layer and attention on its own.
 
-An error is relative to the norm of torch's output. It may be
+An error is relative to the norm of torch's output. Tolerances:
 
-- 1e-3 in a part whose weights are stored in fp32, because sums are added up in another order;
-- 1e-2 in an unquantized part in fp16: its weights are rounded (2^-11 each), on a GPU its activations too, and that
-  accumulates over the depth of the network. 8e-2 where torch itself computes in bf16, or the file is in bf16, which
-  rounds eight times as coarsely: the shipped parts have up to 3e-3 where only weights are bf16, and 3e-2 where all is;
-- the ``layer_tolerance`` of the weight's format in one quantized layer, and 4e-3 more where its product is in bf16.
+- 1e-3 for a part whose weights are stored in fp32, because sums are added up in another order;
+- 1e-2 for an unquantized part in fp16: its weights are rounded (2^-11 each), on a GPU its activations too, over the
+  depth of the network. 8e-2 where torch or the file is in bf16, eight times as coarse: the shipped parts have up to
+  3e-3 where only weights are bf16, and 3e-2 where all is;
+- the ``layer_tolerance`` of the weight's format for a quantized layer, and 4e-3 more where its product is in bf16.
 
-The error of a layer does not show whether it was quantized at all: INT8 moves the output of a layer by as little as
-0.15 %. So the difference is also projected on the step by which each of these faults would move the output. The share
-of the step that the difference covers is its *lean*, and it may be 0.5 at most:
+A layer's error does not show whether it was quantized at all: INT8 moves an output by as little as 0.15 %. So the
+difference is also projected on the step by which each of these faults would move the output. The share of the step
+that it covers is its *lean*, 0.5 at most:
 
 - ``input``: the layer's input is not rounded, ``weight``: its weight is not; both show where nothing is quantized;
 - ``scale``: one scale of its weight, of a channel or of a block, is 2 % off.
 
-A step of less than 1e-3 of the output cannot be told from fp16's rounding, and the layer counts as hidden for that
-fault. Hidden as well are scales of blocks that contribute less than a tenth of their output, and scales of outputs that
-fp16 sums from its smallest numbers. Correct engines stay clear of the limits because the inputs are prepared: those of
-a real call, each moved half-way to the value of its code, so that no error of fp16 changes a code.
+A step of less than 1e-3 of the output cannot be told from fp16's rounding: the layer is hidden for that fault. Hidden
+as well are scales of blocks that contribute less than a tenth of their output, and of outputs that fp16 sums from its
+smallest numbers. Inputs are those of a real call, each moved half-way to the value of its code, so that no error of
+fp16 changes a code and correct engines stay clear of the limits.
 
-Measured on the 150 layers of the shipped checkpoint at level 3: the worst correct layer of OpenVINO, ONNX Runtime and
-torch (``parity`` in a run's record has its own), and in how many layers each fault is caught when the exported file has
-it in all layers at once. The inputs were not shifted.
+Measured on the 150 layers of the shipped checkpoint at level 3, without shifts: the worst correct layer of OpenVINO,
+ONNX Runtime and torch, and in how many layers each fault is caught when the file has it in all layers at once.
 
 | weights, inputs      | error  | tolerance | lean: input | weight | scale | caught: unquantized | input | one scale |
 |----------------------|--------|-----------|-------------|--------|-------|---------------------|-------|-----------|
@@ -38,13 +37,11 @@ On unprepared inputs the worst correct INT8 layer had an error of 3.7e-3, and th
 ModelOpt rounds the other way. The scale of a block was one at random; 9 % of them are hidden. 26 of the INT4 layers are
 convolutions, whose inputs are not rounded. No runtime here executes FP4; its tolerance is that of FP8.
 
-A file in bf16 is held to the same limits where a layer's input is quantized, because its products are fp32 there
-(``export.qdq``): on the shipped checkpoint the error is 9.0e-4, and leans are 0.023, 0.003 and 0.15. The simulation is
-given inputs that bf16 holds.
+A layer in bf16 whose input is quantized has the same limits, because its product is fp32 (``export.qdq``): on the
+shipped checkpoint the error is 9.0e-4, and leans are 0.023, 0.003 and 0.15, with inputs that bf16 holds.
 
-Where inputs of convolutions are shifted, the worst correct layer of two checkpoints has an error of 1.1e-3 and leans of
-0.04, 0.01 and 0.09. The error is what fp16 rounds off the bias. It is the same in every row, so such layers are
-compared without the mean of the rows when scales are looked at.
+With shifted convolutions, the worst correct layer of two checkpoints has an error of 1.1e-3 and leans of 0.04, 0.01 and
+0.09. The error is fp16's rounding of the bias, the same in every row, so scales are compared without the rows' mean.
 
 The two products of a quantized attention are compared likewise, for the query, key and value that are multiplied; the
 fault is that none of them is rounded. Where logits are large, one score that rounds to the next code changes a
@@ -85,29 +82,27 @@ from sd_quant.simulation.modelopt import between_roundings, unrounded
 
 PART_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 SCALE_FAULT = 0.02  # relative error of a weight's scale
-FAULTS = {  # as an error message names them
+FAULTS = {  # in the words of an error message
     "input": "its input were not rounded",
     "weight": "its weight were not rounded",
     "scale": f"a scale of its weight were {SCALE_FAULT:.0%} off",
     "products": "its two products were not of codes",
 }
-ATTENTION_TOLERANCE, SHARE_OF_COST = 1e-2, 0.75  # the sum of the first and this share of the quantization error
+FAULTS_OF = {"layer": ("input", "weight", "scale"), "attention": ("products",)}
+ATTENTION_TOLERANCE, SHARE_OF_COST = 1e-2, 0.75  # a tolerance of attention: their sum, by the quantization error
 MOST_LEAN = 0.5
 VISIBLE = 1e-3  # least step of a fault, relative to the norm of the output
 FINEST = 2.0**-24  # the distance of fp16's smallest numbers, half of which an addition may lose
 LEAST_SHARE = 0.1  # least contribution of a scale to an output, relative to the terms that fp16 rounds in it
 ROUNDING = {torch.bfloat16: 2 * 2.0**-9}  # of a product: its weight and its output are rounded
 COARSER = {torch.bfloat16: 8.0}  # a dtype's rounding error over fp16's; the two limits above grow by this factor
-CROP_TOKENS, CROP_PIXELS = (
-    256,
-    16,
-)  # tokens of a linear's input that are compared, height and width of a convolution's
+CROP_TOKENS, CROP_PIXELS = 256, 16  # of inputs: tokens of a linear's, height and width of a convolution's
 
 Outputs = Mapping[str, Mapping[str, Tensor]]  # tensors by part and by the output's name
 
 
 def distance(expected: Tensor, actual: Tensor) -> float:
-    """The relative error; infinite where it is undefined, as for an output of zeros or one that is not finite."""
+    """The relative error; infinite where it is undefined, as for an output of zeros or NaN."""
     error = relative_error(expected, actual)
     return math.inf if error is None else error
 
@@ -123,10 +118,7 @@ def checked_entry(what: str, error: float, tolerance: float) -> dict[str, float]
 
 
 def part_parity(expected: Outputs, actual: Outputs, contracts: Mapping[str, Contract]) -> dict:
-    """The record's entry for each unquantized part, that of the part's worst output.
-
-    Raises SdQuantError when an output exceeds its tolerance.
-    """
+    """The record's entry for each unquantized part: its worst output's. Raises SdQuantError beyond its tolerance."""
     entries = {}
     for part, contract in contracts.items():
         outputs = expected[part]
@@ -138,7 +130,7 @@ def part_parity(expected: Outputs, actual: Outputs, contracts: Mapping[str, Cont
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result of one call of the network with ModelOpt's quantizers."""
+    """One call of the network with ModelOpt's quantizers."""
 
     network: nn.Module  # with the quantizers
     output: Tensor  # of the whole network, as ``joined``
@@ -149,7 +141,7 @@ class Simulation:
 def run_simulation(
     simulated: Engine, network: nn.Module, inputs: Mapping[str, Tensor], assignment: Mapping[str, LayerAssignment]
 ) -> Simulation:
-    """Call ``simulated``, which computes ``network``, and keep a crop of the input of each layer and attention."""
+    """Call ``simulated``, which computes ``network``, and keep crops of its layers' and attentions' inputs."""
     crops: dict[str, Tensor] = {}
     heads_of: dict[str, tuple[Tensor, ...]] = {}
 
@@ -180,10 +172,8 @@ def joined(outputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def some_tokens(heads: Tensor) -> Tensor:
-    """At most ``CROP_TOKENS`` of the last sample's tokens [1, heads, tokens, head_width], evenly spaced.
-
-    In a joint attention the image's tokens come first and the text's last, so a crop of one end would miss a kind.
-    """
+    """At most ``CROP_TOKENS`` of the last sample's tokens [1, heads, tokens, head_width], evenly spaced: of a joint
+    attention the image's come first and the text's last."""
     return heads[-1:, :, :: -(-heads.shape[2] // CROP_TOKENS)]
 
 
@@ -196,7 +186,7 @@ def is_linear(layer: LayerAssignment) -> bool:
     return len(layer.weight_shape) == 2
 
 
-def layer_outputs(
+def exported_outputs(
     simulation: Simulation,
     assignment: Mapping[str, LayerAssignment],
     onnx_path: Path,
@@ -204,54 +194,43 @@ def layer_outputs(
     engine: str,
     dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
-    """The output of each quantized layer of the exported network, which computes in ``dtype``, for the simulation's
-    inputs."""
-    with temporary_folder(onnx_path.parents[2]) as folder:
-        path = Path(folder) / "layers.onnx"
+    """The output of each quantized layer and attention of the exported network for the simulation's inputs.
+
+    The network's weights are of ``dtype``; ``prefix`` precedes the assignment's names. ``engine`` is a runtime, for
+    which a plan is built where it loads plans.
+    """
+
+    def layers(path: Path) -> dict[str, Tensor]:
         names = set(cut_layers(onnx_path, assignment, path, prefix, dtype).values())
-        inputs = {name: tensor.to(dtype) for name, tensor in simulation.inputs.items() if name in names}
-        outputs = computed_by(engine, path, inputs)
-    return {name: outputs[f"{name}.output"] for name in simulation.inputs}
+        return {name: tensor.to(dtype) for name, tensor in simulation.inputs.items() if name in names}
 
-
-def attention_outputs(
-    simulation: Simulation,
-    assignment: Mapping[str, LayerAssignment],
-    onnx_path: Path,
-    engine: str,
-    dtype: torch.dtype = torch.float16,
-) -> dict[str, Tensor]:
-    """The output of each quantized attention of the exported network for the simulation's query, key and value."""
-    if not simulation.attention_inputs:
-        return {}
-    inputs: dict[str, Tensor] = {}
-    for name, (query, key, value) in simulation.attention_inputs.items():
-        given = {"query": query, "key": key.transpose(2, 3).contiguous(), "value": value}
-        inputs |= {f"{name}.given_{what}": tensor for what, tensor in given.items()}
-    with temporary_folder(onnx_path.parents[2]) as folder:
-        path = Path(folder) / "attentions.onnx"
+    def attentions(path: Path) -> dict[str, Tensor]:
         cut_attentions(onnx_path, [assignment[name] for name in simulation.attention_inputs], path, dtype)
-        outputs = computed_by(engine, path, inputs)
-    return {name: outputs[f"{name}.given_output"] for name in simulation.attention_inputs}
+        inputs: dict[str, Tensor] = {}
+        for name, (query, key, value) in simulation.attention_inputs.items():
+            given = {"query": query, "key": key.transpose(2, 3).contiguous(), "value": value}
+            inputs |= {f"{name}.given_{what}": tensor for what, tensor in given.items()}
+        return inputs
 
-
-def computed_by(engine: str, onnx_path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The outputs of an ONNX file on the CPU. A runtime ``engine`` that loads plans gets one, built beside the file."""
-    opened = load_engine(engine, loadable(engine, onnx_path, {name: tuple(x.shape) for name, x in inputs.items()}))
-    outputs = {name: output.cpu() for name, output in opened(**inputs).items()}
-    opened.close()
-    return outputs
+    found: dict[str, Tensor] = {}
+    for write in (layers, attentions)[: 2 if simulation.attention_inputs else 1]:
+        with temporary_folder(onnx_path.parents[2]) as folder:
+            path = Path(folder) / "cut.onnx"
+            inputs = write(path)
+            opened = load_engine(engine, loadable(engine, path, {name: tuple(x.shape) for name, x in inputs.items()}))
+            found |= {name.rpartition(".")[0]: output.cpu() for name, output in opened(**inputs).items()}
+            opened.close()
+    return found
 
 
 def rounded_inputs(simulation: Simulation, dtype: torch.dtype) -> Simulation:
-    """With inputs that ``dtype`` holds exactly. bf16 is coarser than the codes of INT8, and would change some."""
+    """With inputs that ``dtype`` holds exactly: bf16 is coarser than the codes of INT8."""
     return replace(simulation, inputs={name: crop.to(dtype).half() for name, crop in simulation.inputs.items()})
 
 
 @torch.no_grad()
 def native_outputs(network: nn.Module, simulation: Simulation) -> dict[str, Tensor]:
-    """The output of each layer of ``network`` that multiplies codes, for the simulation's inputs; a linear's without
-    its bias."""
+    """The output of each layer of codes of ``network`` for the simulation's inputs; a linear's without its bias."""
     outputs = {}
     for name, crop in simulation.inputs.items():
         layer = network.get_submodule(name)
@@ -269,16 +248,15 @@ class LayerDifference:
     """The difference of an engine's output of one layer, or attention, from the simulation's."""
 
     relative_error: float
+    tolerance: float
     leans: dict[str, float | None]  # by fault; None where it is hidden
     hidden_scales: float = 0.0  # share of the weight's scales that contribute too little to the output to be judged
-    rounding: float = 0.0  # tolerated besides, of a product in bf16
-    cost: float = 0.0  # of an attention: the relative error of the unquantized one against the simulation
 
 
 @full_precision()
 @torch.inference_mode()
 def layer_difference(module: nn.Module, layer: LayerAssignment, x: Tensor, actual: Tensor) -> LayerDifference:
-    """``actual`` against what the simulation's ``module`` computes of ``x``.
+    """``actual`` against the output of the simulation's ``module`` for ``x``.
 
     ``actual`` lacks a linear's bias, which is added behind the MatMul, and has a convolution's.
     """
@@ -295,20 +273,21 @@ def layer_difference(module: nn.Module, layer: LayerAssignment, x: Tensor, actua
     leans = {fault: lean(difference, step, coarser * expected) for fault, step in steps.items()}
     least = coarser * LEAST_SHARE
     leans["scale"], hidden_scales = scale_lean(module, layer, x, rows(expected, layer), rows(difference, layer), least)
-    rounding = ROUNDING.get(actual.dtype, 0.0)
-    return LayerDifference(distance(expected, actual.to(expected)), leans, hidden_scales, rounding)
+    tolerance = FORMATS[layer.format].layer_tolerance + ROUNDING.get(actual.dtype, 0.0)
+    return LayerDifference(distance(expected, actual.to(expected)), tolerance, leans, hidden_scales)
 
 
 @full_precision()
 @torch.inference_mode()
 def attention_difference(products: nn.Module, inputs: Sequence[Tensor], actual: Tensor) -> LayerDifference:
-    """``actual`` against what the simulation's ``products`` compute of query, key and value."""
+    """``actual`` against the output of the simulation's ``products`` for query, key and value."""
     query, key, value = (heads.to(next(products.buffers(), heads.float())) for heads in inputs)
     expected = products(query, key, value)
     actual = actual.to(expected)
     exact = (query @ key.transpose(2, 3)).softmax(-1) @ value
     leans = {"products": lean(actual - expected, exact - expected, expected)}
-    return LayerDifference(distance(expected, actual), leans, cost=distance(exact, expected))
+    tolerance = ATTENTION_TOLERANCE + SHARE_OF_COST * distance(exact, expected)
+    return LayerDifference(distance(expected, actual), tolerance, leans)
 
 
 def rows(output: Tensor, layer: LayerAssignment) -> Tensor:
@@ -328,14 +307,14 @@ def scale_lean(
 ) -> tuple[float | None, float]:
     """The largest absolute ``lean`` of the weight's visible scales (None without one), and the share of hidden scales.
 
-    ``output`` and ``difference`` are [rows, N]. The step of a scale is SCALE_FAULT of what its weights contribute: the
-    scale of a whole weight to all of the output, that of a channel to a column, that of a block to its share of a
-    column. A scale is visible where it contributes at ``least`` this share of what is rounded.
+    ``output`` and ``difference`` are [rows, N]. The step of a scale is SCALE_FAULT of its weights' contribution: to all
+    of the output, to a channel's column, or to a block's share of a column. A scale is visible where it contributes at
+    ``least`` this share of the numbers that are rounded.
     """
     inputs, weight = factors(module, layer, x)
-    if layer.bias is not None:  # what fp16 rounds off it is the same for every row, and no scale's fault
+    if layer.bias is not None:  # fp16's rounding of it is the same for every row, and no scale's fault
         inputs, difference = (values - values.mean(0) for values in (inputs, difference))
-    # what fp16 rounds, squared: the terms of the sums, and the sums
+    # the square of all that fp16 rounds: the terms of the sums, and the sums
     magnitude = inputs.square().sum(0) @ weight.T.square() + output.square().sum(0)
     block, columns = FORMATS[layer.format].block, weight.shape[1]
     whole = block is None and layer.weight_axis is None
@@ -355,8 +334,7 @@ def scale_lean(
 
 
 def factors(module: Any, layer: LayerAssignment, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The quantized inputs [rows, K] and weight [N, K], both rotated as the codes are; their product is the output
-    without its bias."""
+    """The quantized inputs [rows, K] and weight [N, K], both rotated as the codes are: factors of the output."""
     inputs = rotated(module.input_quantizer(x), layer.rotation)
     weight = rotated(module.weight_quantizer(module.weight).flatten(1), layer.rotation)
     if not is_linear(layer):
@@ -371,14 +349,12 @@ def layer_parity(
     quantized_outputs: Mapping[str, Tensor],
     assignment: Mapping[str, LayerAssignment],
     outputs: Mapping[str, Tensor],
-    attentions: Mapping[str, Tensor],
     part: str,
 ) -> dict:
     """The record's entries for the quantized layers and attentions and for the whole network.
 
-    ``outputs`` and ``attentions`` are those of the engine for the simulation's inputs; ``full_outputs`` and
-    ``quantized_outputs`` are the network's, from torch and from the quantized engine.
-    Raises SdQuantError when a layer, an attention or the network exceeds its tolerance.
+    ``outputs`` are the engine's for the simulation's inputs; ``full_outputs`` and ``quantized_outputs`` the network's,
+    from torch and from the quantized engine. Raises SdQuantError for one beyond its tolerance.
     """
     full_output = joined(full_outputs)
     differences = {
@@ -386,52 +362,39 @@ def layer_parity(
         for name, x in simulation.inputs.items()
     }
     of_attentions = {
-        name: attention_difference(products_of(simulation.network, assignment[name]), inputs, attentions[name])
+        name: attention_difference(products_of(simulation.network, assignment[name]), inputs, outputs[name])
         for name, inputs in simulation.attention_inputs.items()
-        if name in attentions
+        if name in outputs  # layers of codes in torch leave them to the simulation
     }
     return {
-        "quantized_layers": layers_entry(differences, assignment),
-        **({"quantized_attentions": attentions_entry(of_attentions)} if of_attentions else {}),
+        "quantized_layers": layers_entry(differences),
+        **({"quantized_attentions": differences_entry("attention", of_attentions)} if of_attentions else {}),
         f"{part}_quantized": network_entry(
             part, distance(full_output, joined(quantized_outputs)), distance(full_output, simulation.output)
         ),
     }
 
 
-def layers_entry(differences: Mapping[str, LayerDifference], assignment: Mapping[str, LayerAssignment]) -> dict:
-    """The record's entry for the quantized layers. Raises SdQuantError for a layer that is computed otherwise."""
-    tolerances = {
-        name: FORMATS[assignment[name].format].layer_tolerance + difference.rounding
-        for name, difference in differences.items()
-    }
-    entry = differences_entry("layer", differences, tolerances, ("input", "weight", "scale"))
-    hidden_scales = statistics.fmean(each.hidden_scales for each in differences.values())
-    entry["faults"]["scale"]["hidden_scales"] = hidden_scales
+def layers_entry(differences: Mapping[str, LayerDifference]) -> dict:
+    """``differences_entry`` with the mean share of hidden scales."""
+    entry = differences_entry("layer", differences)
+    entry["faults"]["scale"]["hidden_scales"] = statistics.fmean(each.hidden_scales for each in differences.values())
     return entry
 
 
-def attentions_entry(differences: Mapping[str, LayerDifference]) -> dict:
-    """The record's entry for the quantized attentions. Raises SdQuantError for one that is computed otherwise."""
-    tolerances = {
-        name: ATTENTION_TOLERANCE + SHARE_OF_COST * difference.cost for name, difference in differences.items()
-    }
-    return differences_entry("attention", differences, tolerances, ("products",))
+def differences_entry(kind: str, differences: Mapping[str, LayerDifference]) -> dict[str, Any]:
+    """Their number, the error that is the largest share of its tolerance, and an entry for each fault.
 
-
-def differences_entry(
-    kind: str, differences: Mapping[str, LayerDifference], tolerances: Mapping[str, float], faults: Sequence[str]
-) -> dict[str, Any]:
-    """Their number, the error that is the largest share of its tolerance, and an entry for each fault."""
-    errors = {name: difference.relative_error for name, difference in differences.items()}
-    worst = max(errors, key=lambda name: errors[name] / tolerances[name])
-    entry = checked_entry(f"{kind} {worst}", errors[worst], tolerances[worst])  # so all numbers that follow are finite
-    found = {fault: fault_entry(fault, differences) for fault in faults}
-    return {"count": len(errors), "worst": worst, **entry, "faults": found}
+    Raises SdQuantError for a layer or attention that is computed otherwise.
+    """
+    worst = max(differences, key=lambda name: differences[name].relative_error / differences[name].tolerance)
+    entry = checked_entry(f"{kind} {worst}", differences[worst].relative_error, differences[worst].tolerance)
+    found = {fault: fault_entry(fault, differences) for fault in FAULTS_OF[kind]}  # of finite numbers now
+    return {"count": len(differences), "worst": worst, **entry, "faults": found}
 
 
 def fault_entry(fault: str, differences: Mapping[str, LayerDifference]) -> dict:
-    """The layer with the largest lean to a fault, how many layers can have the fault, and in how many it is hidden.
+    """The layer with the largest lean to a fault, the number of layers that can have it, and of those that hide it.
 
     Raises SdQuantError for one that leans too far.
     """
@@ -448,7 +411,7 @@ def fault_entry(fault: str, differences: Mapping[str, LayerDifference]) -> dict:
 
 
 def network_entry(denoiser: str, engine_error: float, simulation_error: float) -> dict:
-    """The record's entry for the quantized network, from its distance to full precision and its simulation's.
+    """The record's entry for the quantized network, by its and its simulation's distance to full precision.
 
     Raises SdQuantError for an engine that is too far, or so near that it cannot be quantized.
     """

@@ -1,11 +1,11 @@
-"""Makes images with engines: a diffusers pipeline of any class, whose networks are replaced by engines.
+"""Make images with engines: a diffusers pipeline of any class, whose networks are replaced by engines.
 
-A pipeline is called as a whole: it encodes, denoises and decodes in one call, and nobody but its class knows what it
-does between. To encode all prompts first and to decode all images last, so that engines can be open one at a time, it
-is called several times for each batch, and answers that were computed before are given again: each call before the
-last ends in front of the next part, the last one returns the images. What lies between networks is computed again, a
-few operations on latents a step. The roads not taken are a loop of our own, which would have to agree with diffusers
-for every family, scheduler and autoencoder, and to cut each class into its phases, which takes a file for each family.
+A pipeline is called as a whole, because nobody but its class knows what it does between encoding, denoising and
+decoding. To encode all prompts first and decode all images last, so that engines can be open one at a time, it is
+called several times for each batch with the answers that are known: each call before the last ends in front of the next
+part. Operations between networks are computed again, a few on latents a step. The roads not taken are a loop of our
+own, which would have to agree with diffusers for every family, scheduler and autoencoder, and a file for each family
+that cuts its class into phases.
 """
 
 import json
@@ -27,21 +27,21 @@ from sd_quant.inference.requests import DrawsByImage, Run, latents_of, refusing_
 from sd_quant.inference.samplers import noise_levels, sampler_for
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.stand_ins import AnsweredPart, Outputs, Reached, Tensors
-from sd_quant.inference.tiles import decode
+from sd_quant.inference.tiles import in_tiles
 from sd_quant.knobs import seed_of
 from sd_quant.metrics.images import Images, joined
 from sd_quant.models.family import PipelineCall, remade
 
 LOG = logging.getLogger(__name__)
-# ``by_batch(batches, make, also)`` returns what ``make(place)`` makes of each of the batches, which are numbers of
-# prompts, in their order; ``also`` says of each what else that depends on.
+# ``by_batch(batches, make, also)`` returns the results of ``make(place)`` in the order of the batches of prompts'
+# numbers; ``also`` has, for each, what else its result depends on.
 ByBatch = Callable[[Sequence[Sequence[int]], Callable[[int], Tensors], Sequence[Any]], list[Tensors]]
 
 
 def in_turn(
     batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
 ) -> list[Tensors]:
-    """Make all batches here, one after the other."""
+    """Make all batches in this process, one after the other."""
     return [make(place) for place in range(len(batches))]
 
 
@@ -73,10 +73,7 @@ class Sampling:
         return self.steps if self.source is None else int(self.steps * self.source.strength)
 
     def described(self) -> dict[str, Any]:
-        """All settings that decide the images, for JSON; latents and source images by their digests.
-
-        Levers are absent where they are not used.
-        """
+        """All settings that decide the images, for JSON; noise and source images by digests, without unused levers."""
         latents = None if self.latents is None else digest_of(self.latents)
         described = asdict(replace(self, latents=None, source=None, arguments=None)) | {"latents": latents}
         del described["source"], described["sizes"], described["arguments"]
@@ -97,66 +94,62 @@ class Sampling:
         return self.sizes[number % len(self.sizes)] if self.sizes else (self.width, self.height)
 
     def of_image(self, number: int) -> "Sampling":
-        """The settings of the image with this ``number``: the same, with its own size."""
+        """The settings of the image with this ``number``: its own size."""
         width, height = self.size_of(number)
         return replace(self, width=width, height=height, sizes=None)
 
     def batches(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The images with these ``numbers`` in batches, each of one size and of arguments that one call can take."""
+        """The images with these ``numbers`` in batches of one size, whose arguments one call can take."""
         alike: dict[Any, list[int]] = {}
         for number in numbers:
             alike.setdefault((self.size_of(number), self.of_one_call(number)), []).append(number)
         count = self.batch_size
         return [same[start : start + count] for same in alike.values() for start in range(0, len(same), count)]
 
+    def row(self, number: int) -> dict[str, Any]:
+        """The further arguments of the image with this ``number``."""
+        return self.arguments[number % len(self.arguments)] if self.arguments else {}
+
     def of_one_call(self, number: int) -> Any:
-        """What images of one call share: all but prompts and images. A list is for one image alone."""
-        if self.arguments is None:
-            return None
-        own = self.arguments[number % len(self.arguments)]
-        if any(isinstance(value, list) for value in own.values()):
+        """The part of an image's arguments that all images of a call share; a list is for one image alone."""
+        if any(isinstance(value, list) for value in self.row(number).values()):
             return number
-        return repr({name: value for name, value in own.items() if not is_of_each(name, value)})
+        return repr({name: value for name, value in self.row(number).items() if not is_of_each(name, value)})
 
     def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """The further arguments of a call for the images with these ``numbers``: prompts and images in lists."""
-        if self.arguments is None:
-            return {}
-        rows = [self.arguments[number % len(self.arguments)] for number in numbers]
-        return {
+        """The arguments of a call for these images: negative prompts, source images, and further ones."""
+        texts, rows = self.negative_prompts, list(map(self.row, numbers))
+        negative = {} if texts is None else {"negative_prompt": [texts[number % len(texts)] for number in numbers]}
+        source = {} if self.source is None else self.source.arguments_of(numbers)
+        further = {
             name: [row[name] for row in rows] if len(rows) > 1 and is_of_each(name, value) else value
             for name, value in rows[0].items()
         }
+        return negative | source | further
 
     def texts_of(self, prompts: Sequence[str]) -> list[str]:
-        """What tells the images of ``prompts`` apart, where settings are the same: a prompt, with its arguments."""
+        """Prompts with their further arguments: keys of images where other settings are the same."""
         if self.arguments is None:
             return list(prompts)
-        of_each = [json.dumps(identities(self.arguments_of([number]))) for number in range(len(prompts))]
-        return [f"{prompt}\n{own}" for prompt, own in zip(prompts, of_each, strict=True)]
-
-    def negatives_of(self, numbers: Sequence[int]) -> list[str] | None:
-        """The negative prompts of the images with these ``numbers``."""
-        texts = self.negative_prompts
-        return None if texts is None else [texts[number % len(texts)] for number in numbers]
+        return [f"{prompt}\n{json.dumps(identities(self.row(number)))}" for number, prompt in enumerate(prompts)]
 
 
 @dataclass(slots=True)
 class Generated:
     """N images, and their latents after every step."""
 
-    images: Images | None  # None when only latents were asked for
+    images: Images | None  # None where latents alone are wanted
     latents: Tensor | list[Tensor]  # fp32 [N, steps, ...], or N of [steps, ...], in the pipeline's own layout
     decoded: list[Tensor] | None = None  # the decoder's first input of each image, fp32; None where none is for images
 
 
 def made_with(sampling: Sampling, own: Any) -> Any:
-    """The scheduler that ``sampling`` asks for; ``own`` is the checkpoint's. Raises what ``sampler_for`` raises."""
+    """The scheduler of ``sampling``; ``own`` is the checkpoint's. Raises ConfigError as ``sampler_for``."""
     return own if sampling.sampler is None else sampler_for(sampling.sampler, own)
 
 
 def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Collection[str]) -> Calls | None:
-    """How the denoiser's calls in a batch of ``pipe`` are made; None where each is computed and guided."""
+    """The ``Calls`` of the denoiser in a batch of ``pipe``; None where each is computed and guided."""
     until = sampling.guidance_until
     if sampling.schedule is None and until is None:
         return None
@@ -168,15 +161,14 @@ def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Co
 
 
 def place_of(done: int, sampling: Sampling, pipe: Any) -> int:
-    """The number of the denoising step after so many of the scheduler's, of which some samplers make several in one."""
+    """The denoising step after so many steps of the scheduler, of which some samplers make several in one."""
     return min(done * sampling.steps // max(1, len(pipe.scheduler.timesteps)), sampling.steps_taken - 1)
 
 
 class Pipeline:
     """A pipeline of any class, whose networks are computed by engines.
 
-    ``parts`` are the calls of its parts by name. Their engines may be a mapping that opens one when it is asked for and
-    closes the one before.
+    ``parts`` by name; their engines may be a mapping that opens each on use and closes the one before.
     """
 
     def __init__(self, call: PipelineCall, parts: Mapping[str, AnsweredPart]):
@@ -186,7 +178,7 @@ class Pipeline:
         self.conditioners = [name for name, each in parts.items() if each.part.in_steps]
 
     def pipe_for(self, sampling: Sampling, seeds: Sequence[int]) -> Any:
-        """diffusers' pipeline for images from noise, from images, or inside of masks, as ``sampling`` asks for."""
+        """diffusers' pipeline for images from noise, from images, or inside of masks, by ``sampling``."""
         source, pipe = sampling.source, self.call.pipe
         pipe.scheduler = seeded(made_with(sampling, self.own_sampler), seeds)
         if source is not None:
@@ -220,8 +212,8 @@ class Pipeline:
 
         A video's frames stand side by side in its image. ``decode`` are the numbers whose batches are decoded, by
         default all; with fewer, latents alone are returned. ``on_batch`` is called with the numbers of the prompts that
-        are denoised next, ``on_step`` with the step. ``by_batch`` lets batches be denoised, here or elsewhere.
-        Raises SdQuantError when a latent or an image becomes NaN or infinite, naming the prompt.
+        are denoised next, ``on_step`` with the step. ``by_batch`` denoises batches elsewhere. Raises SdQuantError, with
+        the prompt, when a latent or an image becomes NaN or infinite.
         """
         self.warn_of_long_prompts([*prompts, *(sampling.negative_prompts or ())])
         numbers = range(len(prompts)) if numbers is None else numbers
@@ -264,7 +256,7 @@ class Pipeline:
         )
 
     def prepare(self, calls: Sequence[Callable], answers: Sequence[dict[str, list[Tensors]]]) -> None:
-        """Compute what comes before denoising, one part at a time for all batches."""
+        """Compute everything before denoising, one part at a time for all batches."""
         waiting, turn = list(range(len(calls))), list[str]()
         last = {*self.call.denoisers, *self.conditioners, *self.decoders}
         while waiting:
@@ -275,10 +267,7 @@ class Pipeline:
             waiting, turn = list(before), list(before.values())[:1]
 
     def image_of(self, prompts: Sequence[str], sampling: Sampling) -> np.ndarray:
-        """One batch of images by one call of the pipeline, as an application makes them, of one size.
-
-        Prompts are repeated to fill the batch.
-        """
+        """One batch of images of one size by one call, as an application makes them; prompts repeat to fill it."""
         batch, one_size = (list(prompts) * sampling.batch_size)[: sampling.batch_size], replace(sampling, sizes=None)
         numbers, known = range(len(batch)), {name: list[Tensors]() for name in self.parts}
         return self.pixels(numbers, self.run(batch, numbers, one_size, known, self.parts)[1])
@@ -292,33 +281,34 @@ class Pipeline:
         computing: Collection[str],
         on_step: Callable[[int], object] | None = None,
     ) -> tuple[list[Tensor], Any]:
-        """Call the pipeline with the answers that are ``known``, until another part than those would be computed.
+        """Call the pipeline with the ``known`` answers, until a part that is not among ``computing`` is next.
 
-        Returns the latents behind each step of the scheduler, fp32 on the CPU, and the pipeline's result, or the
-        ``Reached`` that has ended the call.
+        Returns the latents after each step of the scheduler, fp32 on the CPU, and the result or the ``Reached``.
         """
         call, steps = self.call, list[Tensor]()
         seeds = [seed_of(sampling.seed, number) for number in numbers]
         pipe = self.pipe_for(sampling, seeds)
         run = Run("", list(prompts), *sampling.size_of(numbers[0]))
-        arguments = {**call.arguments, **start_of(sampling, numbers)}
+        arguments = {**call.arguments, **sampling.arguments_of(numbers)}
         given = request(pipe, run, sampling.guidance_scale, sampling.steps, arguments, seeds, call.style)
         if sampling.latents is not None:
             rows = sampling.latents[[number % len(sampling.latents) for number in numbers]]
             given["latents"] = call.family.pack(pipe, rows)
 
         def count() -> None:
-            """Report the step."""
             if on_step is not None:
                 on_step(place_of(len(steps), sampling, pipe))
 
         def keep(result: Any) -> None:
             steps.append(latents_of(result))
-            if on_step is not None:
-                self.check_finite(numbers, steps)
+            if on_step is not None and (broken := first_broken(steps[-1], numbers)) is not None:
+                raise SdQuantError(
+                    f"{self.engine_of(call.denoisers[0])} gave a latent that is not finite for prompt {broken} at step "
+                    f"{len(steps) - 1}; a lower quant_level or a calibration with more prompts may keep it in range"
+                )
 
         def settled(pipe: Any, step: int, timestep: Any, values: dict) -> dict:
-            """Keep the latents as they are after the step: outside of a mask the image is put back."""
+            """Keep the latents after the step: outside of a mask the image is put back."""
             steps[-1] = latents_of((values["latents"],))
             return values
 
@@ -330,7 +320,7 @@ class Pipeline:
             part.begin(known[name], name not in computing)
             if name in call.denoisers:
                 part.through, part.on_call = calls, count
-            elif name in self.conditioners:  # computed and guided as the denoiser, whose inputs it computes
+            elif name in self.conditioners:  # computed and guided as the denoiser that reads them
                 part.through = calls_of(sampling, pipe, lambda: len(steps), part.part.contract.batched)
             elif name in self.decoders:
                 part.through = partial(self.finite_images, part, numbers, sampling.vae_tile)
@@ -342,16 +332,6 @@ class Pipeline:
             except Reached as end:
                 return steps, end
 
-    def check_finite(self, numbers: Sequence[int], steps: Sequence[Tensor]) -> None:
-        """Raise SdQuantError where the latents behind the last of the ``steps`` are not finite."""
-        if not torch.isfinite(steps[-1]).all():
-            broken = ~torch.isfinite(by_image(steps[-1:], len(numbers))).flatten(1).all(dim=1)
-            raise SdQuantError(
-                f"{self.engine_of(self.call.denoisers[0])} gave a latent that is not finite for prompt "
-                f"{numbers[int(broken.nonzero()[0])]} at step {len(steps) - 1}; a lower quant_level or a calibration "
-                "with more prompts may keep it in range"
-            )
-
     def finite_images(
         self,
         part: AnsweredPart,
@@ -360,23 +340,16 @@ class Pipeline:
         compute: Callable[[Outputs], Outputs],
         inputs: Outputs,
     ) -> Outputs:
-        """Decode, in tiles of that side in pixels if there is one. Raise SdQuantError for what is not finite."""
-        if tile is None:
-            outputs = compute(inputs)
-        else:  # of a decoder whose input and output are known
-            outputs = {"dec": decode(lambda z: compute({"z": z})["dec"], inputs["z"], tile)}
-        image = next(iter(outputs.values()))
-        if not torch.isfinite(image).all():
-            broken = ~torch.isfinite(by_image([image], len(numbers))).flatten(1).all(dim=1)
+        """Decode, in tiles of that side in pixels if any. Raises SdQuantError for values that are not finite."""
+        outputs = in_tiles(compute, inputs, tile)
+        if (broken := first_broken(next(iter(outputs.values())), numbers)) is not None:
             raise SdQuantError(
-                f"{self.engine_of(part.name)} gave an image that is not finite for prompt "
-                f"{numbers[int(broken.nonzero()[0])]}, of latents that are; its weights may be stored in fewer "
-                "bits than it needs: export them in fp32"
+                f"{self.engine_of(part.name)} gave an image that is not finite for prompt {broken}, of latents that "
+                "are; its weights may be stored in fewer bits than it needs: export them in fp32"
             )
         return outputs
 
     def engine_of(self, part: str) -> str:
-        """The name of the engine that computes this part."""
         return self.parts[part].engines[part].name
 
     def pixels(self, numbers: Sequence[int], result: Any) -> np.ndarray:
@@ -391,13 +364,6 @@ class Pipeline:
         return np.repeat((values * 255).round().astype(np.uint8), 3 if values.shape[-1] == 1 else 1, axis=-1)
 
 
-def start_of(sampling: Sampling, numbers: Sequence[int]) -> dict[str, Any]:
-    """The arguments of a pipeline for these images: source images, texts to be led away from, and further ones."""
-    negative, source = sampling.negatives_of(numbers), sampling.source
-    given: dict[str, Any] = {} if negative is None else {"negative_prompt": negative}
-    return given | ({} if source is None else source.arguments_of(numbers)) | sampling.arguments_of(numbers)
-
-
 def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:
     """Parts' answers under names that ``unpacked`` reads: ``answer/<part>/<call>/<output>``."""
     return {
@@ -409,7 +375,7 @@ def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:
 
 
 def unpacked(tensors: Tensors, parts: Iterable[str]) -> dict[str, list[Tensors]]:
-    """Reverse ``packed`` of what these ``parts`` answered."""
+    """Reverse ``packed`` for these ``parts``."""
     answers: dict[str, list[Tensors]] = {part: [] for part in parts}
     calls = sorted(
         (path.split("/", 3)[1:] for path in tensors if path.startswith("answer/")), key=lambda at: int(at[1])
@@ -421,11 +387,16 @@ def unpacked(tensors: Tensors, parts: Iterable[str]) -> dict[str, list[Tensors]]
     return answers
 
 
-def by_image(steps: Sequence[Tensor], images: int) -> Tensor:
-    """Return latents [images, steps, ...] of latents [samples, ...] after each step.
+def first_broken(values: Tensor, numbers: Sequence[int]) -> int | None:
+    """The first of the images with these ``numbers`` whose values are not finite, or None."""
+    if torch.isfinite(values).all():
+        return None
+    broken = ~torch.isfinite(by_image([values], len(numbers))).flatten(1).all(dim=1)
+    return numbers[int(broken.nonzero()[0])]
 
-    Where no axis counts images they are given to each image as a whole.
-    """
+
+def by_image(steps: Sequence[Tensor], images: int) -> Tensor:
+    """Latents [images, steps, ...] of latents [samples, ...] after each step; whole, where no axis counts images."""
     alike = [each for each in steps if each.shape == steps[-1].shape]  # some pipelines begin with smaller latents
     stacked = torch.stack(alike) if alike else torch.zeros(1, images, 1)
     return stacked.movedim(1, 0) if stacked.shape[1] == images else stacked[None].expand(images, *stacked.shape)

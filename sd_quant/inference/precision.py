@@ -1,13 +1,13 @@
-"""Choose the denoising steps that multiply unquantized inputs, by what each step's quantization does to the image.
+"""Choose the denoising steps that multiply unquantized inputs, by the error of each step's quantization in the image.
 
-With all steps precise, the inputs of one step after the other are quantized alone, and what this changes in the *final*
-latents is kept as a vector. Such changes add up nearly linearly, so the error of any choice is the norm of a sum: of
-the error with all steps precise, and of the changes by all that are not. The matrix of the products of these vectors
-gives it without another call, and errors that cancel each other are found. The best set of a number of steps is looked
-for by exchanges, beside the first and last steps that published checkpoints declare; the recipe's own engines decide.
+With all steps precise, the inputs of one step after the other are quantized alone, and the change of the *final*
+latents is kept as a vector. Such changes add up nearly linearly, so the error of any choice is the norm of a sum: the
+error with all steps precise, and the changes by all others. The vectors' products give it without another call, and
+errors that cancel are found. The best steps are searched by exchanges, beside the first and last ones that published
+checkpoints declare; the recipe's own engines decide.
 
-The roads not taken are a threshold on the change from step to step, which does not see what an error becomes until the
-end, and a search by images, which takes hundreds for each number.
+The roads not taken are a threshold on the change from step to step, which does not see an error's end, and a search by
+images, hundreds for each number.
 """
 
 import math
@@ -25,7 +25,7 @@ from sd_quant.models.checkpoint import Checkpoint
 def products_of_steps(
     checkpoint: Checkpoint, unquantized: Variant, recipe: Variant, prompts: Sequence[str], sampling: Sampling
 ) -> list[list[float]]:
-    """Products [1 + steps, 1 + steps] of final latents' error, all steps precise and changes by each that is not."""
+    """Products [1 + steps, 1 + steps] of the final latents' error with all steps precise, and of each step's change."""
     known = [Replacement(step, COMPUTED) for step in range(sampling.steps_taken)]
     reference = final_latents(checkpoint, unquantized, prompts, range(len(prompts)), replace(sampling, schedule=None))
     precise, changes = changed_by(checkpoint, recipe, prompts, sampling, known, WEIGHTS_ALONE)
@@ -33,7 +33,7 @@ def products_of_steps(
 
 
 def predicted_gain(products: Tensor, precise: Sequence[int]) -> float:
-    """By how many dB the error of the recipe falls with these steps precise, if changes add up."""
+    """The dB by which the recipe's error falls with these steps precise, if changes add up."""
     steps = len(products) - 1
 
     def squared(precise: Sequence[int]) -> float:
@@ -46,7 +46,7 @@ def predicted_gain(products: Tensor, precise: Sequence[int]) -> float:
 def best_steps(products: Tensor, count: int) -> list[int]:
     """The ``count`` steps whose precision lowers the predicted error most, in order.
 
-    Exchanges of one for another go on while they gain, from the first, the last and the largest; the best end is taken.
+    Exchanges go on while they gain, from the first, the last and the largest; the best end is taken.
     """
     steps = len(products) - 1
 

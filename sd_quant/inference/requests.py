@@ -1,4 +1,4 @@
-"""The request for images of a diffusers pipeline of any class: the arguments of its call, and what happens in it."""
+"""A request for images: the arguments of any diffusers pipeline's call, and hooks of its steps and draws."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ from sd_quant.files import refusing
 from sd_quant.files.given_images import fitted, is_of_each
 from sd_quant.models.family import Style
 
-DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs decide them, or what comes back
+DECIDED = {  # arguments of a pipeline's call that knobs decide, or that change the form of its result
     "prompt", "width", "height", "num_inference_steps", "generator", "latents", "output_type", "return_dict",
     "num_images_per_prompt", "num_videos_per_prompt", "batch_size",
 }  # fmt: skip
@@ -27,7 +27,7 @@ DECIDED = {  # arguments of a pipeline's call that are no user's to give: knobs 
 
 @dataclass(frozen=True)
 class Run:
-    """The request for images of one run."""
+    """The prompts and size of one call."""
 
     name: str
     prompts: list[str]
@@ -38,11 +38,11 @@ class Run:
 def request(
     pipe: Any, run: Run, scale: float, steps: int, arguments: Mapping[str, Any], seeds: Sequence[int], style: Style
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a pipeline's call, of those that its class knows.
+    """The keyword arguments of a pipeline's call that its class knows.
 
-    Images among the ``arguments`` are fitted to the run's size, but those that ``style`` keeps as they are. One image,
-    or negative prompt, is for all prompts of a batch; a list has one for each, or several for one prompt.
-    Raises ConfigError where it needs others, such as an image, or lacks one of ``arguments``, or knobs decide it.
+    Images among the ``arguments`` are fitted to the run's size, unless ``style`` keeps them. One image or negative
+    prompt is for all prompts of a batch; a list has one for each, or several for one prompt.
+    Raises ConfigError where the call needs another argument, such as an image, or as ``check_taken``.
     """
     known = inspect.signature(type(pipe).__call__).parameters
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -79,7 +79,7 @@ def request(
 
 
 def check_taken(kind: type, where: str, names: Iterable[str]) -> None:
-    """Raises ConfigError for arguments that ``where`` has, and a pipeline's call does not take, or knobs decide."""
+    """Raises ConfigError for arguments in ``where`` that a pipeline's call does not take, or that knobs decide."""
     known = inspect.signature(kind.__call__).parameters
     if unknown := sorted(set(names) - known.keys()):
         raise ConfigError(
@@ -97,10 +97,9 @@ def check_taken(kind: type, where: str, names: Iterable[str]) -> None:
 def told_steps(
     pipe: Any, tell: Callable[[Any], None], draws: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """In the block ``tell`` gets the result of every step of the pipeline's scheduler, and of copies of it.
+    """In the block ``tell`` is called with each result of the scheduler's steps, which are taken within ``draws``.
 
-    Its class is changed, because some pipelines copy their scheduler, for each frame for one. Steps are taken within
-    ``draws``.
+    The scheduler's class is changed, because some pipelines copy their scheduler, such as for each frame.
     """
     kind = type(pipe.scheduler)
     step = kind.step
@@ -118,7 +117,7 @@ def told_steps(
 
 @contextmanager
 def refusing_steps(pipe: Any) -> Iterator[None]:
-    """In the block the pipeline's scheduler raises ArtifactError where its entries allow no such steps."""
+    """In the block the pipeline's scheduler raises ArtifactError for steps that its entries do not allow."""
     kind = type(pipe.scheduler)
     refused = refusing(f"{kind.__name__} fails", advice="mend the folder's scheduler, or take other steps")
     methods: dict[str, Any] = {
@@ -129,9 +128,9 @@ def refusing_steps(pipe: Any) -> Iterator[None]:
 
 
 class DrawsByImage(TorchFunctionMode):
-    """Draws of a batch without a generator, each image's from one of its own: those of this image made alone.
+    """Let a batch's draws without a generator be each image's own, as if it were made alone.
 
-    Some pipelines give their scheduler no generator, so that it draws from torch's own, which the batch would share.
+    Some pipelines give their scheduler no generator: it draws from torch's own, which the batch would share.
     """
 
     def __init__(self, seeds: Sequence[int]):
@@ -142,9 +141,8 @@ class DrawsByImage(TorchFunctionMode):
         self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
     ) -> Any:
         drawn = func(*args, **(kwargs or {}))
-        if func not in (torch.randn, torch.randn_like) or (kwargs or {}).get("generator") is not None:
-            return drawn
-        if len(drawn) != len(self.generators):
+        own = func in (torch.randn, torch.randn_like) and (kwargs or {}).get("generator") is None
+        if not own or len(drawn) != len(self.generators):
             return drawn
         return torch.cat([
             torch.randn(each.shape, generator=generator, dtype=drawn.dtype)
@@ -153,10 +151,7 @@ class DrawsByImage(TorchFunctionMode):
 
 
 def seeded(scheduler: Any, seeds: Sequence[int]) -> Any:
-    """Return the ``scheduler`` with a seed for the noise of each image, where it draws by seeds of its own.
-
-    ``DPMSolverSDEScheduler`` else draws one seed for the whole batch from torch's generator.
-    """
+    """The ``scheduler`` with a noise seed for each image: ``DPMSolverSDEScheduler`` else has one for the batch."""
     if scheduler.config.get("noise_sampler_seed", 0) is None:
         drawn = [torch.randint(0, 2**63 - 1, [], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         scheduler.noise_sampler_seed = [int(seed) for seed in drawn]
@@ -164,6 +159,6 @@ def seeded(scheduler: Any, seeds: Sequence[int]) -> Any:
 
 
 def latents_of(result: Any) -> Tensor:
-    """Return a copy of the latents behind a step of a scheduler, fp32 on the CPU."""
+    """A copy of the latents after a scheduler's step, fp32 on the CPU."""
     latents = result[0] if isinstance(result, tuple) else result.prev_sample
     return latents.detach().float().cpu().clone()

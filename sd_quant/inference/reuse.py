@@ -1,12 +1,11 @@
-"""Choose which of a denoiser's outputs are used again, so that a share of its calls is saved.
+"""Choose which of a denoiser's outputs are reused, so that a share of its calls is saved.
 
-Each step's output is replaced alone, in full precision, and the error that this leaves in the *final* latents is kept
-as a vector. Errors of a few replaced steps add up nearly linearly, so the error of any set of steps is the norm of the
-sum of its vectors, which the matrix of their products gives without another call; steps whose errors cancel are found.
-The set with the least is looked for by exchanges from several starts. A few sets are run by the recipe's own engines,
-whose errors the calls meet, and the best of them is taken. Roads not taken: the change from step to step as
-a measure (TeaCache, MagCache, EasyCache), which does not see what an error becomes until the end; and trying whole
-schedules one by one (BudCache, arXiv:2606.13496, by annealing), which takes hundreds of images for each share.
+Each step's output is replaced alone, in full precision, and the resulting error of the *final* latents is kept as a
+vector. Such errors add up nearly linearly, so the error of any set of steps is the norm of a sum, which the matrix of
+the vectors' products gives without another call; steps whose errors cancel are found. The best set is searched by
+exchanges from several starts; of a few sets the recipe's own engines, whose errors the calls meet, choose one. Roads
+not taken: the change from step to step as a measure (TeaCache, MagCache, EasyCache), which does not see an error's end;
+and whole schedules one by one (BudCache, arXiv:2606.13496, by annealing), hundreds of images for each share.
 """
 
 import math
@@ -32,20 +31,20 @@ SMALLEST = 1e-12  # error of latents that are equal
 
 @dataclass(frozen=True, order=True)
 class Replacement:
-    """One step whose output is not computed."""
+    """A step whose output is not computed."""
 
     step: int
     letter: str
 
 
 def schedule_of(replaced: Sequence[Replacement], steps: int, base: str = COMPUTED) -> str:
-    """The schedule of ``steps`` letters in which these are replaced, and all others are the ``base``."""
+    """The schedule of ``steps`` letters with these replacements, and else the ``base``."""
     letters = {each.step: each.letter for each in replaced}
     return "".join(letters.get(step, base) for step in range(steps))
 
 
 def replacements(steps: int) -> list[Replacement]:
-    """All that may be replaced: every step but the first and the last; a line needs two computed steps before it."""
+    """All that are possible: every step but the first and the last; a line needs two computed steps before it."""
     reused = [Replacement(step, REUSED) for step in range(1, steps - 1)]
     return reused + [Replacement(step, EXTRAPOLATED) for step in range(2, steps - 1)]
 
@@ -59,9 +58,8 @@ def evenly_spread(steps: int, count: int) -> list[Replacement]:
 def best_replacements(known: Sequence[Replacement], products: Tensor, count: int) -> list[Replacement]:
     """``count`` of the ``known`` replacements, none beside another, the sum of whose errors is least.
 
-    ``products`` [known, known] are those of their errors with each other.
-    Exchanges of one for another go on while they gain, from steps that are evenly spread over the first 2n + 1 of all,
-    over one more, and so on to all; the best end is taken.
+    ``products`` [known, known] are those of their errors. Exchanges go on while they gain, from steps that are evenly
+    spread over the first 2n + 1 of all, over one more, and so on to all; the best end is taken.
     """
     place = {each: number for number, each in enumerate(known)}
     step = torch.tensor([each.step for each in known])
@@ -71,7 +69,7 @@ def best_replacements(known: Sequence[Replacement], products: Tensor, count: int
         return products[chosen][:, chosen].sum().item()
 
     def exchanged(chosen: Sequence[int], out: int) -> list[int]:
-        """``chosen`` with the best in the place of the one at ``out``."""
+        """``chosen`` with the best replacement in the place ``out``."""
         others = [*chosen[:out], *chosen[out + 1 :]]
         added = 2 * products[others].sum(0) + products.diagonal()
         return [*others, int(added.masked_fill(beside[others].any(0), math.inf).argmin())]
@@ -88,7 +86,7 @@ def best_replacements(known: Sequence[Replacement], products: Tensor, count: int
 def answers_before(kept: Outputs, denoiser: str, step: int, places: Sequence[int]) -> Answer:
     """Answers from the ``kept`` outputs of whole runs: all of other parts, and the ``denoiser``'s before a ``step``.
 
-    That step has no call of its own, or one of another engine. ``places`` are the steps of a batch's calls.
+    ``places`` are the steps of a batch's calls; ``step`` has no call of its own, or one of another engine.
     """
     before, of_a_batch = sum(place < step for place in places), len(places) - places.count(step)
 
@@ -109,7 +107,7 @@ def changed_by(
     known: Sequence[Replacement],
     base: str = COMPUTED,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The final latents with all steps of the letter ``base``, and how each of the ``known`` changes them, alone."""
+    """The final latents with all steps of the letter ``base``, and their changes by each of the ``known`` alone."""
     steps, numbers = sampling.steps_taken, range(len(prompts))
     batches, denoiser = len(sampling.batches(numbers)), engine_of_letter(checkpoint.family.DENOISER, base)
     whole, changes, places = ReplayedVariant(engines), list[Tensor](), list[int]()
@@ -119,21 +117,20 @@ def changed_by(
         for each in known:
             replaced = replace(sampling, schedule=schedule_of([each], steps, base))
             answer = answers_before(whole.outputs, denoiser, each.step, places)
-            changes.append(
-                final_latents(checkpoint, ReplayedVariant(engines, answer), prompts, numbers, replaced) - full
-            )
+            made = final_latents(checkpoint, ReplayedVariant(engines, answer), prompts, numbers, replaced)
+            changes.append(made - full)
             advance()
     return full, changes
 
 
 def products_of(errors: Sequence[Tensor]) -> list[list[float]]:
-    """The scalar products of errors with each other."""
+    """The scalar products of errors."""
     flat = torch.stack([each.double().flatten() for each in errors])
     return (flat @ flat.T).tolist()
 
 
 def candidates(products: Sequence[Sequence[float]], steps: int, saved: int) -> list[str]:
-    """Schedules that save this many calls: the best of reused steps, the best with lines too, the evenly spread."""
+    """Schedules with so many calls ``saved``: the best of reused steps, the best with lines too, the evenly spread."""
     known, all_of_them = replacements(steps), torch.tensor(products, dtype=torch.float64)
     reused = [number for number, each in enumerate(known) if each.letter == REUSED]
     found = [
@@ -153,11 +150,11 @@ def choose_schedule(
     found: Sequence[str],
     half: int,
 ) -> dict[str, Any]:
-    """The one of the ``found`` schedules, the last of which is evenly spread, with the least error of the recipe.
+    """The record's ``levers.chosen``: the one of the ``found`` schedules with the least error of the recipe.
 
-    Returns the record's ``levers.chosen``. The first ``half`` of the prompts chooses; on the others the chosen one is
-    compared with the evenly spread one, and with as few steps of the same sampler. A line multiplies what quantization
-    adds to the last two outputs, so which is best depends on the recipe.
+    The last of ``found`` is evenly spread. The first ``half`` of the prompts chooses; on the others the choice is
+    compared with that one, and with as few steps of the same sampler. A line multiplies quantization's errors of the
+    last two outputs, so the best depends on the recipe.
     """
     steps, saved = sampling.steps_taken, len(found[-1]) - found[-1].count(COMPUTED)
 
@@ -191,10 +188,7 @@ def final_latents(
 
 
 def typical_error(reference: Tensor, latents: Tensor) -> float:
-    """The geometric mean over images of ``errors_in_db``, as a share.
-
-    A few images whose composition changes decide an arithmetic mean.
-    """
+    """The geometric mean over images of ``errors_in_db``, as a share: a few other compositions decide no mean."""
     return 10 ** (errors_in_db(reference, latents).mean().item() / 20)
 
 

@@ -1,9 +1,9 @@
 """Samplers by name: schedulers of diffusers, made with the noise levels of the checkpoint's own, and their steps.
 
-A sampler has a class and settings for models that predict noise, for models of flow matching and for EDM's. Entries of
-the checkpoint's scheduler that decide noise levels or what is predicted are carried over (``DECISIVE``), or the sampler
-is refused; entries of a solver are the sampler's own (``OF_SOLVERS``). The roads not taken: every scheduler of
-diffusers by its class, with settings that a user would have to find out; and ``from_config``, which drops what the new
+A sampler has a class and settings for models that predict noise, for flow matching and for EDM. Entries of the
+checkpoint's scheduler that decide noise levels or the prediction are carried over (``DECISIVE``), or the sampler is
+refused; entries of a solver are the sampler's own (``OF_SOLVERS``). The roads not taken: every scheduler of diffusers
+by its class, with settings that a user would have to find out; and ``from_config``, which drops entries that the new
 class does not know. DEIS is left out: diffusers' ends above a noise level of zero.
 """
 
@@ -49,9 +49,8 @@ COMMON = {
     "num_train_timesteps": NEEDED, "thresholding": False, "dynamic_thresholding_ratio": EITHER,
     "sample_max_value": EITHER,
 }  # fmt: skip
-# Entries that decide noise levels or what is predicted, by kind of model, with the value at which a scheduler computes
-# as one without the entry does. NEEDED: there is none. EITHER: it has an effect only beside another entry, or at the
-# end of a schedule.
+# Entries that decide noise levels or the prediction, by kind of model, with the value at which a scheduler computes as
+# without the entry. NEEDED: there is none. EITHER: the entry has an effect only beside another, or at a schedule's end.
 DECISIVE: dict[str, dict[str, Any]] = {
     "noise": COMMON | {
         "beta_start": NEEDED, "beta_end": NEEDED, "beta_schedule": NEEDED, "trained_betas": None,
@@ -76,9 +75,9 @@ OF_SOLVERS = set(
     "solver_p solver_type stochastic_sampling tau_func timestep_scaling upscale_mode use_beta_sigmas "
     "use_exponential_sigmas use_karras_sigmas use_lu_lambdas use_flow_sigmas flow_shift".split()
 )  # the last two are read as the kind of model and as its shift
-# Schedulers under which using an output again is leaving its noise level out of the schedule.
+# Schedulers in which reusing an output is leaving its noise level out of the schedule.
 FIRST_ORDER = ("EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "DDIMScheduler")
-BETTER_SOLVER = "dpmpp_2m"  # that full precision with fewer steps is tried with
+BETTER_SOLVER = "dpmpp_2m"  # for full precision with fewer steps
 
 
 def engine_of_letter(part: str, letter: str) -> str:
@@ -87,12 +86,12 @@ def engine_of_letter(part: str, letter: str) -> str:
 
 
 def most_saved(steps: int) -> int:
-    """The most steps that can go without a call, none beside another, and neither the first nor the last."""
+    """The most steps without a call, none beside another, and neither the first nor the last."""
     return max(0, (steps - 1) // 2)
 
 
 def model_of(own: Any) -> str:
-    """The kind of model that a checkpoint's ``own`` scheduler is for: "noise", "flow" or "edm"."""
+    """The kind of model of a checkpoint's ``own`` scheduler: "noise", "flow" or "edm"."""
     names = [kind.__name__ for kind in type(own).__mro__]
     if any(name.startswith("FlowMatch") for name in names) or own.config.get("use_flow_sigmas"):
         return "flow"
@@ -100,15 +99,12 @@ def model_of(own: Any) -> str:
 
 
 def samplers_for(own: Any) -> list[str]:
-    """The names of the samplers that a model with this scheduler can have."""
+    """The names of the samplers for a model with this scheduler."""
     return [name for name in SAMPLERS if carried(name, own)[1] is None]
 
 
 def sampler_for(name: str, own: Any) -> Any:
-    """The sampler of this name with the noise levels of the checkpoint's ``own`` scheduler.
-
-    Raises ConfigError for one that such a model cannot have.
-    """
+    """The sampler of this name with the noise levels of the checkpoint's ``own`` scheduler. Raises ConfigError."""
     import diffusers
 
     entries, reason = carried(name, own)
@@ -121,7 +117,7 @@ def sampler_for(name: str, own: Any) -> Any:
 
 
 def carried(name: str, own: Any) -> tuple[Settings, str | None]:
-    """The entries of the sampler of this name for the model of the ``own`` scheduler, and why it cannot have it."""
+    """The entries of the sampler of this name for the model of the ``own`` scheduler, or why it cannot have it."""
     import diffusers
 
     sampler, model = SAMPLERS[name], model_of(own)
@@ -154,7 +150,7 @@ def carried(name: str, own: Any) -> tuple[Settings, str | None]:
 
 
 def why_not_reused(scheduler: Any) -> str | None:
-    """Why outputs cannot be used again under a scheduler, in words; None where they can."""
+    """The reason why outputs cannot be reused under a scheduler, or None."""
     config = scheduler.config
     if not {kind.__name__ for kind in type(scheduler).__mro__} & set(FIRST_ORDER) or config.get("stochastic_sampling"):
         return f"under {type(scheduler).__name__} an output that is used again is no step of the same sampler"
@@ -164,10 +160,7 @@ def why_not_reused(scheduler: Any) -> str | None:
 
 
 def noise_levels(scheduler: Any) -> list[float]:
-    """The noise level sigma of each of the scheduler's steps, in the order in which they are taken.
-
-    A scheduler that states none has those of its cumulative alphas: sqrt((1 - alpha) / alpha).
-    """
+    """The noise level sigma of each step in order; of a scheduler without sigmas sqrt((1 - alpha) / alpha)."""
     steps = len(scheduler.timesteps)
     if getattr(scheduler, "sigmas", None) is not None:
         first = scheduler.begin_index or 0

@@ -1,8 +1,8 @@
-"""Source images: images that a pipeline starts from in place of noise.
+"""Source images, which a pipeline starts from in place of noise.
 
-A source image and its mask are turned upright, cropped about the middle to the shape of the generated images, and
-resized. diffusers' own pipelines then use them as PIL images; a mask is white where the image is generated anew.
-The road not taken is diffusers' own resizing, which stretches some images and refuses others.
+An image and its mask, white where the image is generated anew, are turned upright, cropped about the middle to the
+shape of the generated images, and resized. The road not taken is diffusers' resizing, which stretches some images and
+refuses others.
 """
 
 import hashlib
@@ -23,21 +23,21 @@ class SourceImages:
     """Source images, used for the prompts in turn."""
 
     images: np.ndarray  # uint8 [N, H, W, 3]
-    masks: np.ndarray | None  # uint8 [N, H, W], one for each image; None: all of an image may change
+    masks: np.ndarray | None  # uint8 [N, H, W]; None: all of an image may change
     strength: float  # share of the denoising steps that is taken, starting from the image with noise of that level
 
     def described(self) -> dict[str, object]:
-        """Returns digests and strength, as JSON."""
+        """Digests and strength, as JSON."""
         masks = None if self.masks is None else hashlib.sha256(self.masks.tobytes()).hexdigest()
         return {"images": hashlib.sha256(self.images.tobytes()).hexdigest(), "masks": masks, "strength": self.strength}
 
     def repeated(self, times: int) -> "SourceImages":
-        """Returns each image ``times`` times, for the samples of its prompt."""
+        """Each image ``times`` times, for the samples of its prompt."""
         masks = None if self.masks is None else self.masks.repeat(times, axis=0)
         return replace(self, images=self.images.repeat(times, axis=0), masks=masks)
 
     def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Returns the arguments of a pipeline's call for the prompts with these ``numbers``."""
+        """The arguments of a pipeline's call for the prompts with these ``numbers``."""
         given = {"image": self.images} | ({} if self.masks is None else {"mask_image": self.masks})
         return {"strength": self.strength} | {
             name: [Image.fromarray(each[number % len(each)]) for number in numbers] for name, each in given.items()
@@ -47,7 +47,7 @@ class SourceImages:
 def read_source(
     images: Sequence[Path], masks: Sequence[Path] | None, width: int, height: int, strength: float
 ) -> SourceImages:
-    """Returns the images and masks, fitted to ``width`` by ``height`` pixels.
+    """Images and masks, fitted to ``width`` by ``height`` pixels.
 
     Raises as ``read_fitted`` does, and ConfigError for a mask of another size than its image.
     """

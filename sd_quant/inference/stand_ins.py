@@ -1,4 +1,4 @@
-"""Stand-ins for a pipeline's networks: engines compute their outputs, and answers that are known are given again."""
+"""Stand-ins for a pipeline's networks: engines compute outputs, and known answers are given again."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ Through = Callable[[Callable[..., Outputs], Outputs], Outputs]  # (compute, inpu
 
 
 class Reached(BaseException):
-    """Ends a pipeline's call in front of a part that is not to be computed yet; no ``Exception``, which some catch."""
+    """The end of a pipeline's call in front of a part that has to wait; no ``Exception``, which some catch."""
 
     def __init__(self, part: str, inputs: Tensors):
         super().__init__(part)
@@ -29,23 +29,19 @@ class Reached(BaseException):
 class AnsweredPart:
     """The calls of one part by its pipeline, for one batch of images.
 
-    ``answers`` are the outputs in order; a call beyond them is computed, or ends the pipeline's call where ``waits``.
-    ``on_call`` is called before each call of the engine. ``through``, if there is one, decides what is computed.
+    ``answers`` are the outputs in order; a further call is computed, or ends the pipeline's call where it ``waits``.
+    ``on_call`` is called before each call of the engine. ``through``, if there is one, decides how it is computed.
     """
 
     def __init__(self, engines: Mapping[str, Engine], name: str, part: Part):
         self.engines, self.name, self.part = engines, name, part
         self.begin([], waits=False)
 
-    def begin(
-        self,
-        answers: list[Tensors],
-        waits: bool,
-        through: Through | None = None,
-        on_call: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Begin a call of the pipeline, whose first ``answers`` are known."""
-        self.answers, self.waits, self.through, self.on_call, self.given = answers, waits, through, on_call, 0
+    def begin(self, answers: list[Tensors], waits: bool) -> None:
+        """Begin a call of the pipeline with the first ``answers``."""
+        self.answers, self.waits, self.given = answers, waits, 0
+        self.through: Through | None = None
+        self.on_call: Callable[[], object] = lambda: None
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         if self.given == len(self.answers):
@@ -63,25 +59,25 @@ class AnsweredPart:
         return self.part.answer({name: output.clone() for name, output in answer.items()})  # pipelines change them
 
     def computed(self, inputs: Outputs, letter: str = COMPUTED) -> Outputs:
-        """Return the outputs of the letter's engine; a part that nothing quantizes has one for all letters."""
+        """The outputs of the letter's engine; an unquantized part has one for all letters."""
         own = engine_of_letter(self.name, letter)
         return self.engines[own if own in self.engines else self.name](**inputs)
 
 
 class EngineNetwork(nn.Module):
-    """A network of a pipeline, of which parts compute some methods. Everything else is the ``network``'s own.
+    """A network of a pipeline, of which parts compute some methods; everything else is the ``network``'s own.
 
-    ``network`` may be on the meta device: its configuration and the signatures of its methods are used, and its class,
-    by which some pipelines tell one ControlNet from several.
+    ``network`` may be on the meta device: its configuration, its methods' signatures and its class, by which some
+    pipelines tell one ControlNet from several, are used.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self, network: nn.Module, parts: Mapping[str, AnsweredPart]):
-        """``parts`` are given by method."""
+        """``parts`` by method."""
         super().__init__()
         self.network, self.parts = [network], parts  # in a list, so that it is no submodule
-        self.at = nn.Parameter(torch.empty(0), requires_grad=False)  # tells pipelines the device and dtype of all
+        self.at = nn.Parameter(torch.empty(0), requires_grad=False)  # the device and dtype that pipelines see
         self.forward = wraps(network.forward)(partial(self.call, "forward"))  # some read its signature
 
     def __getattr__(self, name: str) -> Any:
@@ -101,7 +97,7 @@ class EngineNetwork(nn.Module):
 
 
 def bound(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by parameter name; those of ``**kwargs`` among them."""
+    """The arguments of a call by parameter name, with those of ``**kwargs``."""
     signature = inspect.signature(method)
     found = signature.bind(*args, **kwargs)
     found.apply_defaults()  # one call may state what another leaves out

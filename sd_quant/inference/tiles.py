@@ -1,11 +1,11 @@
 """Decode latents in overlapping tiles that fade into each other, by the rule of diffusers' ``enable_tiling``.
 
-The decoder's working memory grows with the pixels that it decodes at a time, so it is bounded by the tile's. Tiles at
-the right and lower edge are smaller. Its normalizations see a tile alone, so tones may differ from tile to tile. The
-road not taken is diffusers' own method, which calls its own network and keeps all tiles until the end: here two rows.
+The decoder's working memory is bounded by the tile. Tiles at the right and lower edge are smaller. Normalizations see a
+tile alone, so tones may differ from tile to tile. The road not taken is diffusers' own method, which calls its own
+network and keeps all tiles until the end: here two rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,8 +16,15 @@ SHAPES = 4  # that tiles have: inside, at the right edge, at the lower edge and 
 STEP = 0.75  # from a tile to the next one, as a share of its side
 
 
+def in_tiles(
+    compute: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], inputs: Mapping[str, Tensor], tile: int | None
+) -> Mapping[str, Tensor]:
+    """The outputs of a decoder, in tiles, if any, of a decoder with the input z and the output dec."""
+    return compute(inputs) if tile is None else {"dec": decode(lambda z: compute({"z": z})["dec"], inputs["z"], tile)}
+
+
 def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int) -> Tensor:
-    """The images [B, 3, H, W] by the ``decoder`` of ``z`` [B, C, h, w], in tiles with sides of so many pixels."""
+    """The images [B, 3, H, W] by the ``decoder`` of ``z`` [B, C, h, w], in tiles of that side in pixels."""
     side = tile // LATENT_FACTOR  # a multiple of 4
     if max(z.shape[2:]) <= side:
         return decoder(z)
@@ -40,7 +47,7 @@ def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int) -> Tensor:
 
 
 def faded(before: Tensor, tile: Tensor, overlap: int, axis: int) -> Tensor:
-    """``tile``, whose first rows or columns along ``axis`` begin as the last ones of the tile ``before`` it."""
+    """``tile``, whose first rows or columns along ``axis`` fade from the last ones of the tile ``before`` it."""
     overlap = min(before.shape[axis], tile.shape[axis], overlap)
     share = torch.arange(overlap, dtype=tile.dtype, device=tile.device) / overlap
     share = share.view(-1, *[1] * (3 - axis))

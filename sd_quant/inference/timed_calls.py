@@ -1,13 +1,12 @@
-"""The calls that are timed: one of a part, and one that makes a batch of images from prompts to pixels.
+"""Timed calls: of a part, and of a pipeline that makes a batch of images from prompts to pixels.
 
 A part is called with random inputs, because latency does not depend on their values. The road not taken is to time the
-calls that a pipeline makes, which include its copies between devices and dtypes.
+calls of a pipeline, which include its copies between devices and dtypes.
 
-Variants of a model differ in the denoiser alone, so the speed-up of an image follows from the speed-up of a denoiser's
-call and the *rest*: the time of an image outside the denoiser, as a share of the time inside, both measured in the same
-image, so that a slow machine changes neither the share nor the speed-up. Calls are short: a hundred of each engine can
-be interleaved while the machine changes little. The road not taken is to compare whole images alone, of which only a
-few fit into the same time. A few of both variants are made nevertheless, and the record says whether they agree.
+Variants of a model differ in the denoiser alone, so the speed-up of an image follows from that of a denoiser's call and
+the *rest*: the time of an image outside the denoiser as a share of the time inside, both of the same image, so that a
+slow machine changes neither. Of short calls a hundred of each engine can be interleaved while the machine changes
+little; the road not taken is whole images alone, a few in the same time. A few of both show whether they agree.
 """
 
 import statistics
@@ -16,11 +15,12 @@ from dataclasses import dataclass
 from functools import partial, wraps
 
 import torch
+from torch import Tensor
 
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.inference.tiles import decode
+from sd_quant.inference.tiles import in_tiles
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.metrics.latency import Clock, Rounds, Stopping, clock_of, measure_together, wall_clock
 from sd_quant.models.checkpoint import Checkpoint, denoisers_of, samples_per_image
@@ -30,13 +30,13 @@ WARMUP_IMAGES = 1
 
 
 def samples_per_call(checkpoint: Checkpoint, part: str, sampling: Sampling) -> int:
-    """The batch of one call of the part: in a step it is doubled where guidance computes two samples per image."""
+    """The batch of one call of the part: doubled in a step where guidance computes two samples per image."""
     denoises = part in denoisers_of(checkpoint) or checkpoint.parts()[part].in_steps
     return sampling.batch_size * (samples_per_image(checkpoint, sampling.guidance_scale) if denoises else 1)
 
 
 def part_call(engine: Engine, contract: Contract, samples: int, sampling: Sampling) -> Callable[[], object]:
-    """A call of a part with random inputs for ``samples``, which have the engine's device and dtypes already."""
+    """A call of a part with random inputs for ``samples``, on the engine's device and in its dtypes."""
     generator = torch.Generator().manual_seed(0)
     inputs = {}
     for name, shape in contract.shapes_for(samples, sampling.width, sampling.height).items():
@@ -44,9 +44,8 @@ def part_call(engine: Engine, contract: Contract, samples: int, sampling: Sampli
         floating = dtype.is_floating_point
         inputs[name] = torch.randn(shape, generator=generator).to(dtype) if floating else filled(name, shape, dtype)
     on_device = cast_inputs(engine.inputs, inputs, engine.device)
-    if sampling.vae_tile is not None and "z" in on_device:  # of the decoder: as many calls as an image takes
-        return lambda: decode(lambda z: engine(z=z)["dec"], on_device["z"], sampling.vae_tile)
-    return lambda: engine(**on_device)
+    tile = sampling.vae_tile if "z" in on_device else None  # of the decoder: as many calls as an image takes
+    return lambda: in_tiles(lambda inputs: engine(**inputs), on_device, tile)
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,22 @@ class ImageTimes:
 
 
 class Stopwatch:
-    """``engines``, whose calls add up to ``milliseconds``, and the rests of the images that they helped to make."""
+    """``engines``, whose calls add up to ``milliseconds``, and the rests of the images that they make."""
 
     def __init__(self, engines: Mapping[str, Engine]):
-        self.engines = {name: TimedEngine(engine, self) for name, engine in engines.items()}
+        self.engines = {name: self.watched(engine) for name, engine in engines.items()}
         self.milliseconds, self.rests = 0.0, list[float]()
 
+    def watched(self, engine: Engine) -> Engine:
+        def timed(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            outputs: dict[str, Tensor] = {}
+            self.milliseconds += clock_of(engine.device)(lambda: outputs.update(engine(**inputs)))
+            return outputs
+
+        return WatchedEngine(engine, timed)
+
     def clock(self) -> Clock:
-        """The wall clock of a call that makes images with this engine; it notes their rest."""
+        """The wall clock of a call that makes images with these engines, which adds to their rests."""
 
         @wraps(wall_clock)
         def timed(call: Callable[[], object]) -> float:
@@ -76,17 +83,6 @@ class Stopwatch:
             return total
 
         return timed
-
-
-class TimedEngine(WatchedEngine):
-    def __init__(self, engine: Engine, watch: Stopwatch):
-        super().__init__(engine)
-        self.watch = watch
-
-    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        outputs: dict[str, torch.Tensor] = {}
-        self.watch.milliseconds += clock_of(self.device)(lambda: outputs.update(self.engine(**inputs)))
-        return outputs
 
 
 def image_times(
@@ -114,21 +110,18 @@ def image_times(
 
 
 def calls_in_image(checkpoint: Checkpoint, sampling: Sampling, counted: Mapping[str, int] = {}) -> dict[str, int]:
-    """The calls of each denoiser in an image: one a step, or of several those that were ``counted``."""
+    """The calls of each denoiser in an image: one a step, or of several denoisers the ``counted`` ones."""
     first, *others = denoisers_of(checkpoint)
     return {part: counted[part] for part in (first, *others)} if others and counted else {first: sampling.steps_taken}
 
 
 def calls_beside(checkpoint: Checkpoint, part: str, calls: Mapping[str, int]) -> int:
-    """The calls of a part that is no denoiser in an image of so many ``calls`` of each denoiser."""
+    """The calls of a part that is no denoiser in an image with these ``calls`` of each denoiser."""
     return sum(calls.values()) if checkpoint.parts()[part].in_steps else 1
 
 
 def image_of_parts(checkpoint: Checkpoint, medians: Mapping[str, float], calls: Mapping[str, int]) -> ImageTimes:
-    """The time of an image added up from its parts' ``medians``, where memory does not hold all of them at once.
-
-    ``calls`` are those of each denoiser in it.
-    """
+    """The time of an image, added up from its parts' ``medians`` and each denoiser's ``calls``: memory may be short."""
     denoising = sum(count * medians[part] for part, count in calls.items())
     others = medians.keys() - calls.keys()
     rest = sum(medians[part] * calls_beside(checkpoint, part, calls) for part in others)

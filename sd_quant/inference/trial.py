@@ -1,4 +1,4 @@
-"""Tries a pipeline's call with further arguments on networks without weights, and sees how it calls them.
+"""Try a pipeline's call with further arguments on networks without weights, and see how it calls them.
 
 The road not taken is a list, for each class of pipelines, of the arguments on which no graph depends.
 """
@@ -21,18 +21,18 @@ from sd_quant.models.checkpoint import empty_modules
 from sd_quant.models.parts import Contract, wrapped
 from sd_quant.text import one_line
 
-# Further arguments that knobs decide: infer.scale, model.max_sequence_length, infer.image, infer.mask, infer.strength,
+# Further arguments of knobs: infer.scale, model.max_sequence_length, infer.image, infer.mask, infer.strength,
 # and model.controlnets.
 BY_KNOBS = DECIDED | {"guidance_scale", "max_sequence_length", "image", "mask_image", "strength"}
 BY_KNOBS |= {"controlnet_conditioning_scale"}
-TEXTS = {"clip_skip", "prompt_2", "negative_prompt_2"}  # which an author's own way to encode texts does not read
+TEXTS = {"clip_skip", "prompt_2", "negative_prompt_2"}  # which an author's own encoding of texts does not read
 
 
 class Shapes:
-    """An engine that computes nothing: random numbers in the shapes of a part's outputs, fp32.
+    """An engine of random numbers, fp32, in the shapes of a part's outputs.
 
-    ``engine`` has the part on the meta device. Raises ValueError for inputs of other shapes than the graph has for
-    images of ``size`` (width, height).
+    ``engine`` is on the meta device. Raises ValueError for inputs of other shapes than the graph's for images of
+    ``size`` (width, height).
     """
 
     def __init__(self, engine: TorchEngine, contract: Contract, size: tuple[int, int]):
@@ -45,7 +45,7 @@ class Shapes:
             if shapes[name] != shape:
                 raise ValueError(f"it calls a network with {name} of {shapes[name]}, and its graph has {shape}")
         if (key := str(shapes)) not in self.known:
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):  # of which no code asks for numbers
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
                 outputs = self.engine(**inputs)
             noise = torch.Generator().manual_seed(0)
             self.known[key] = {name: torch.randn(each.shape, generator=noise) for name, each in outputs.items()}
@@ -53,7 +53,7 @@ class Shapes:
 
 
 def steps_of(checkpoint: Any, sampling: Sampling) -> int:
-    """The steps in which the scheduler denoises the first image. Raises what pipeline and parts raise."""
+    """The steps in which the scheduler denoises the first image."""
     parts, sampling = checkpoint.parts(), replace(sampling.of_image(0), schedule=None, guidance_until=None)
     engines = {
         name: Shapes(TorchEngine(module.eval(), contract), contract, (sampling.width, sampling.height))
@@ -68,8 +68,8 @@ def steps_of(checkpoint: Any, sampling: Sampling) -> int:
 def check_arguments(checkpoint: Any, samplings: Iterable[Sampling]) -> None:
     """Raises ConfigError where ``arguments`` of a checkpoint have an effect that its graphs or knobs do not have.
 
-    That is where a knob decides one, the pipeline's call fails, it calls a network as the graph cannot be called, or
-    denoises in another number of steps.
+    A knob decides one, the pipeline's call fails, calls a network in shapes that its graph lacks, or takes another
+    number of steps.
     """
     plain, given = replace(checkpoint, arguments={}), checkpoint.arguments
     pipeline = pipeline_of(checkpoint, {}).call.pipe

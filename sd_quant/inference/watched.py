@@ -1,83 +1,78 @@
-"""Engines that do something beside each call: note its inputs, its outputs, or its time."""
+"""Engines whose calls are watched: their inputs, their outputs or their time are kept."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sd_quant.engines.base import Engine
+from sd_quant.engines.pool import OnDemand
+
+Tensors = Mapping[str, Tensor]
+Outputs = Mapping[str, Sequence[Tensors]]  # of all calls, by part
+Answer = Callable[[str, int], Tensors | None]  # the output of a part's n-th call, if it is known
 
 
 class WatchedEngine:
-    """``engine`` with ``on_call`` called with its inputs before every call."""
+    """``engine``, with ``call(inputs)`` in front of each call, or in its place where that returns outputs."""
 
-    def __init__(self, engine: Engine, on_call: Callable[[Mapping[str, Tensor]], object] = lambda inputs: None):
-        self.engine, self.on_call = engine, on_call
-        self.name, self.inputs, self.device = engine.name, engine.inputs, engine.device
+    name: str
+    inputs: dict[str, torch.dtype]
+    device: torch.device
+    reopen: Callable[[], bool]
+    close: Callable[[], None]
+
+    def __init__(self, engine: Engine, call: Callable[[dict[str, Tensor]], Any]):
+        self.engine, self.call = engine, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
-        self.on_call(inputs)
-        return self.engine(**inputs)
-
-    def reopen(self) -> bool:
-        return self.engine.reopen()
-
-    def close(self) -> None:
-        self.engine.close()
+        outputs = self.call(inputs)
+        return self.engine(**inputs) if outputs is None else outputs
 
 
-class WatchedVariant(Mapping[str, Engine]):
-    """The engines of a variant by part, which remember the inputs of some calls of each."""
+class WatchedVariant(OnDemand[Engine]):
+    """The engines of a variant by part, which keep the inputs of some calls of each."""
 
     def __init__(self, variant: Mapping[str, Engine], calls: Mapping[str, Collection[int]]):
-        """``calls`` gives by part the numbers of the calls to remember, by default the first."""
-        self.variant, self.wanted = variant, dict.fromkeys(variant, (0,)) | calls
+        """``calls`` gives by part the numbers of these calls, by default the first."""
+        super().__init__(variant, lambda part: WatchedEngine(variant[part], partial(self.remember, part)))
+        self.wanted = dict.fromkeys(variant, (0,)) | calls
         self.count = dict.fromkeys(variant, 0)  # of the calls so far
         self.samples = dict.fromkeys(variant, 0)  # in these calls
         self.seen: dict[str, dict[int, dict[str, Tensor]]] = {}  # a copy of the inputs by part, number and name
 
-    def remember(self, part: str, inputs: Mapping[str, Tensor]) -> None:
+    def remember(self, part: str, inputs: dict[str, Tensor]) -> None:
         if self.count[part] in self.wanted[part]:
             copies = {name: tensor.clone() for name, tensor in inputs.items()}
             self.seen.setdefault(part, {})[self.count[part]] = copies
         self.count[part] += 1
         self.samples[part] += len(next(iter(inputs.values())))
 
-    def __getitem__(self, part: str) -> Engine:
-        return WatchedEngine(self.variant[part], partial(self.remember, part))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.variant)
-
-    def __len__(self) -> int:
-        return len(self.variant)
-
-
-Outputs = Mapping[str, Sequence[Mapping[str, Tensor]]]  # of all calls, by part
-Answer = Callable[[str, int], Mapping[str, Tensor] | None]  # the output of a part's n-th call; None: not known
-
 
 class ReplayedVariant(dict[str, Engine]):
-    """The engines of a variant by part, whose outputs are kept. What ``answer`` knows is not computed."""
+    """The engines of a variant by part, which keep their outputs; those that ``answer`` knows are not computed."""
 
     def __init__(self, variant: Mapping[str, Engine], answer: Answer = lambda part, number: None):
-        super().__init__({part: ReplayedEngine(self, part) for part in variant})  # type: ignore[misc]
+        super().__init__({part: ReplayedEngine(self, part) for part in variant})
         self.variant, self.answer = variant, answer
-        self.outputs: dict[str, list[Mapping[str, Tensor]]] = {part: [] for part in variant}
+        self.outputs: dict[str, list[Tensors]] = {part: [] for part in variant}
 
 
-class ReplayedEngine:
-    """One of a ``ReplayedVariant``; the engine itself is asked for only to compute."""
-
+class ReplayedEngine(WatchedEngine):
     def __init__(self, replayed: ReplayedVariant, part: str):
         self.replayed, self.part = replayed, part
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.replayed.variant[self.part], name)
+    @property
+    def engine(self) -> Engine:  # type: ignore[override]  # opened to compute only
+        return self.replayed.variant[self.part]
 
-    def __call__(self, **inputs: Tensor) -> Mapping[str, Tensor]:
+    def call(self, inputs: dict[str, Tensor]) -> Tensors:
         kept = self.replayed.outputs[self.part]
         known = self.replayed.answer(self.part, len(kept))
-        kept.append(self.replayed.variant[self.part](**inputs) if known is None else known)
+        kept.append(self.engine(**inputs) if known is None else known)
         return kept[-1]

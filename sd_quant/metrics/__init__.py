@@ -1,9 +1,9 @@
 """Measures of a run: the fidelity of its images to full precision, latency and memory.
 
 ``SCORES`` lists the scores of images; record, closing table, summary of a sweep and report take them from there, and
-``NAMED`` those that the user asks for, of which the add-on ``scores`` has most. To add a score, write
-``sd_quant/metrics/<name>.py`` with a function that takes and returns what ``Against`` says, and add one line to
-``SCORES``. The function is imported when it is first called, so the list is read without torch.
+``NAMED`` those that the user asks for, most of them of the add-on ``scores``. A new score is a function in
+``sd_quant/metrics/<name>.py``, as ``Against`` describes it, and a line of ``SCORES``. It is imported when it is first
+called, so the list is read without torch.
 """
 
 import math
@@ -21,9 +21,9 @@ from sd_quant.metrics.intervals import Interval, mean_interval
 class Against(Enum):
     """The input that a score compares images with, which decides the arguments and the result of its function.
 
-    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. Where images differ in size, LATENTS is given lists
-    with an entry for each image, IMAGES is called for one image at a time, and the others are refused. ``value`` of a
-    dictionary is None where there is a ``reason``.
+    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. Where images differ in size, LATENTS gets lists with an
+    entry for each image, IMAGES one image at a time, and the others are refused. A ``value`` is None where there is
+    a ``reason``.
     """
 
     IMAGES = auto()  # (full precision's images, images) -> a number or None for each of N images
@@ -47,7 +47,7 @@ class Score:
     columns: tuple[str, ...] = ()  # in summary.csv: of the mean or the last step, then of the worst image
     undefined: str = "not a finite number"  # why it is None for an image or a step
     check: str = ""  # "module:function" that raises ResourceError where a package is missing
-    weights: str = ""  # of a score by a network: the files that are wanted, and where people get them
+    weights: str = ""  # of a score by a network: the files that it needs, and their source
 
     @property
     def heading(self) -> str:
@@ -55,40 +55,37 @@ class Score:
 
     @property
     def reason_key(self) -> str:
-        """The entry of ``fidelity`` that says why steps have no number."""
+        """The entry of ``fidelity`` with the reason why steps have no number."""
         return f"{self.key.removesuffix('_db')}_reason"
 
     def text(self, value: float, reach: float | None = None) -> str:
-        """``value`` with its unit, and with the ``reach`` of its interval where there is one: ``34.81 ± 1.20 dB``."""
+        """``value`` with its unit, and with the ``reach`` of its interval if any: ``34.81 ± 1.20 dB``."""
         ends = "" if reach is None else f" ± {self.format.format(reach)}"
         return f"{self.format.format(value)}{ends} {self.unit}".rstrip()
 
     def mean(self, values: Sequence[float | None]) -> Interval | None:
-        """The mean of the values that are not None, and its 95 % interval inside of the score's range.
-
-        None without a value; the ends are infinite for a single one.
-        """
+        """The mean of the values that are not None, with its 95 % interval; None without a value."""
         known = [value for value in values if value is not None]
         return self.inside(mean_interval(known)) if known else None
 
     def inside(self, found: Interval) -> Interval:
-        """The interval, if it is known, inside of the score's range."""
+        """The interval, if it is known, within the score's range."""
         # rounding may put a mean of float32 outside of the range by its last digit; it stays inside its interval
         ends = max(found.low, min(self.least, found.value)), min(found.high, max(self.most, found.value))
         return Interval(found.value, *ends) if found.known else found
 
     def compute(self, *arguments):
-        """Compute the score of the arguments that ``Against`` lists, a network's by ``score_images``."""
+        """Compute the score of the arguments of ``Against``, a network's by ``score_images``."""
         if self.weights:
             return pkgutil.resolve_name("sd_quant.metrics.network_scores:score_images")(self, *arguments)
         return pkgutil.resolve_name(self.function)(*arguments)
 
     def opener(self, weights: Path) -> Callable:
-        """Return what opens its network. Raises SdQuantError for files of another network; reads no weights."""
+        """The opener of its network. Raises SdQuantError for files of another network; reads no weights."""
         return pkgutil.resolve_name(self.function)(weights)
 
     def check_packages(self) -> None:
-        """Raises ResourceError where what it is computed with is not installed."""
+        """Raises ResourceError where a package is not installed."""
         if self.check:
             pkgutil.resolve_name(self.check)()
 
@@ -113,8 +110,7 @@ SCORES = {
               least=0, check="sd_quant.metrics.text_image:check_inception"),
     )
 }  # fmt: skip
-# Scores by networks and photographs that the user names, which are the record's ``text_scores``, with their knobs of
-# ``metrics``: a score is computed if its knob names a file or is true. An add-on has those that SCORES has not.
+# Scores of the record's ``text_scores`` with their knobs of ``metrics``: computed if the knob names a file or is true.
 NAMED = {
     "clip_score": "clip_weights", "pickscore": "pickscore_weights", "hps": "hps_weights",
     "image_reward": "image_reward_weights", "dino_distance": "dino_weights", "ocr": "ocr", "fid": "fid_references",
@@ -127,17 +123,17 @@ def scores_against(*kinds: Against) -> list[Score]:
 
 
 def score_named(key: str) -> Score:
-    """A score of SCORES or of the add-on. Raises ResourceError where that is not installed, or not for this package."""
+    """A score of SCORES or of the add-on. Raises ResourceError where that is not installed or does not fit."""
     return SCORES.get(key) or loaded("scores", key, f"metrics.{NAMED[key]}")
 
 
 @contextmanager
 def scoring(key: str) -> Iterator[Score]:
-    """The score; any exception that an add-on raises meanwhile becomes an SdQuantError of one sentence."""
+    """The score; exceptions that an add-on raises in the block become SdQuantErrors of one sentence."""
     with nullcontext() if key in SCORES else at_work("scores"):
         yield score_named(key)
 
 
 def fidelity_scores() -> list[Score]:
-    """The scores against full precision, which are the record's ``fidelity``."""
+    """The scores of the record's ``fidelity``."""
     return scores_against(Against.IMAGES, Against.LATENTS)

@@ -1,10 +1,10 @@
 """Scores by the category of prompts, and whether quantization changes them in any.
 
 Means have Student's t interval over prompts; images of one prompt count as their mean. A difference to full precision
-is paired, prompt by prompt. Looking at ten categories finds one that "differs" at 95 % four times in ten where none
-does, so the p-values of one score are corrected over its categories by Holm's procedure (Scandinavian Journal of
-Statistics 6, 1979), which is never worse than Bonferroni's. A category differs only after that; its interval is its
-own, uncorrected, and may leave out zero where the category is not said to differ. Several scores are not corrected for.
+is paired, prompt by prompt. Of ten categories without a difference one "differs" at 95 % four times in ten, so
+p-values of a score are corrected over its categories by Holm's procedure (Scandinavian Journal of Statistics 6, 1979),
+never worse than Bonferroni's. A category differs only after that; its interval is uncorrected, and may leave out zero
+all the same. Several scores are not corrected for.
 """
 
 import math
@@ -23,8 +23,8 @@ def by_category(
 ) -> dict[str, dict[str, dict]]:
     """The record's ``by_category``: each score in each category, in alphabetic order; {} without categories.
 
-    ``scores`` has values for each image by the key of the score, and full precision's where they are compared. Images
-    without a value are left out, of a pair if either is None, and so are scores without any.
+    ``scores`` has values for each image by key, and full precision's where they are compared. Images without a value,
+    pairs with one, and scores without any are left out.
     """
     if categories is None:
         return {}
@@ -48,7 +48,7 @@ def by_category(
 
 
 def of_prompts(prompts: Sequence[str], places: Sequence[int], values: Values) -> list[float]:
-    """The mean value of each different prompt among the images at these ``places``, without None."""
+    """The mean value of each different prompt of the images at these ``places``, without None."""
     return means_of_groups([values[place] for place in places], [prompts[place] for place in places])
 
 
@@ -58,10 +58,10 @@ def ends(interval: Interval) -> list[float] | None:
 
 
 def p_value(differences: Sequence[float]) -> float | None:
-    """How likely so large a mean of paired ``differences`` is where there is none: Student's t test, two-sided.
+    """The two-sided p of Student's t test of paired ``differences``; None for a single one.
 
-    None for a single one. Equal differences have no deviation: they are 1 if zero, and else have the sign test's p,
-    because scores with few steps are often equal by chance.
+    Equal differences have no deviation: p is 1 if they are zero, and else the sign test's, because scores with few
+    steps are often equal by chance.
     """
     count = len(differences)
     if count < 2:

@@ -1,10 +1,9 @@
 """Degenerate images: black, of one colour, saturated, or the same whatever the prompt.
 
-A mean over images hides a broken one, so these are found one by one. An image counts only against full precision's of
-the same prompt: a prompt that asks for a black image gets one. The limits are far from what the shipped checkpoints'
-images have, in full precision, in INT8 and in half of the steps (simple things on 64 x 64 pixels; the extreme of 150
-stands at each). The road not taken is a network's score of quality: CLIP gives a black frame more than some healthy
-images. Nor is noise looked for, which PSNR finds.
+A mean over images hides a broken one, so these are found one by one, against full precision's of the same prompt: a
+prompt for a black image gets one. The limits are far from images of the shipped checkpoints in full precision, in INT8
+and in half of the steps (simple things on 64 x 64 pixels; the extreme of 150 stands at each). The road not taken is a
+network's score of quality: CLIP prefers a black frame to some healthy images. Noise is found by PSNR.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ TILES = (8, 8)  # mean colours by which images are compared first: they never di
 def degenerate(reference: Images, images: Images) -> list[dict]:
     """``{index, reason}`` of each degenerate image, uint8 [N, H, W, 3]; ``reference`` has full precision's.
 
-    Indices begin with 0, and a reason goes behind "image 3 is".
+    A reason goes behind "image 3 is".
     """
     found = []
     tiles = tiles_of(images)
@@ -63,7 +62,7 @@ def tiles_of(images: Images) -> np.ndarray:
 
 
 def as_another(index: int, tiles: np.ndarray, reference: Images, images: Images) -> str | None:
-    """Names the first other image that ``index`` nearly equals although their references differ; else None."""
+    """The first other image that ``index`` nearly equals although their references differ, in words; or None."""
     near = np.sqrt(np.square(tiles - tiles[index]).mean(axis=1)) <= SAME + 1  # tiles are rounded
     for other in np.flatnonzero(near):
         if other == index or images[other].shape != images[index].shape:

@@ -1,9 +1,8 @@
 """How far a quantized text encoder moves the embeddings of a text.
 
-An encoder changes images as another prompt would, so the images' distance does not say how well it computes. The angle
-between the embeddings of both does, token by token: the denoiser's cross-attention reads tokens one by one, and its
-norms take their length away. The first token is apart, because it is the same in every text and often far longer than
-all others, so that it would hide them in a mean.
+An encoder changes images as another prompt would, so their distance does not say how well it computes. The angle
+between the embeddings does, token by token: the denoiser's cross-attention reads tokens one by one, and its norms take
+their length away. The first token, the same in every text and often far longer, would hide all others in a mean.
 """
 
 from typing import Any
@@ -17,8 +16,8 @@ from sd_quant.numbers import relative_error
 def moved(full: Tensor, quantized: Tensor) -> dict[str, Any]:
     """The record's ``Moved`` for an output in full precision and quantized.
 
-    [B, T, C] are tokens, of which those of zeros, which pad a text, do not count; [B, C] is one for each text. Other
-    outputs, such as pixels, have no cosines.
+    [B, T, C] are tokens, without those of zeros, which pad a text; [B, C] is one for each text. Other outputs, such as
+    pixels, have no cosines.
     """
     full, quantized = full.float().cpu(), quantized.float().cpu()
     found: dict[str, Any] = {"relative_error": relative_error(full, quantized)}

@@ -1,6 +1,6 @@
-"""Counts a network's arithmetic: two operations for a multiplication with its addition, attention's included.
+"""Count a network's arithmetic by torch's counter, which computes nothing on the meta device.
 
-torch's own counter counts on the meta device, so nothing is computed.
+A multiplication with its addition is two operations; attention counts.
 """
 
 import torch
@@ -23,7 +23,7 @@ def operations(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, dict[
 
 
 def rate() -> float:
-    """Operations per second in products of two matrices in fp32 on the CPU, here and now: no network is faster."""
+    """Operations per second of fp32 products of two matrices on the CPU, now: no network is faster."""
     x = torch.rand(SIDE, SIDE)
     found = machine_probe.rate(2 * SIDE**3, lambda: torch.mm(x, x), x.device)
     assert found is not None  # every torch has this product

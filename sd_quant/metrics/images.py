@@ -21,7 +21,7 @@ def arrays(images: Images) -> Iterable[np.ndarray]:
 
 
 def shapes_of(images: Any) -> list:
-    """The shape of an array or tensor, or of each in a list, as a message shows it."""
+    """The shape of an array or tensor, or of each in a list, for a message."""
     return [list(each.shape) for each in images] if isinstance(images, list) else list(images.shape)
 
 
@@ -54,7 +54,7 @@ def check_pairs(reference: np.ndarray, images: np.ndarray, smallest: int = 1) ->
 def score_pairs(
     score: Callable[[np.ndarray, np.ndarray], list[float | None]], reference: Images, images: Images
 ) -> list[float | None]:
-    """The ``score`` of each pair of images; it takes images of one size. Raises what it raises."""
+    """The ``score`` of each pair of images; it takes images of one size."""
     if isinstance(reference, np.ndarray) and isinstance(images, np.ndarray):
         return score(reference, images)
     return [value for pair in zip(arrays(list(reference)), arrays(list(images)), strict=True) for value in score(*pair)]

@@ -2,21 +2,21 @@
 
 - The mean over prompts: Student's t interval.
 - The ratio of two latencies: an interval of batch means (Schmeiser, Operations Research 30, 1982). Neighbouring rounds
-  form a batch, whose value is the median of its rounds' log ratios; the values have a t interval. Medians, because a
-  machine's hiccups are long; batches, because a disturbance often lasts for several rounds.
+  form a batch, because a disturbance often lasts for several; its value is the median of their log ratios, because a
+  machine's hiccups are long; the values have a t interval.
 - Openings: the speed of an engine changes each time it is opened, with the addresses of its weights (Mytkowicz et al.,
-  Producing wrong data without doing anything obviously wrong, ASPLOS 2009). So engines are opened several times and the
-  rounds of one opening, or of a few neighbouring ones, form a batch; more rounds in an opening cannot make the interval
-  narrower than openings differ. Their variance is estimated from all engines that were timed beside each other, by a
-  two-way analysis of variance (Scheffe, The analysis of variance, 1959, chapter 4): the residuals of the logarithms
-  after the engine's and the opening's means. With fewer than FEWEST_DEGREES degrees of freedom, rounds form BATCHES
-  batches instead, and OPENING, measured on other machines, is added.
+  Producing wrong data without doing anything obviously wrong, ASPLOS 2009). So engines are opened several times, and
+  the rounds of one or a few neighbouring openings form a batch; more rounds in an opening make no interval narrower.
+  The variance is estimated from all engines that were timed beside each other, by a two-way analysis of variance
+  (Scheffe, The analysis of variance, 1959, chapter 4): the residuals of the logarithms after the engine's and the
+  opening's means. With fewer than FEWEST_DEGREES degrees of freedom, rounds form BATCHES batches instead, and OPENING,
+  measured on other machines, is added.
 - Roads not taken for a ratio are the bootstrap over single rounds and the order statistics of the median: both assume
   independent rounds, and their 95 % intervals cover 67 to 92 % where the ratio drifts (docs/results_speed.md).
 - Occasions: hours apart, the host of a virtual machine gives it something else, and a ratio moves by more than one
-  hour's rounds show. The figures of one engine vary by their own errors and by what differs between occasions; the
-  method of moments subtracts the first (random effects: DerSimonian & Laird, Controlled Clinical Trials 7, 1986), over
-  all engines together. The interval is to hold at another occasion too, so what differs counts twice, once for each.
+  hour's rounds show. The method of moments subtracts engines' own errors from the variance of figures between occasions
+  (random effects: DerSimonian & Laird, Controlled Clinical Trials 7, 1986), over all engines together. The rest counts
+  twice, once for each occasion.
 - The sum of two independent figures: the interval of Zou & Donner (Statistics in Medicine 27, 2008), which combines the
   distances to the ends on each side.
 """
@@ -69,7 +69,7 @@ def exactly(value: float) -> Interval:
 
 
 def recorded(value: float, ends: Sequence[float | None] | Mapping | None) -> Interval:
-    """A figure with its ends as a record has them, which may lack them or say why."""
+    """A figure with its ends as a record has them, which may lack them or hold a reason."""
     known = isinstance(ends, list | tuple) and len(ends) == 2 and None not in ends
     return Interval(value, *ends) if known else Interval(value, -math.inf, math.inf)
 
@@ -88,7 +88,7 @@ def paired_interval(
 ) -> Interval | None:
     """The mean of a - b over pairs that have both, those of one group (a prompt's images) counted as their mean.
 
-    None without such a pair. Raises ValueError unless all three are of one length.
+    None without a pair. Raises ValueError unless all three are of one length.
     """
     differences = means_of_groups(differences_of(a, b), groups)
     return mean_interval(differences) if differences else None
@@ -108,7 +108,7 @@ def means_of_groups(values: Iterable[float | None], groups: Iterable[Hashable]) 
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """p-values of several claims, corrected by Holm, in their order; None stays None and does not count."""
+    """p-values of several claims, corrected by Holm, in their order; None does not count."""
     adjusted: list[float | None] = [None] * len(values)
     known = sorted((value, place) for place, value in enumerate(values) if value is not None)
     most = 0.0
@@ -127,10 +127,10 @@ def ratio_interval(
 ) -> Interval:
     """The typical ratio a / b of latencies > 0 in the same rounds, in order; above 1 where b is faster.
 
-    ``openings`` are the numbers of rounds of each opening, empty where engines were opened once. ``beside`` are the
-    latencies of all engines in these rounds, a and b included, where there were more than these two. ``known`` is the
-    deviation between openings where these are too few to estimate it, OPENING if None; 0 for an interval of these
-    openings alone. The ends are 0 and infinity with fewer than FEWEST_ROUNDS rounds.
+    ``openings`` are the numbers of rounds of each opening, empty where engines were opened once; ``beside`` the
+    latencies of all engines in these rounds, where there were more than two. ``known`` is the deviation between
+    openings where these are too few to estimate it, OPENING if None; 0 for an interval of these openings alone. The
+    ends are 0 and infinity with fewer than FEWEST_ROUNDS rounds.
     Raises ValueError unless all engines have as many rounds.
     """
     logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
@@ -163,7 +163,7 @@ def medians(values: Sequence[float], ends: Sequence[int]) -> list[float]:
 def deviation_of_openings(engines: Sequence[Sequence[float]], ends: Sequence[int]) -> tuple[float, int]:
     """The standard deviation of one engine's log latency between openings, and its degrees of freedom.
 
-    Changes that all engines share in a round or an opening do not count: the machine was slower for all of them.
+    Changes that all engines share are the machine's, and do not count.
     """
     logs = [[math.log(each) for each in rounds] for rounds in engines]
     common = [statistics.fmean(each) for each in zip(*logs, strict=True)]  # of a round
@@ -187,9 +187,9 @@ def sum_of(a: Interval, b: Interval) -> Interval:
 
 
 def deviation_of_occasions(engines: Iterable[Sequence[tuple[float, float]]]) -> float:
-    """The standard deviation of one engine's figure between occasions, its own error left out.
+    """The standard deviation of one engine's figure between occasions, without its own error.
 
-    ``engines``: for each, the figure and its variance on each of its occasions, which are two or more.
+    ``engines``: for each, the figure and its variance on two occasions or more.
     """
     squares = degrees = 0.0
     for occasions in engines:
@@ -200,17 +200,14 @@ def deviation_of_occasions(engines: Iterable[Sequence[tuple[float, float]]]) -> 
 
 
 def apart(deviation: float, degrees: int, confidence: float) -> Interval:
-    """By how much the logarithm of another occasion's figure is higher: 0, with its interval."""
+    """The difference of another occasion's logarithm: 0, with its interval."""
     half = min(LARGEST, t_quantile(degrees, confidence) * math.sqrt(2) * deviation)
     return Interval(0.0, -half, half)
 
 
 @cache
 def t_quantile(degrees: int, confidence: float) -> float:
-    """The standard errors that a two-sided interval extends to each side.
-
-    From mpmath, a dependency of torch; a machine that only times a network may lack scipy.
-    """
+    """The standard errors that a two-sided interval extends to each side, by mpmath: a machine may lack scipy."""
     from mpmath import exp, findroot, log  # late: every command imports this module, and few compute an interval
 
     # by logarithms, in which the tail is nearly straight: a level that many recipes share is far out in it

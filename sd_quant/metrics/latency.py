@@ -4,21 +4,20 @@ Two latencies measured one after the other differ by whatever else the machine w
 *rounds*: a round calls each of them, in random order, and the ratio within a round is what counts (``intervals.py``).
 The road not taken is the ratio of two means, which one hiccup of the machine decides.
 
-An image calls its denoiser many times in a row, and each call finds in the caches what the one before it left. Calls of
-engines that alternate find there what other engines left, and take up to twice as long: the longer the more engines
-there are, and the small engine loses most. So a round calls each engine as many times in a row as an image does
-(``in_a_row``), and its slower first calls have the weight that they have in an image. The road not taken is a shorter
-row whose last call stands for the rest: an INT8 UNet still gets faster at the tenth call.
+An image calls its denoiser many times in a row. Calls of engines that alternate find in the caches what other engines
+left, and take up to twice as long: the longer the more engines there are, and the small engine loses most. So a round
+calls each engine as many times in a row as an image does (``in_a_row``). The road not taken is a shorter row whose last
+call stands for the rest: an INT8 UNet still gets faster at the tenth call.
 
-The speed of an engine changes each time it is opened, with its addresses in memory. So all engines are reopened again
-and again, in random order, and each opening is followed by rounds for as long as it took.
+The speed of an engine changes with its addresses in memory. So all engines are reopened again and again, in random
+order, and each opening is followed by rounds for as long as it took.
 
-Rounds end when the interval of every ratio to the reference is narrow, or when a budget of time is spent. The intervals
-are computed only when the number of rounds has doubled: after every round, a lucky one would end the measurement, and
-95 % intervals would cover 91 %.
+Rounds end when the interval of every ratio to the reference is narrow, or a budget of time is spent. Intervals are
+computed only when the number of rounds has doubled: after every round, a lucky one would end the measurement, and 95 %
+intervals would cover 91 %.
 
-A clock takes a call and returns its milliseconds. A GPU's work is only queued when a call returns, so CUDA events time
-it; the record names the clock.
+A clock takes a call and returns its milliseconds: of a GPU's work, which is only queued when a call returns, by CUDA
+events. The record names the clock.
 """
 
 import functools
@@ -112,24 +111,14 @@ def statistics_of(samples: list[float], warmup: int, clock: str) -> dict[str, An
     """``{mean_ms, p50_ms, p90_ms, p99_ms, min_ms, std_ms, n, warmup, clock, samples_ms}`` of milliseconds."""
     p50, p90, p99 = np.percentile(samples, [50, 90, 99]).tolist()
     return {
-        "mean_ms": statistics.fmean(samples),
-        "p50_ms": p50,
-        "p90_ms": p90,
-        "p99_ms": p99,
-        "min_ms": min(samples),
-        "std_ms": statistics.pstdev(samples),
-        "n": len(samples),
-        "warmup": warmup,
-        "clock": clock,
+        "mean_ms": statistics.fmean(samples), "p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "min_ms": min(samples),
+        "std_ms": statistics.pstdev(samples), "n": len(samples), "warmup": warmup, "clock": clock,
         "samples_ms": samples,
-    }
+    }  # fmt: skip
 
 
 def judged(timing: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-    """``timing``; its median is None with a ``reason`` where one is given or the rounds are too far apart.
-
-    FEWEST_ROUNDS are needed to tell.
-    """
+    """``timing``, with None and a ``reason`` for the median if given or if FEWEST_ROUNDS or more are too far apart."""
     samples = timing["samples_ms"]
     if reason is None:
         if len(samples) < FEWEST_ROUNDS or spread(samples) <= MOST_SPREAD:
@@ -154,9 +143,9 @@ def measure_together(
 ) -> Rounds:
     """Measure all ``calls`` in rounds; the first is the reference of the others' ratios.
 
-    ``clocks``: by the calls' names, the wall clock by default. ``reopen`` is called, and followed by ``warmup``
-    calls of each, until it reopens nothing or the budget has no room for another opening with its rounds. ``probe``
-    is called before and after the rounds, and when half of the budget is spent, which it takes nothing of.
+    ``clocks``: by the calls' names, the wall clock by default. ``reopen`` is called, and followed by ``warmup`` calls
+    of each, until it reopens nothing or the budget has no room for another opening with its rounds. ``probe`` is called
+    before and after the rounds, and at half of the budget, which it takes nothing of.
     """
     times = {name: (clocks or {}).get(name, wall_clock) for name in calls}
     samples, generator = {name: list[float]() for name in calls}, random.Random(0)  # the same orders in every process

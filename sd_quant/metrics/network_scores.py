@@ -1,6 +1,6 @@
-"""Scores of images one by one by a network that the user has, in batches.
+"""Score images one by one by a network of the user's, in batches.
 
-A network is opened when its score is computed and let go with the last batch: the larger ones take 4 GB.
+A network is open only while its score is computed: the larger ones take 4 GB.
 """
 
 import math
@@ -37,9 +37,8 @@ Opener = Callable[[], Opened]
 def score_images(score: Score, images: Images, beside: Sequence[Any], weights: Path) -> dict:
     """The scores of uint8 images as ``{value, reason, values, images}`` and the facts of the network of ``weights``.
 
-    ``beside`` has for each image what it is scored with, its prompt or another image. ``value`` is the mean, at least
-    the score's smallest number. Where the network cannot be opened or computed, or a number is not finite, it
-    is None and ``reason`` says why.
+    ``beside`` has the counterpart of each image, its prompt or another image. ``value`` is the mean, at least the
+    score's smallest number, or None with a ``reason`` where the network fails or a number is not finite.
     """
     entry = {"value": None, "reason": None, "values": [None] * len(images), "images": len(images)}
     starts, values = range(0, len(images), BATCH), list[float]()

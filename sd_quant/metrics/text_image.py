@@ -1,8 +1,8 @@
-"""CLIP score and FID, computed with networks whose weights the user names or installs.
+"""CLIP score and FID, by networks whose weights the user names or installs; nothing is downloaded.
 
 CLIP score measures whether images show what their prompts say (Hessel et al., EMNLP 2021; as torchmetrics defines it:
 100 cos(image, prompt), averaged, at least 0), FID the distance of a set of images from photographs. Neither is about
-quantization: they compare with published results, fidelity.py with full precision. Nothing is downloaded.
+quantization: they compare with published results.
 
 FID models both sets of Inception's features as Gaussians, whose distance has a closed form (Dowson & Landau,
 J. Multivariate Analysis 12, 1982; for images Heusel et al., GANs Trained by a Two Time-Scale Update Rule, 2017):
@@ -41,7 +41,7 @@ CLIP_FILES = (  # one file of each line is required
 
 
 def clip_score(weights: Path) -> Opener:
-    """Opens the CLIP score of images and prompts, which are truncated to the network's length, as in MLPerf.
+    """The opener of the CLIP score of images and prompts, which are truncated to the network's length, as in MLPerf.
 
     ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Raises SdQuantError unless
     it is whole and of a CLIP; reads no weights.
@@ -52,15 +52,14 @@ def clip_score(weights: Path) -> Opener:
         model, pixels, tokens = open_clip_folder(weights)
         vision = model.config.vision_config
         network = {"layers": vision.num_hidden_layers, "width": vision.hidden_size, "patch": vision.patch_size}
-        return Opened(
-            model, lambda batch, texts: 100 * cosines(model, pixels(batch), tokens(texts)), {"network": network}
-        )
+        score = lambda batch, texts: 100 * cosines(model, pixels(batch), tokens(texts))  # noqa: E731
+        return Opened(model, score, {"network": network})
 
     return opened
 
 
 def clip_config(weights: Path, score: Score) -> Any:
-    """The CLIPConfig of a folder; reads no weights. Raises SdQuantError unless it is whole and of a CLIP."""
+    """The CLIPConfig of a folder, unread weights aside. Raises SdQuantError unless it is whole and of a CLIP."""
     from transformers import CLIPConfig
 
     check_folder(weights, score, *CLIP_FILES)
@@ -73,8 +72,8 @@ def fid(images: np.ndarray, references: Path) -> dict:
     """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, images, references, network}``.
 
     ``references``: a folder of 2049 photographs or more, or an .npz with the ``mu`` [2048] and ``sigma`` [2048, 2048]
-    of their features, as pytorch-fid writes and MLPerf ships it. Where something is missing or damaged, or images are
-    too few, ``value`` is None and ``reason`` says why.
+    of their features, as pytorch-fid writes and MLPerf ships it. ``value`` is None, with a ``reason``, for missing or
+    damaged files and too few images.
     """
     entry = {"value": None, "reason": None, "images": len(images), "references": references.name, "network": None}
     try:
@@ -95,7 +94,7 @@ def fid(images: np.ndarray, references: Path) -> dict:
 
 
 def check_inception() -> None:
-    """Raise ResourceError unless the add-on that has Inception and its weights are installed; reads none."""
+    """Raise ResourceError unless the add-on with Inception and its weights is installed; reads none."""
     loaded("scores", "inception", "metrics.fid_references").packaged_folder()
 
 
@@ -116,9 +115,8 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
 def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float | None:
     """The formula above for means [D] and covariances [D, D], all float64; None when any of them is not finite.
 
-    Covariances may be singular: symmetric roots by eigenvalues always exist. The road not taken is the square root of
-    the product C C', as in the code of Heusel et al., which is not symmetric and comes out complex, or not at all,
-    where a covariance is singular, as with fewer images than features.
+    Roots by eigenvalues exist for singular covariances too. The road not taken is the square root of C C' (Heusel et
+    al.), which is complex or fails where a covariance is singular, as with fewer images than features.
     """
     if not all(part.isfinite().all() for part in (mean, covariance, other_mean, other_covariance)):
         return None
@@ -146,14 +144,12 @@ def open_clip_folder(weights: Path) -> tuple[Any, Callable, Callable]:
     longest = model.config.text_config.max_position_embeddings
 
     def pixels(images: Sequence[np.ndarray]) -> Tensor:
-        return processor.image_processor([_pixels(image[None])[0] for image in images], return_tensors="pt")[
-            "pixel_values"
-        ]
+        batch = [_pixels(image[None])[0] for image in images]
+        return processor.image_processor(batch, return_tensors="pt")["pixel_values"]
 
     def tokens(prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        return processor.tokenizer(
-            list(prompts), truncation=True, max_length=longest, padding=True, return_tensors="pt"
-        )
+        options = {"truncation": True, "max_length": longest, "padding": True, "return_tensors": "pt"}
+        return processor.tokenizer(list(prompts), **options)
 
     return model, pixels, tokens
 
@@ -169,13 +165,9 @@ def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Te
     if references.is_dir():
         files = _image_files(references)
         return moments(_features(network, len(files), lambda index: _read_image(files[index])))
-    try:
+    with refusing(f"{references} cannot be read as mu and sigma", advice="copy it again"):
         with open_regular(references) as file, np.load(file, allow_pickle=False) as stored:
             mean, covariance = (torch.from_numpy(stored[name]).double() for name in ("mu", "sigma"))
-    except Exception as error:  # the bytes decide which
-        raise ArtifactError(
-            f"{references} cannot be read as mu and sigma ({one_line(error)}); copy it again"
-        ) from error
     width = mean.numel()
     if mean.shape != (width,) or covariance.shape != (width, width) or not covariance.isfinite().all():
         raise ArtifactError(

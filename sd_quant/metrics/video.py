@@ -1,9 +1,8 @@
-"""How the frames of videos differ from full precision's, each alone and from one to the next.
+"""Differences of videos' frames from full precision's, each alone and from one to the next.
 
-A change between neighbouring frames that full precision does not have is seen as flicker, though each frame may be
-close to its twin: pixels that err alike in all frames do not flicker. So what is measured beside the PSNR of frames is
-the error of the difference of neighbours. The roads not taken are optical flow, which needs a network, and scores of
-whole videos (FVD), which need thousands.
+A change between neighbouring frames that full precision does not have is seen as flicker; pixels that err alike in all
+frames do not flicker. So the error of the difference of neighbours is measured beside the PSNR of frames. The roads not
+taken are optical flow, which needs a network, and scores of whole videos (FVD), which need thousands.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ def video_scores(reference: Images, videos: Images, width: int) -> dict:
 
 
 def with_interval(values: Sequence[float], reason: str) -> dict:
-    """The mean over videos with its interval at 95 %, None where it is not known."""
+    """The mean over videos with its 95 % interval, None where it is not known."""
     if not values:
         return {"mean": None, "interval": [None, None], "values": [], "reason": reason}
     interval = mean_interval(values)

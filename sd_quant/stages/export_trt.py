@@ -14,8 +14,8 @@ from sd_quant.config import ExportJob, ExportShape, Infer, Trt, artifact, part_p
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.engines.tensorrt.build import Profile, build_plan, profile_of
-from sd_quant.engines.tensorrt.library import runtime_module
 from sd_quant.engines.tensorrt.plan import PlanReport, describe_plan, own_command, read_record
+from sd_quant.engines.tensorrt.run import runtime_module
 from sd_quant.errors import ResourceError
 from sd_quant.files import sha256, write_text
 from sd_quant.models.parts import exported

@@ -2,16 +2,13 @@
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from sd_quant.config import artifact
 from sd_quant.engines import RUNTIMES, products_of
 from sd_quant.engines.replayed import Replayed
 from sd_quant.export.layer_cut import names_of_products
 from sd_quant.inference.executed import executed_entry, types_of_layers
 from sd_quant.inference.parity import (
-    attention_outputs,
-    layer_outputs,
+    exported_outputs,
     layer_parity,
     native_outputs,
     part_parity,
@@ -58,18 +55,17 @@ def parity_of(variants: Variants, comparison: VariantOutputs, part: str) -> dict
         save_quantized(network.cpu(), variants.directory / f"quantized_{described.component}.pt")
     if simulation is None:
         return {}
-    engine, stored, attentions = variants.engine, described.contract.weights, dict[str, Tensor]()
+    engine, stored = variants.engine, described.contract.weights
     if RUNTIMES[engine].file is not None:
         simulation, path = rounded_inputs(simulation, stored), artifact(variants.directory, "onnx", part)
         variants.make_room()  # for the layers
-        layers = layer_outputs(simulation, assignment, path, described.prefix, engine, stored)
-        attentions = attention_outputs(simulation, assignment, path, engine, stored)
+        outputs = exported_outputs(simulation, assignment, path, described.prefix, engine, stored)
     else:  # whose attentions are the simulation's
         module = module_of(variants.engines[QUANTIZED][part])
         simulation = rounded_inputs(simulation, next(module.parameters()).dtype if denoises else stored)
-        layers = native_outputs(network_in(described, module), simulation)
+        outputs = native_outputs(network_in(described, module), simulation)
     full, quantized = (comparison.outputs[variant][part] for variant in (FRAMEWORK, QUANTIZED))
-    found = layer_parity(simulation, full, quantized, assignment, layers, attentions, part)
+    found = layer_parity(simulation, full, quantized, assignment, outputs, part)
     return found if part == loaded.denoiser else {f"{part}_layers": found.pop("quantized_layers"), **found}
 
 

@@ -1,13 +1,12 @@
-"""TensorRT: ``build`` builds a plan, ``plan`` reads its header and the record of its build, ``run`` checks, loads and
-calls it, and ``library`` imports TensorRT.
+"""TensorRT: ``build`` builds a plan, ``plan`` reads its header and record, ``run`` checks, loads and calls it.
 
 One implementation serves two Python modules with the same API: ``tensorrt`` builds on and for the GPU of this machine;
-``tensorrt_rtx`` (TensorRT for RTX) also builds ahead of time for named targets on a machine without a GPU. Networks are
-strongly typed: precision comes from the ONNX file alone, and there are no precision flags to forget.
+``tensorrt_rtx`` (TensorRT for RTX) also ahead of time for named targets on a machine without a GPU. Networks are
+strongly typed: precision comes from the ONNX file alone.
 
-Deserializing a plan runs its native code, and the runtime's own validity check is no security boundary. So the build
-writes a record beside the plan, and a plan is passed to the runtime only if its bytes in memory have the SHA-256 of
-that record. This protects against a damaged, stale or swapped file, not against someone who can write both files.
+Deserializing a plan runs its native code, and the runtime's own validity check is no security boundary. So a plan is
+passed to the runtime only if its bytes have the SHA-256 of the record that the build wrote beside it. This protects
+against a damaged, stale or swapped file, not against someone who can write both files.
 
 Roads not taken: VERSION_COMPATIBLE plans, which run on other versions but slower on all; and trtexec, whose errors
 cannot be caught.

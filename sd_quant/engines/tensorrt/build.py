@@ -4,12 +4,12 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from threading import Event
 from types import ModuleType
 
 import onnx
@@ -17,8 +17,8 @@ import torch
 
 from sd_quant.engines import NO_INTEGER_ATTENTION
 from sd_quant.engines.onnx_input import onnx_files
-from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
 from sd_quant.engines.tensorrt.plan import PlanReport, record_path
+from sd_quant.engines.tensorrt.run import device_target, library_logger, runtime_module
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.export.attention import with_softmax
 from sd_quant.export.parts import AXES, SAMPLES_PER_IMAGE
@@ -29,7 +29,6 @@ from sd_quant.text import one_line
 
 Shape = Sequence[int]
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]  # input name -> smallest, most likely and largest shape
-Progress = Callable[[str, int, int], object]  # phase, steps done, total steps
 
 LOG = logging.getLogger(__name__)
 
@@ -44,14 +43,12 @@ def build_plan(
     workspace_gib: float | None = None,
     optimization_level: int | None = None,
     timing_cache: Path | None = None,
-    progress: Progress | None = None,
 ) -> PlanReport:
     """Build ``plan_path`` and its record from an ONNX file, and return the record.
 
-    ``compute_capabilities`` names targets, such as ["SM89", "SM120"], to build for ahead of time (tensorrt_rtx only);
+    ``compute_capabilities`` are targets to build for ahead of time, such as ["SM89", "SM120"] (tensorrt_rtx only);
     empty means the GPU of this machine. ``timing_cache`` is a folder for the times of kernels on this GPU, which the
-    next build then need not measure; TensorRT for RTX measures none. ``progress`` is called in the build's thread;
-    an exception in it stops the build, as Ctrl-C does.
+    next build need not measure; TensorRT for RTX measures none. Ctrl-C stops the build.
 
     Raises ConfigError for an unknown target and a profile that does not fit the graph, ArtifactError for a
     graph that TensorRT does not support, ResourceError for a missing library or GPU and for lack of memory or disk.
@@ -91,12 +88,11 @@ def build_plan(
         if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # so that the inspector names ONNX nodes
-        config.progress_monitor = monitor = _monitor(trt, progress)
         times = timing_cache / timing_name(library, trt.__version__) if timing_cache and library == "tensorrt" else None
         if times is not None:
             read_timing_cache(config, times)
 
-        serialized = _build(builder, network, config, monitor)
+        serialized = _build(trt, builder, network, config)
         if serialized is None:
             problems = "; ".join(logger.errors) or "it gave no reason"
             no_memory = re.search("out ?of ?memory|bad_alloc", problems, re.IGNORECASE)
@@ -138,11 +134,10 @@ def profile_of(
 ) -> Profile:
     """The smallest, most likely and largest shape of every input, by the names of the axes in the ONNX file.
 
-    ``size``, width and height in pixels, is the most likely one of the images, ``sizes`` are others. A profile has a
-    range for each axis, so it includes every width between the smallest and the largest with every height.
-    ``batch`` is the most likely number of images, ``limits`` are the smallest and the largest; None: this batch only.
-    With guidance a denoiser's batches are doubled, if its graph computes both samples in one call; the smallest stays
-    as it is, for calls without guidance.
+    ``size``, width and height in pixels, is the most likely one of the images, ``sizes`` are others; every width
+    between the smallest and the largest is included, with every height. ``batch`` is the most likely number of images,
+    ``limits`` are the smallest and the largest; None: this batch only. With guidance (``guided``) a denoiser's batches
+    are doubled, if its graph computes both samples in one call; the smallest stays, for calls without guidance.
     """
     model = onnx.load(onnx_path, load_external_data=False)
     properties = {entry.key: entry.value for entry in model.metadata_props}
@@ -169,12 +164,12 @@ def build_for(onnx_path: Path, library: str, shapes: Mapping[str, Shape]) -> Pat
 
 
 def timing_name(library: str, version: str) -> str:
-    """The name of the file with the times of kernels, which are valid for one kind of GPU and one library version."""
+    """The file of the times of kernels, which are valid for one kind of GPU and one library version."""
     return f"{library}_{version}_{re.sub('[^A-Za-z0-9]+', '-', torch.cuda.get_device_name())}.timing"
 
 
 def read_timing_cache(config, path: Path) -> None:
-    """Give the build the times in ``path``, if it exists and TensorRT accepts them for this GPU; else none."""
+    """Give the build the times in ``path``, if it exists and TensorRT accepts them for this GPU."""
     cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
     if not config.set_timing_cache(cache, ignore_mismatch=False):
         LOG.warning("%s holds times of another GPU or version; they are measured again", path)
@@ -188,30 +183,38 @@ def write_timing_cache(config, path: Path) -> None:
         temporary.write_bytes(bytes(memoryview(config.get_timing_cache().serialize())))
 
 
-def _build(builder, network, config, monitor):
+def _build(trt: ModuleType, builder, network, config):
     """The serialized plan, or None when TensorRT fails. An exception while this waits stops the build.
 
     The build has its own thread, because Python raises KeyboardInterrupt in the main thread: inside the builder it
     would be raised in a callback, and TensorRT would ignore it and build on.
     """
+    stopped = Event()
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]  # the base is only known at run time
+        def __init__(self):
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None: ...
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            return not stopped.is_set()
+
+        def phase_finish(self, phase: str) -> None: ...
+
+    config.progress_monitor = monitor = Monitor()  # noqa: F841  which TensorRT does not keep alive
     has_gpu = torch.cuda.is_available()
     set_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if has_gpu else None  # is per thread
     with ThreadPoolExecutor(1, initializer=set_device) as worker:
         try:
-            serialized = worker.submit(builder.build_serialized_network, network, config).result()
-        except BaseException as error:
-            monitor.stopped_by = error
+            return worker.submit(builder.build_serialized_network, network, config).result()
+        except BaseException:
+            stopped.set()
             raise
-    if monitor.stopped_by is not None:
-        raise monitor.stopped_by
-    return serialized
 
 
 def _targets(trt: ModuleType, library: str, names: Sequence[str]) -> list[str]:
-    """The compute capabilities to build for: ``names`` without repetition, or this machine's if there are none.
-
-    Raises ConfigError for those that the library cannot build for.
-    """
+    """The targets: ``names`` without repetition, or this machine's if there are none. Raises ConfigError."""
     if not names:
         return [device_target()]
     if library != "tensorrt_rtx":
@@ -220,27 +223,20 @@ def _targets(trt: ModuleType, library: str, names: Sequence[str]) -> list[str]:
             "leave them empty, or use tensorrt_rtx"
         )
     known = [name for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
-    for name in names:
-        if name not in known:
-            nearest = get_close_matches(name.upper(), known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ConfigError(
-                f"{library} {trt.__version__} cannot build for {name!r}; it builds for {', '.join(known)}{hint}"
-            )
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(
+            f"{library} {trt.__version__} cannot build for {unknown[0]!r}; it builds for {', '.join(known)}"
+        )
     return list(dict.fromkeys(names))
 
 
 def _parser_error(error) -> str:
-    """The parser's error and its node, in one line."""
     node, operator = error.node_name() or error.node(), error.node_operator() or "no operator"
     return f"node {node} ({operator}): {one_line(error.desc())}"
 
 
 def _optimization_profile(builder, network, profile: Profile):
-    """``profile`` as an optimization profile of TensorRT.
-
-    Raises ConfigError if it does not fit the graph, where TensorRT would give no plan and no reason.
-    """
+    """``profile`` as TensorRT's. Raises ConfigError if it does not fit the graph, where TensorRT gives no reason."""
     inputs = {tensor.name: tuple(tensor.shape) for tensor in map(network.get_input, range(network.num_inputs))}
     if unknown := sorted(profile.keys() - inputs.keys()):
         raise ConfigError(f"the profile has shapes for {unknown}, but the graph's inputs are {sorted(inputs)}")
@@ -261,31 +257,3 @@ def _optimization_profile(builder, network, profile: Profile):
             )
         optimization_profile.set_shape(name, smallest, likely, largest)
     return optimization_profile
-
-
-def _monitor(trt: ModuleType, progress: Progress | None):
-    """A progress monitor, defined here because its base class is the library's."""
-
-    class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]  # the base is only known at run time
-        """Reports progress, and stops the build after an exception by returning false from a step."""
-
-        def __init__(self):
-            trt.IProgressMonitor.__init__(self)
-            self.steps: dict[str, int] = {}
-            self.stopped_by: BaseException | None = None
-
-        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-            self.steps[phase] = steps
-
-        def step_complete(self, phase: str, step: int) -> bool:
-            try:
-                if progress is not None:
-                    progress(phase, step + 1, self.steps[phase])
-            except BaseException as error:
-                self.stopped_by = error
-            return self.stopped_by is None
-
-        def phase_finish(self, phase: str) -> None:
-            pass
-
-    return Monitor()

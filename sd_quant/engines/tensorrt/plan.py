@@ -12,14 +12,13 @@ from sd_quant.files.schema import check_schema
 from sd_quant.shell import literal, pasted
 from sd_quant.text import one_line
 
-# The first 64 bytes of a TensorRT for RTX 1.7 plan: magic, size of the whole file, library version, magic again, and a
-# bit for each target. Found by building for every target and comparing the bytes.
+# The first 64 bytes of a TensorRT for RTX 1.7 plan, found by building for every target and comparing the bytes: magic,
+# size of the whole file, library version, magic again, and a bit for each target.
 RTX_HEADER = struct.Struct("<4s12xQ4B4sI28x")
 _RTX_MAGIC = b"vtrt"
 _TARGET_BITS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")
 
-# Plans of TensorRT itself. Their magics are reported by others, the version's place by NVIDIA (NVIDIA/TensorRT issue
-# 3073); there was no such plan here to compare them with.
+# Of TensorRT's own plans, as others report; the version's place by NVIDIA (NVIDIA/TensorRT issue 3073). Not compared.
 _MAINLINE_MAGICS = (b"ptrt", b"ftrt")
 
 
@@ -34,9 +33,9 @@ def rebuild(path: Path) -> str:
 
 
 def describe_plan(path: Path) -> dict:
-    """The facts in the header of a plan: {"is_plan", "library", "version", "targets", "complete", "bytes"}.
+    """The facts in a plan's header: {"is_plan", "library", "version", "targets", "complete", "bytes"}.
 
-    Reads 64 bytes and runs nothing. ``complete``: whether the file has its original length. It and ``targets`` are None
+    Reads 64 bytes and runs nothing. ``complete``: whether the file has its original length; it and ``targets`` are None
     for TensorRT's own plans, whose header lacks them. Raises ArtifactError when the file cannot be read.
     """
     try:
@@ -83,7 +82,7 @@ class PlanReport:
 
 
 def record_path(plan_path: Path) -> Path:
-    """The path of the record of a plan's build: ``<plan>.json``."""
+    """``<plan>.json``, the record of a plan's build."""
     return plan_path.with_name(f"{plan_path.name}.json")
 
 
@@ -91,7 +90,7 @@ def own_command(report: PlanReport, onnx_path: Path, plan_path: Path) -> str | N
     """The command of NVIDIA's own tool that builds this plan: trtexec, or tensorrt_rtx of TensorRT for RTX.
 
     None for a plan whose attention was changed, because that graph is in no file. TensorRT 10 requires a flag to take
-    precisions from the graph. Source: NVIDIA's documentation of trtexec and of tensorrt_rtx.
+    precisions from the graph. Source: NVIDIA's documentation of both.
     """
     if report.attention is not None:
         return None

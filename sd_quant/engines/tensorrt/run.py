@@ -2,41 +2,80 @@
 
 import hashlib
 import json
+import logging
 import math
 import re
-from functools import partial
+from collections import deque
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from sd_quant.engines import RUNTIMES, imported
 from sd_quant.engines.base import cast_inputs
-from sd_quant.engines.tensorrt.library import device_target, library_logger, runtime_module
+from sd_quant.engines.gpu import current_gpu
 from sd_quant.engines.tensorrt.plan import RTX_HEADER, describe_header, read_record, rebuild
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import read_regular
+from sd_quant.text import one_line
 
+LOG = logging.getLogger("sd_quant.engines.tensorrt")
 ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
 CODE_TYPES = {"INT8": "INT8", "FP8": "FLOAT8E4M3FN", "INT4": "INT4", "FP4": "FLOAT4E2M1"}  # onnx.TensorProto's names
 CODES = re.compile(rf"\b({'|'.join(CODE_TYPES)})\b", re.IGNORECASE)
 
 
+def runtime_module(library: str) -> ModuleType:
+    """The module of one of ``PLAN_BUILDERS``. Raises ResourceError if it is not installed."""
+    return imported(library, RUNTIMES[library].package)
+
+
+@cache
+def library_logger(library: str):
+    """The library's logger, of which TensorRT keeps the first of a process; ``errors`` are the last eight."""
+    trt = runtime_module(library)
+
+    class Logger(trt.ILogger):  # type: ignore[name-defined]  # the base is only known at run time
+        def __init__(self):
+            trt.ILogger.__init__(self)
+            self.errors: deque[str] = deque(maxlen=8)
+
+        def log(self, severity, message: str) -> None:
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.errors.append(one_line(message))
+            LOG.debug("%s: %s", library, message)  # its warnings are about choices that no knob makes
+
+    return Logger()
+
+
+def device_target() -> str:
+    """The compute capability of this machine's GPU, such as SM89. Raises ResourceError when there is none."""
+    if (found := current_gpu()) is None:
+        raise ResourceError(
+            "this machine has no NVIDIA GPU that torch can use, neither to run a plan nor to build one for; "
+            "use infer=openvino here, or name the targets of a tensorrt_rtx build, such as SM89"
+        )
+    return found
+
+
+def errors_of(library: str) -> str:
+    return "; ".join(library_logger(library).errors)
+
+
 class TensorRtEngine:
     """A plan on ``device`` as an ``Engine``, run on torch's current stream.
 
-    Each call allocates the memory for its activations from torch, so engines that run one after the other share it,
-    among themselves and with torch.
+    Each call allocates its activations from torch, so engines that run in turn share that memory.
     """
 
     def __init__(self, library: str, runtime, engine, device: torch.device):
         trt = runtime_module(library)
-        self.name, self.runtime, self.engine = library, runtime, engine  # the engine requires its runtime
-        self.device = device
+        self.name, self.device = library, device
+        self.runtime, self.engine = runtime, engine  # which requires its runtime
         self.context = execution_context(trt, engine)
         if self.context is None:
-            raise ResourceError(
-                f"{library} has no memory to run the plan in: {'; '.join(library_logger(library).errors)}"
-            )
+            raise ResourceError(f"{library} has no memory to run the plan in: {errors_of(library)}")
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         dtypes = {name: _dtypes(trt)[engine.get_tensor_dtype(name)] for name in names}
         is_input = {name: engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT for name in names}
@@ -66,7 +105,7 @@ class TensorRtEngine:
             # torch's own stream runs this after the producers of the inputs, and before the readers of the outputs
             # and any reuse of the inputs' memory
             if not self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
-                raise SdQuantError(f"{self.name} could not run the plan: {'; '.join(library_logger(self.name).errors)}")
+                raise SdQuantError(f"{self.name} could not run the plan: {errors_of(self.name)}")
             return outputs
 
     def reopen(self) -> bool:
@@ -78,10 +117,10 @@ class TensorRtEngine:
 
 
 def execution_context(trt: ModuleType, engine):
-    """The context of a loaded plan, which does not own its activations' memory; None if there is no memory for it.
+    """The context of a loaded plan, without memory for activations; None if there is no memory for it.
 
-    TensorRT for RTX compiles kernels for the shapes of a call, by default in the background, so that the first calls
-    are slower and would distort timings. Here it compiles in the first call and keeps the kernels.
+    By default TensorRT for RTX compiles kernels for the shapes of a call in the background, and the first calls are
+    slower. Here it compiles in the first call and keeps the kernels.
     """
     managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
     strategies = getattr(trt, "DynamicShapesKernelSpecializationStrategy", None)
@@ -97,15 +136,9 @@ def execution_context(trt: ModuleType, engine):
 def _dtypes(trt: ModuleType) -> dict:
     """torch's dtypes for those of this version of TensorRT."""
     names = {
-        "HALF": torch.float16,
-        "FLOAT": torch.float32,
-        "BF16": torch.bfloat16,
-        "INT8": torch.int8,
-        "UINT8": torch.uint8,
-        "INT32": torch.int32,
-        "INT64": torch.int64,
-        "BOOL": torch.bool,
-    }
+        "HALF": torch.float16, "FLOAT": torch.float32, "BF16": torch.bfloat16, "INT8": torch.int8,
+        "UINT8": torch.uint8, "INT32": torch.int32, "INT64": torch.int64, "BOOL": torch.bool,
+    }  # fmt: skip
     return {getattr(trt.DataType, name): dtype for name, dtype in names.items() if hasattr(trt.DataType, name)}
 
 
@@ -119,43 +152,37 @@ def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = 
     3. There is a GPU, else ResourceError, and it is one of the plan's targets, else ArtifactError.
     4. The runtime finds the plan valid; else ArtifactError, or ResourceError for driver and memory.
     """
+
+    def refused(problem: str, advice: str = "") -> ArtifactError:
+        return ArtifactError(f"{path} {problem}; {advice}{rebuild(path)}")
+
     try:
         plan = read_regular(path, math.inf)  # once, so that the checked bytes are deserialized
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}); {rebuild(path)}") from error
+        raise refused(f"cannot be read ({error.strerror})") from error
     described = describe_header(plan[: RTX_HEADER.size], len(plan))
     if not allow_untrusted_plan:
         record = read_record(path)
         if (actual := hashlib.sha256(plan).hexdigest()) != record.sha256:
-            raise ArtifactError(
-                f"{path} has SHA-256 {actual[:12]} but its record says {str(record.sha256)[:12]}: "
-                f"it is damaged or was replaced; {rebuild(path)}"
-            )
+            shown = f"SHA-256 {actual[:12]} but its record says {str(record.sha256)[:12]}"
+            raise refused(f"has {shown}: it is damaged or was replaced")
         described |= {"library": record.library, "version": record.version, "targets": record.targets}
     if not described["is_plan"] or described["complete"] is False:
-        raise ArtifactError(f"{path} is not a whole TensorRT plan ({len(plan)} bytes); {rebuild(path)}")
+        raise refused(f"is not a whole TensorRT plan ({len(plan)} bytes)")
     if described["library"] != library:
-        raise ArtifactError(
-            f"{path} is a plan of {described['library']}, not of {library}; use that engine or {rebuild(path)}"
-        )
+        raise refused(f"is a plan of {described['library']}, not of {library}", "use that engine or ")
     trt = runtime_module(library)
     if described["version"] != trt.__version__:
-        raise ArtifactError(
-            f"{path} was built by {library} {described['version']} but {trt.__version__} is installed; {rebuild(path)}"
-        )
+        raise refused(f"was built by {library} {described['version']} but {trt.__version__} is installed")
     device = device_target()
     if described["targets"] is not None and device not in described["targets"]:
-        raise ArtifactError(
-            f"{path} runs on {', '.join(described['targets'])} but this GPU is {device}; {rebuild(path)}"
-        )
+        raise refused(f"runs on {', '.join(described['targets'])} but this GPU is {device}")
     library_logger(library).errors.clear()
     runtime = trt.Runtime(library_logger(library))
     _check_validity(trt, runtime, plan, path)
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        raise ArtifactError(
-            f"{library} cannot load {path}: {'; '.join(library_logger(library).errors)}; {rebuild(path)}"
-        )
+        raise refused(f"cannot be loaded by {library}: {errors_of(library)}")
     return TensorRtEngine(library, runtime, engine, torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -177,16 +204,16 @@ def _check_validity(trt: ModuleType, runtime, plan: bytes, path: Path) -> None:
 
 
 def products(engine: TensorRtEngine, path: Path) -> dict[str, str]:
-    """See ``sd_quant.engines.products_of``. Plans built without such details name nothing."""
+    """As ``sd_quant.engines.products_of``. Plans built without such details name nothing."""
     layer_format = runtime_module(engine.name).LayerInformationFormat.JSON
     return products_in(engine.engine.create_engine_inspector().get_engine_information(layer_format))
 
 
 def products_in(information: str) -> dict[str, str]:
-    """``products`` from the inspector's JSON, in which a layer names the nodes of the ONNX file that it was fused from.
+    """``products`` by the inspector's JSON, in which a layer names the ONNX nodes that it was fused from.
 
-    The type is that of the first input, the activations, which is floating point where codes are dequantized first. A
-    plan without details only has names of layers.
+    The type is that of the first input, the activations: floating point where codes are dequantized first. A plan
+    without details only has names of layers.
     """
     types = {}
     for layer in json.loads(information).get("Layers", []):

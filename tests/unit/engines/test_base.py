@@ -1,16 +1,20 @@
-"""What holds of every engine, and what the runtimes on the processor compute of one quantized layer."""
+"""The rules of every engine, files before a runtime reads them, pools, and recorded calls, without CUDA's recording."""
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from onnx import helper
+from onnx import helper, numpy_helper
 
-from sd_quant.engines import RUNTIMES, Runtime, load_engine, onnxruntime, openvino
+from sd_quant.engines import RUNTIMES, Runtime, load_engine, onnxruntime, openvino, replayed
 from sd_quant.engines.base import cast_inputs
+from sd_quant.engines.onnx_input import onnx_files, structure_of
+from sd_quant.engines.pool import Pool, Variant
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from tests.graphs import OUT, WIDTH, Tiny, product_of_codes, save_graph
 
 pytestmark = pytest.mark.commit
+
 
 MODULES = {"openvino": openvino, "onnxruntime": onnxruntime}
 # The last bits of fp16: ONNX Runtime rounds what is dequantized to it, OpenVINO computes in fp32.
@@ -29,30 +33,25 @@ def test_inputs_are_cast_and_ordered_as_declared():
     assert cast["a"].is_contiguous()
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 64])
-def test_what_is_not_onnx_is_refused_by_every_engine_that_reads_onnx(tmp_path, runtime, content):
-    path = tmp_path / "broken.onnx"
-    path.write_bytes(content)
-    with pytest.raises(ArtifactError, match="broken.onnx"):
-        load_engine(runtime, path)
+LOADED = [name for name, row in RUNTIMES.items() if row.load]
 
 
-def test_a_missing_file_is_an_artifact_error(tmp_path):
-    for name in (name for name, runtime in RUNTIMES.items() if runtime.load):
-        with pytest.raises(ArtifactError, match="nowhere"):
-            load_engine(name, tmp_path / "nowhere")
-
-
-def test_unknown_engine_names_the_nearest(tmp_path):
-    with pytest.raises(ConfigError, match="did you mean openvino"):
-        load_engine("open_vino", tmp_path)
-
-
-def test_a_runtime_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "content", "error", "sentence"),
+    [
+        *((name, content, ArtifactError, "broken") for name in MODULES for content in (b"", b"hello", bytes(64))),
+        *((name, None, ArtifactError, "broken") for name in LOADED),
+        ("open_vino", None, ConfigError, "did you mean openvino"),
+        ("not_there", None, ResourceError, r"sd-quant\[not_there\]"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch, name, content, error, sentence):
     row = Runtime("not_there", "onnx", "cpu", "not_there", "not_there", load="sd_quant.engines.not_there:load")
     monkeypatch.setitem(RUNTIMES, "not_there", row)
-    with pytest.raises(ResourceError, match=r"sd-quant\[not_there\]"):
-        load_engine("not_there", tmp_path)
+    if content is not None:
+        (tmp_path / "broken").write_bytes(content)
+    with pytest.raises(error, match=sentence):
+        load_engine(name, tmp_path / "broken")
 
 
 def test_it_computes_the_quantized_layer_at_every_batch_size(tiny, samples, runtime):
@@ -113,3 +112,124 @@ def test_what_onnx_runtime_fuses_multiplies_codes(tmp_path):
     path = save_graph(tmp_path / "pairs.onnx", nodes, constants, {"x": ["B", 8]}, outputs, np.float32)
     assert onnxruntime.products(onnxruntime.load(path, threads=1), path) == {"product": "INT8", "plain": "FLOAT"}
     assert [file.name for file in tmp_path.iterdir()] == ["pairs.onnx"]
+
+
+class Doubling:
+    """An engine that logs its opening and closing, and doubles at most eight rows."""
+
+    name, inputs, device = "doubling", {"x": torch.float16}, torch.device("cpu")
+
+    def __init__(self, key, log):
+        self.key, self.log = key, log
+        log.append(f"open {key}")
+
+    def __call__(self, x):
+        if x.shape[0] > 8:
+            raise ValueError("at most 8")
+        return {"y": 2 * x}
+
+    def close(self):
+        self.log.append(f"close {self.key}")
+
+
+@pytest.mark.parametrize("most", [None, 1])
+def test_engines_are_opened_on_use_and_where_memory_is_short_one_is_closed_before_the_next(most):
+    log = []
+    pool = Pool(lambda key: Doubling(key, log), most)
+    one, other = Variant(pool, {"unet_xl": "a", "vae": "v"}), Variant(pool, {"unet_xl": "b", "vae": "v"})
+    assert (list(one), len(other), log) == (["unet_xl", "vae"], 2, [])
+    used = [one["vae"], other["vae"], one["unet_xl"], one["unet_xl"], other["unet_xl"]]
+    assert [engine.key for engine in used] == ["v", "v", "a", "a", "b"] and used[0] is used[1] and used[2] is used[3]
+    assert log == (["open v", "close v", "open a", "close a", "open b"] if most else ["open v", "open a", "open b"])
+    pool.close()
+    assert sorted(log[-1 if most else -3 :]) == (["close b"] if most else ["close a", "close b", "close v"])
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Recordings so far. A stand-in replays by computing from what the recording reads into what it writes."""
+    made = []
+
+    def record(engine, given):
+        static = {name: tensor.clone() for name, tensor in given.items()}
+        outputs = engine(**static)
+
+        class Graph:
+            def replay(self):
+                for name, tensor in engine(**static).items():
+                    outputs[name].copy_(tensor)
+
+        made.append(static["x"].shape[0])
+        return Graph(), static, outputs
+
+    monkeypatch.setattr(replayed, "record", record)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return made
+
+
+def test_another_shape_is_recorded_anew_and_what_the_engine_refuses_is_refused(recorded):
+    """One recording serves all calls of a shape, and an answer outlives the next call."""
+    engine = replayed.Replayed(inner := Doubling("", []))
+    answers = [engine(x=torch.full((batch, 3), float(batch)))["y"] for batch in (2, 4, 4, 2)]
+    assert [(y.shape, y.unique().item()) for y in answers] == [((batch, 3), 2.0 * batch) for batch in (2, 4, 4, 2)]
+    assert recorded == [2, 4, 2] and answers[0].dtype == torch.float16
+    for given, sentence in (({"x": torch.ones(9, 3)}, "at most 8"), ({"z": torch.ones(2, 3)}, r"inputs \['x'\]")):
+        with pytest.raises(ValueError, match=sentence):
+            engine(**given)
+    assert engine(x=torch.ones(2, 3))["y"].shape == (2, 3)
+    engine.close()
+    assert inner.log[-1] == "close "
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "link", "absent"])
+def test_external_weights_outside_the_folder_are_refused(tiny, location):
+    """And weights that are missing."""
+    (tiny.path.parent / "link").symlink_to("/etc/hostname")
+    model = onnx.load(tiny.path, load_external_data=False)
+    entry = next(e for t in model.graph.initializer for e in t.external_data if e.key == "location")
+    entry.value = location
+    tiny.path.write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match="'absent', which is not" if location == "absent" else "outside its own"):
+        onnx_files(tiny.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "entries"),
+    [
+        *(("w_int8", dims, {}) for dims in ([2**40, 32], [-64, -32])),
+        *(("w_int8", None, {"length": length}) for length in ("1", str(2**40))),
+        *(("w_int8", None, {"offset": offset}) for offset in ("1", "-1", "9" * 5000)),
+        *(("w_scale", dims, {}) for dims in ([2**40], [2**32, 2**32])),
+    ],
+)
+def test_weights_that_are_smaller_than_they_claim_are_refused(tiny, name, dims, entries):
+    """Runtimes allocate what is claimed: of a file of four kilobytes, terabytes."""
+    model = onnx.load(tiny.path, load_external_data=False)
+    [tensor] = [tensor for tensor in model.graph.initializer if tensor.name == name]
+    if dims:
+        tensor.dims[:] = dims
+    for key, value in entries.items():
+        entry = next((entry for entry in tensor.external_data if entry.key == key), None) or tensor.external_data.add()
+        entry.key, entry.value = key, value
+    tiny.path.write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match=f"tiny.onnx claims more numbers for '{name}' than it holds"):
+        onnx_files(tiny.path)
+
+
+def test_a_structure_has_all_but_constants(tmp_path):
+    """Zero points are no constants: a shifted input is multiplied by other kernels."""
+
+    def structure(codes=0, scale=0.5, zero_point=0, rows=4, operation="MatMul") -> str:
+        tensors = {
+            "codes": np.full((rows, 4), codes, np.int8), "scale": np.float16([scale] * 4),
+            "zero_point": np.full(4, zero_point, np.int8), "bias": np.full(4, scale, np.float32),
+        }  # fmt: skip
+        weights = [numpy_helper.from_array(value, name) for name, value in tensors.items()]
+        nodes = [helper.make_node(operation, ["x", "codes"], ["y"])]
+        model = helper.make_model(helper.make_graph(nodes, "graph", [], [], weights))
+        helper.set_model_props(model, {"made": str(codes)})
+        (tmp_path / "unet.onnx").write_bytes(model.SerializeToString())
+        return structure_of(tmp_path / "unet.onnx")
+
+    assert structure() == structure(codes=7, scale=0.25)
+    assert len({structure(), structure(zero_point=3), structure(rows=8), structure(operation="Gemm")}) == 4

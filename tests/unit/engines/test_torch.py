@@ -24,16 +24,12 @@ def contract(weights: torch.dtype) -> Contract:
 
 
 @pytest.mark.parametrize(
-    "device, precision, expected",
+    ("device", "precision", "expected"),
     [
-        (CPU, "auto", torch.float32),
-        (GPU, "auto", torch.float16),
-        (GPU, "fp32", torch.float32),
-        (GPU, "fp16", torch.float16),
-        (GPU, "bf16", torch.bfloat16),
-        (CPU, "bf16", torch.bfloat16),
+        (CPU, "auto", torch.float32), (GPU, "auto", torch.float16), (GPU, "fp32", torch.float32),
+        (GPU, "fp16", torch.float16), (GPU, "bf16", torch.bfloat16), (CPU, "bf16", torch.bfloat16),
     ],
-)
+)  # fmt: skip
 def test_precision(device, precision, expected):
     assert dtype_on(device, precision, contract(torch.float16)) == expected
     assert dtype_on(device, precision, contract(torch.float32)) == torch.float32  # a VAE overflows in fp16
@@ -49,29 +45,28 @@ def test_opened_again_its_weights_lie_elsewhere_and_are_the_same():
         assert tensor.data_ptr() != before[name][0] and torch.equal(tensor, before[name][1])
 
 
-def test_placing_leaves_codes_and_scales_alone():
+def test_an_engine_takes_and_gives_its_modules_own_dtype_and_placing_leaves_codes_and_scales_alone():
     weight = torch.ones(4, 8)
     layer = static_layer(weight, "fp8", per_row=False)
     made = NativeLinear(weight, nn.Parameter(torch.ones(4), requires_grad=False), layer, scaled_mm)
     moved = placed(made, CPU, torch.float16)
     assert moved.bias.dtype == torch.float16
     assert (moved.codes.dtype, moved.input_scale.dtype) == (torch.float8_e4m3fn, torch.float32)
-
-
-def test_an_engine_takes_and_gives_its_modules_own_dtype():
-    module = placed(nn.Linear(8, 4), CPU, torch.bfloat16)
-    module.forward = lambda x, forward=module.forward: forward(x)
-    made = TorchEngine(module, contract(torch.float16))
+    made = TorchEngine(taking_x(placed(nn.Linear(8, 4), CPU, torch.bfloat16)), contract(torch.float16))
     assert made.inputs == {"x": torch.bfloat16} and made.device == CPU
     assert TorchEngine(nn.Linear(8, 4), contract(torch.bfloat16)).inputs == {"x": torch.float32}
     assert made(x=torch.ones(2, 8))["y"].dtype == torch.bfloat16
 
 
+def taking_x(module: nn.Module) -> nn.Module:
+    """With a forward whose argument has the contract's name."""
+    module.forward = lambda x, forward=module.forward: forward(x)
+    return module
+
+
 def test_an_image_keeps_its_memory_format_and_other_engines_get_it_contiguous():
     image = torch.ones(1, 3, 4, 5).to(memory_format=torch.channels_last)
-    module = nn.Conv2d(3, 4, 1)
-    module.forward = lambda x, forward=module.forward: forward(x)
-    made = TorchEngine(module, contract(torch.float32))
+    made = TorchEngine(taking_x(nn.Conv2d(3, 4, 1)), contract(torch.float32))
     assert made(x=image)["y"].is_contiguous(memory_format=torch.channels_last)
     assert cast_inputs(made.inputs, {"x": image})["x"].is_contiguous()
 

@@ -24,9 +24,7 @@ from tests import small_nemo
 from tests.presets import recipe_of
 
 POOLED = 16
-CONFIG = small_nemo.config(
-    POOLED, model_channels=64, channel_mult=[1, 1], context_dim=64
-)  # so that each preset fits it
+CONFIG = small_nemo.config(POOLED, model_channels=64, channel_mult=[1, 1], context_dim=64)  # that each preset fits
 inputs = partial(small_nemo.inputs, CONFIG)
 PREFIX = "unet."
 Assignment = Mapping[str, LayerAssignment]
@@ -57,11 +55,9 @@ class Network:
 
     def write(self, path: Path, assignment: Assignment, **given) -> Path:
         """``read`` may be given."""
-        arguments = {"read": self.part().state_dict().__getitem__} | given
-        write_onnx(
-            copy_of(self.traced), path, inputs=len(self.contract.inputs), prefix=PREFIX, assignment=assignment,
-            **arguments,
-        )  # fmt: skip
+        arguments = {"read": self.part().state_dict().__getitem__, "prefix": PREFIX} | given
+        inputs = len(self.contract.inputs)
+        write_onnx(copy_of(self.traced), path, inputs=inputs, assignment=assignment, **arguments)
         return path
 
 

@@ -1,9 +1,12 @@
-"""Graphs whose weights are bf16: ONNX's own rules of types, and the precision in which quantized layers compute.
+"""Graphs of bf16 and of fp32: ONNX's own rules of types, and the precision in which quantized layers compute.
 
-``fp32`` differs by its types alone. All presets were written so once; those here have all forms of layers.
+``fp32`` differs from fp16 by its types alone. All presets were written so once; those here have all forms of layers.
 """
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -11,18 +14,26 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from onnx import TensorProto, numpy_helper
-from torch import nn
+from torch import Tensor, nn
 
+from sd_quant.calibration.hooks import collect, draw
+from sd_quant.engines import load_engine, why_not
 from sd_quant.engines.openvino import load
 from sd_quant.export.layer_cut import cut_attentions, cut_layers
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import trace
-from sd_quant.models.parts import Contract
+from sd_quant.models.parts import Contract, SharedInput
+from sd_quant.models.roles import roles_of
 from sd_quant.models.sdxl import NemoUnetPart
 from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.numbers import relative_error
+from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.recipe import Recipe, formats_used
+from sd_quant.simulation.modelopt import simulate
 from tests.graphs import stored_in
 from tests.layers import drawn, static_layer
+from tests.presets import recipe_of
 
 from .network import CONFIG, POOLED, PREFIX, at_highest_level, exported
 
@@ -88,11 +99,8 @@ def test_a_layer_in_bf16_has_the_scales_of_its_assignment(tmp_path, activation):
     y = added.outputs[0]
     y.name, y.type, y.shape = "y", kind, ir.Shape([None, 8])
     graph = ir.Graph(values, [y], nodes=[turned, product, added], opset_imports={"": 22}, name="graph")
-    stored = {"layer.weight": weight, "layer.bias": bias}
-    path = tmp_path / "a.onnx"
-    write_onnx(
-        ir.Model(graph, ir_version=10), path, inputs=1, prefix="", read=stored.__getitem__, assignment={"layer": layer}
-    )
+    path, stored = tmp_path / "a.onnx", {"layer.weight": weight, "layer.bias": bias}
+    write_onnx(ir.Model(graph, ir_version=10), path, inputs=1, read=stored.__getitem__, assignment={"layer": layer})
     onnx.checker.check_model(onnx.load(path), full_check=True)
     found = load(path, threads=1)(x=x)["y"]
     expected = (layer.rounded_input(x) if activation else x.float()) @ layer.rounded_weight(weight).T + bias
@@ -117,7 +125,83 @@ class Joins(nn.Module):
 def test_an_operation_that_onnx_has_no_bf16_for_is_in_fp32(tmp_path):
     contract = Contract({"x": ("batch", 5, 3)}, ("y",), {"x": torch.bfloat16}, torch.bfloat16, example={"batch": 2})
     path = tmp_path / "a.onnx"
-    write_onnx(trace(Joins, contract), path, inputs=1, prefix="", read=lambda name: torch.ones(3), assignment={})
+    write_onnx(trace(Joins, contract), path, inputs=1, read=lambda name: torch.ones(3), assignment={})
     onnx.checker.check_model(onnx.load(path), full_check=True)
     x = drawn(2, 5, 3).bfloat16()
     assert torch.equal(load(path, threads=1)(x=x)["y"], x.transpose(1, 2))
+
+
+WIDTH = 256
+CONTRACT = Contract({"z": ("batch", WIDTH, 4, 4)}, ("dec",), {"z": torch.float32}, torch.float32)
+
+
+class Decoder(nn.Module):
+    """A convolution with a shifted input, and two linears that each smooth their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64)
+
+    def forward(self, z: Tensor) -> Tensor:
+        tokens = self.conv(z).flatten(2).transpose(1, 2)
+        return self.two(nn.functional.silu(self.one(nn.functional.silu(tokens))))
+
+
+class Projection(nn.Module):
+    """A linear whose output is the network's, as of CLIP's text_projection."""
+
+    def __init__(self, bias: bool):
+        super().__init__()
+        self.one = nn.Linear(WIDTH, 64, bias=bias)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.one(z.mean((2, 3)))
+
+
+def in_fp32(make: Callable[[], nn.Module], recipe: Recipe, z: Tensor, path: Path) -> tuple[Tensor, Tensor, dict]:
+    """What a network answers to ``z``, what its simulation does, and its assignment, whose graph is written."""
+    torch.manual_seed(0)
+    network = make().eval().requires_grad_(False)
+    roles = roles_of(network, ())
+    layers = {name: network.get_submodule(name) for name in roles}
+    with collect(network, layers, [0, 1], 1, lambda: (0, [0, 1]), draw(layers, [0, 1], 1, 0)) as statistics:
+        full = network(z=z)
+    alone = [SharedInput((name,)) for name in roles if name != "conv"]
+    assignment = derive(
+        roles, lambda name: layers[name].weight, statistics.layers, recipe, alone,
+        bias_of=lambda name: layers[name].bias,
+    )  # fmt: skip
+    write_onnx(trace(make, CONTRACT), path, inputs=1, read=network.state_dict().__getitem__, assignment=assignment)
+    onnx.checker.check_model(path, full_check=True)
+    return full, simulate(copy.deepcopy(network), assignment)(z), assignment
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("preset", ["int8_weight_only", "int8_dynamic"])
+def test_a_linear_may_end_the_graph(bias, preset, tmp_path):
+    z, path = drawn(2, WIDTH, 4, 4), tmp_path / "text.onnx"
+    _, simulated, _ = in_fp32(lambda: Projection(bias), recipe_of(preset, "quant_level=3"), z, path)
+    found = load_engine("onnxruntime", path)(z=z)
+    assert list(found) == [value.name for value in onnx.load(path).graph.output] == ["dec"]
+    assert relative_error(simulated, found["dec"]) < 1e-3
+
+
+RARE = [pytest.param(name, marks=pytest.mark.nightly)
+        for name in ("svdquant_w4a4", "svdquant_nvfp4", "q4_k_weight_only")]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["int8", "int8_dynamic", "fp8", "convrot_w4a4", "mxfp8", *RARE])
+def test_a_part_in_fp32_computes_what_the_simulation_does(preset, tmp_path):
+    """As decoders and T5: codes are the same, and all that is no code is fp32."""
+    recipe, path = recipe_of(preset, "quant_level=3"), tmp_path / "vae.onnx"
+    z = nn.functional.silu(drawn(2, WIDTH, 4, 4, seed=1))
+    full, simulated, assignment = in_fp32(Decoder, recipe, z, path)
+    if why_not("onnxruntime", formats_used(recipe.enable, 3.0)):
+        return
+    found = load_engine("onnxruntime", path)(z=z)["dec"]
+    # weights in blocks are decoded in fp16, by which a few codes of the next input round the other way
+    blocks = any(FORMATS[layer.format].block for layer in assignment.values())
+    assert relative_error(simulated, found) < (0.25 * relative_error(full, simulated) if blocks else 1e-3)

@@ -185,16 +185,13 @@ def test_openvino_multiplies_every_layer_and_attention_in_int8(export_case, case
 def test_readers_of_one_input_share_its_rotation_its_maximum_and_its_division(export):
     per_token, rotated = export("int8_dynamic"), export("rotated_w4a4")
     inputs_of_linears = len(shared_inputs(per_token.network.roles))
+    convolutions = sum(layer.role == "conv" for layer in per_token.layers.values())
     kinds = Counter(name.rpartition(".input_")[2] for name in producers(per_token.path))
-    assert kinds["largest_number"] == kinds["over_largest"] == kinds["dequantized"] - convolutions(per_token)
-    assert kinds["over_largest"] == inputs_of_linears < len(per_token.layers) - convolutions(per_token)
+    assert kinds["largest_number"] == kinds["over_largest"] == kinds["dequantized"] - convolutions
+    assert kinds["over_largest"] == inputs_of_linears < len(per_token.layers) - convolutions
     kinds = Counter(name.rpartition(".input_")[2] for name in producers(rotated.path))
     assert kinds["rotated"] == inputs_of_linears - 3  # four stacks read one text, which nothing multiplies here
     assert [name for name in stored_in(rotated.path) if name.startswith("rotation_of_")] == ["rotation_of_64"]
-
-
-def convolutions(exported: Exported) -> int:
-    return sum(layer.role == "conv" for layer in exported.layers.values())
 
 
 @pytest.mark.parametrize("case", marked([*(name for name in PRESETS if "svd" in name), "with branch"]))
@@ -226,7 +223,7 @@ def one_copy(format_name: str, x: Tensor, amax: float, to: Path) -> Mapping[str,
     value = ir.Value(name="x", shape=ir.Shape(x.shape), type=ir.TensorType(ir.DataType.FLOAT16))
     last = ir.node("Identity", [value], name="last")
     graph = ir.Graph([value], [last.outputs[0]], nodes=[last], opset_imports={"": fmt.opset}, name="copy")
-    last.replace_input_with(0, dynamic_copy(graph, last, value, "input", layer))
+    last.replace_input_with(0, dynamic_copy(last, value, "input", layer, False, ir.DataType.FLOAT16))
     scale = last.inputs[0].producer().inputs[1]
     outputs = {"y": last.outputs[0], "scale": scale}
     for name, output in outputs.items():

@@ -64,10 +64,8 @@ class Shifted:
         return ir.Model(graph, ir_version=9)
 
     def write(self, path: Path) -> Path:
-        parameters = {"conv.weight": self.weight, "conv.bias": self.bias}
-        write_onnx(
-            self.graph(), path, inputs=1, prefix="", read=parameters.__getitem__, assignment={"conv": self.layer}
-        )
+        read = {"conv.weight": self.weight, "conv.bias": self.bias}.__getitem__
+        write_onnx(self.graph(), path, inputs=1, read=read, assignment={"conv": self.layer})
         return path
 
     def module(self) -> nn.ModuleDict:

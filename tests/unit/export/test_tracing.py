@@ -26,30 +26,24 @@ def shapes_of(values) -> dict[str, tuple]:
     }
 
 
-def test_inputs_and_outputs_are_the_contracts_with_its_dynamic_axes(network):
-    graph = network.traced.graph
+def test_inputs_and_outputs_are_the_contracts_with_its_dynamic_axes_and_nothing_but_the_graph_is_kept(network):
+    """Of operators that every engine takes."""
+    traced, graph = network.traced, network.traced.graph
     inputs = graph.inputs[: len(network.contract.inputs)]
     assert shapes_of(inputs) == network.contract.inputs == {
-        "x": ("batch", 4, "height", "width"),
-        "timesteps": ("batch",),
-        "context": ("batch", 80, 64),
+        "x": ("batch", 4, "height", "width"), "timesteps": ("batch",), "context": ("batch", 80, 64),
         "y": ("batch", 64),
     }  # fmt: skip
     dtypes = {value.name: value.dtype for value in inputs}
     assert dtypes == {name: ir.DataType.FLOAT16 for name in ("x", "context", "y")} | {"timesteps": ir.DataType.FLOAT}
     assert shapes_of(graph.outputs) == {"out": ("batch", 4, None, None)}
     assert graph.outputs[0].dtype == ir.DataType.FLOAT16
-
-
-def test_nothing_but_the_graph_is_kept(network):
-    """Of operators that every engine takes."""
-    traced = network.traced
-    operators = {node.op_type for node in traced.graph}
-    assert {node.domain for node in traced.graph} == {""}
+    operators = {node.op_type for node in graph}
+    assert {node.domain for node in graph} == {""}
     assert not {name for name in operators if "Sequence" in name or name in ("If", "Loop", "Scan", "Constant")}
     assert traced.opset_imports[""] == OPSET and not traced.functions
-    inner = [value for node in traced.graph for value in node.outputs if value not in set(traced.graph.outputs)]
-    assert not any(node.metadata_props or node.doc_string for node in traced.graph)
+    inner = [value for node in graph for value in node.outputs if value not in set(graph.outputs)]
+    assert not any(node.metadata_props or node.doc_string for node in graph)
     assert all(value.shape is None and not value.metadata_props for value in inner)
 
 

@@ -1,4 +1,8 @@
-"""The diffusers pipeline around engines that are simple functions."""
+"""The diffusers pipeline around engines that are simple functions, and folders of tiny pipelines."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +12,7 @@ from sd_quant.inference.stand_ins import AnsweredPart, EngineNetwork
 from sd_quant.models import sdxl
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, called, scheduler, unet_config
 
-from .sampling import Function
+from .toy import Function
 
 SHAPE = TextShape(vocab_size=600, width=64, layers=1, context=77, mlp_width=96, projection=32)
 
@@ -67,3 +71,19 @@ def build(engines, modules):
 @pytest.fixture
 def pipeline(build):
     return build(scheduler())
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory) -> Callable[..., Path]:
+    """The folder of a tiny pipeline or variant by its name, each written once."""
+    from ...zoo.families import TINY, VARIANTS, for_inpainting  # seconds, which most tests here need not wait
+
+    root = tmp_path_factory.mktemp("families")
+
+    @cache
+    def folder_of(name: str, inpainting: bool = False) -> Path:
+        make, folder = {**TINY, **VARIANTS}[name], root / f"{name}_{inpainting}"
+        for_inpainting(make, folder) if inpainting else make(folder)
+        return folder
+
+    return folder_of

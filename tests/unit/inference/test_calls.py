@@ -1,6 +1,7 @@
 """Schedules of calls, compared with diffusers' own samplers and with its TaylorSeer, call by call."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.requests import refusing_steps
 
-from .sampling import PROMPTS, SAMPLING, Function
+from .toy import PROMPTS, SAMPLING, Function
 
 pytestmark = pytest.mark.commit
 
@@ -38,33 +39,29 @@ def sampled(scheduler, schedule=None, **steps):
         return {"out": network(**inputs)}
 
     calls = Calls(schedule, lambda: len(done), lambda step: True, ())
+    scaled = getattr(scheduler, "scale_model_input", lambda x, time: x)
     for time in scheduler.timesteps:
-        outputs = calls(compute, {"x": given(scheduler, x, time), "time": time / 1000})
+        outputs = calls(compute, {"x": scaled(x, time), "time": time / 1000})
         x = scheduler.step(outputs["out"], time, x).prev_sample
         done.append(time)
     return x, times
 
 
-def given(scheduler, x, time):
-    return scheduler.scale_model_input(x, time) if hasattr(scheduler, "scale_model_input") else x
-
-
-def test_using_an_output_again_is_leaving_its_noise_level_out():
-    """Of flow matching, by its sampler with the other levels alone."""
-    kind = FlowMatchEulerDiscreteScheduler
-    x, times = sampled(kind(), "ccrcrc", sigmas=LEVELS)
-    expected, their_times = sampled(kind(), sigmas=[LEVELS[0], LEVELS[1], LEVELS[3], LEVELS[5]])
-    torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
-    assert times == their_times
-    assert not torch.allclose(x, sampled(kind(), sigmas=LEVELS)[0], atol=1e-3)
-
-
-def test_the_same_holds_for_models_of_noise():
-    steps = [900, 700, 500, 300, 100]
-    x, times = sampled(EulerDiscreteScheduler(steps_offset=0), "ccrcc", timesteps=steps)
-    expected, their_times = sampled(EulerDiscreteScheduler(steps_offset=0), timesteps=[900, 700, 300, 100])
+@pytest.mark.parametrize(
+    ("made", "schedule", "steps", "fewer"),
+    [
+        (FlowMatchEulerDiscreteScheduler, "ccrcrc", {"sigmas": LEVELS}, {"sigmas": [LEVELS[n] for n in (0, 1, 3, 5)]}),
+        (partial(EulerDiscreteScheduler, steps_offset=0), "ccrcc", {"timesteps": [900, 700, 500, 300, 100]},
+         {"timesteps": [900, 700, 300, 100]}),
+    ],
+    ids=["flow", "noise"],
+)  # fmt: skip
+def test_using_an_output_again_is_leaving_its_noise_level_out(made, schedule, steps, fewer):
+    x, times = sampled(made(), schedule, **steps)
+    expected, their_times = sampled(made(), **fewer)
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
     assert times == pytest.approx(their_times)
+    assert not torch.allclose(x, sampled(made(), **steps)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize(("order", "letter"), [(0, "r"), (1, "e")])
@@ -102,13 +99,11 @@ def test_taylorseer_on_the_output_is_the_same(order, letter):
 
 def test_calls_of_one_step_are_told_apart():
     """Pipelines that are observed may call their network once for each half: each uses its own last output."""
-    done, made = [0], iter(range(100))
+    done, made, given = [0], iter(range(100)), []
     calls = Calls("crc", lambda: len(done) - 1, lambda step: True, ())
-    given = []
     for _ in range(3):
-        given.append(
-            [calls(lambda inputs, letter: {"out": torch.tensor(next(made))}, {})["out"].item() for _ in range(2)]
-        )
+        outputs = [calls(lambda inputs, letter: {"out": torch.tensor(next(made))}, {}) for _ in range(2)]
+        given.append([each["out"].item() for each in outputs])
         done.append(0)
     assert given == [[0, 1], [0, 1], [2, 3]]
 

@@ -4,8 +4,6 @@ import inspect
 import json
 import random
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,6 @@ from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
-
-from ...zoo.families import TINY
 
 pytestmark = pytest.mark.slow
 
@@ -72,10 +68,9 @@ def by_diffusers(folder: Path, sampling: Sampling) -> np.ndarray:
     pipe.set_progress_bar_config(disable=True)
     known, made = inspect.signature(type(pipe).__call__).parameters, []
     for number, prompt in enumerate(PROMPTS):
-        negative = sampling.negatives_of([number])
         given = {
             "max_sequence_length": TOKENS, "use_resolution_binning": False, "clean_caption": False,
-            "negative_prompt": None if negative is None else negative[0], "height": sampling.height,
+            "negative_prompt": (sampling.negative_prompts or [None])[0], "height": sampling.height,
             "width": sampling.width, "guidance_scale": sampling.guidance_scale, "num_inference_steps": sampling.steps,
             "output_type": "np",
         }  # fmt: skip
@@ -83,12 +78,6 @@ def by_diffusers(folder: Path, sampling: Sampling) -> np.ndarray:
         torch.manual_seed(sampling.seed + number)
         made.append(pipe(prompt, generator=torch.Generator().manual_seed(sampling.seed + number), **taken).images)
     return (np.concatenate(made) * 255).round()
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("sound")
-    return cache(lambda family: (TINY[family](root / family), root / family)[1])
 
 
 def compare(family: str, scheduler: str, sound: Path, root: Path) -> None:
@@ -121,13 +110,13 @@ def compare(family: str, scheduler: str, sound: Path, root: Path) -> None:
 
 @pytest.mark.commit
 @pytest.mark.parametrize("family", ["sdxl", "sd3"])
-def test_images_of_a_scheduler_that_draws_are_diffusers_own(family, sound, tmp_path):
-    compare(family, DRAWING[family], sound(family), tmp_path)
+def test_images_of_a_scheduler_that_draws_are_diffusers_own(family, folder_of, tmp_path):
+    compare(family, DRAWING[family], folder_of(family), tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "scheduler"), [(family, scheduler) for family, each in SAMPLERS.items() for scheduler in each]
 )
-def test_images_are_diffusers_own(family, scheduler, sound, tmp_path):
-    compare(family, scheduler, sound(family), tmp_path)
+def test_images_are_diffusers_own(family, scheduler, folder_of, tmp_path):
+    compare(family, scheduler, folder_of(family), tmp_path)

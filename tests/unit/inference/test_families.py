@@ -4,7 +4,6 @@ import inspect
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +15,8 @@ import yaml
 
 from sd_quant.calibration.collection import calibrate
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint, open_pipeline
+from sd_quant.errors import ConfigError
+from sd_quant.files.tensors import StoredTensor
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling
 from sd_quant.inference.trial import check_arguments
@@ -43,15 +44,12 @@ PROMPTS = ["a red cat", "a house at the end of a long road, at night"]
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory) -> Callable[..., DiffusersCheckpoint]:
-    folder = tmp_path_factory.mktemp("families")
-    written = cache(lambda name: ({**TINY, **VARIANTS}[name](folder / name), folder / name)[1])
-
+@pytest.fixture
+def opened(folder_of) -> Callable[..., DiffusersCheckpoint]:
     def opened(name: str, io: str = "diffusers") -> DiffusersCheckpoint:
-        family, path = name.partition("_")[0], written(name)
+        family = name.partition("_")[0]
         has_t5 = "T5EncoderModel" in family_named(family).NETWORKS.values()
-        return open_pipeline(path, family, TOKENS if has_t5 else None, io)
+        return open_pipeline(folder_of(name), family, TOKENS if has_t5 else None, io)
 
     return opened
 
@@ -71,7 +69,7 @@ def drawn_by_diffusers(
     ours: Pipeline, theirs: diffusers.DiffusionPipeline, sampling: Sampling, arguments: Mapping
 ) -> tuple:
     """Latents after every step, and images, as ``Generated`` has them."""
-    latents: list[torch.Tensor] = []
+    latents, noise = list[torch.Tensor](), sampling.latents
 
     def remember(_, step, timestep, values: dict) -> dict:
         latents.append(values["latents"].clone())
@@ -82,7 +80,7 @@ def drawn_by_diffusers(
         "negative_prompt": sampling.negative_prompts,
         "use_resolution_binning": False,  # PixArt would draw another size than is asked for
         "clean_caption": False,  # which PixArt does where two more packages are installed
-        "latents": None if sampling.latents is None else ours.call.family.pack(theirs, repeated(sampling.latents)),
+        "latents": None if noise is None else ours.call.family.pack(theirs, noise.repeat(len(PROMPTS), 1, 1, 1)),
         "callback_on_step_end": remember,
         "callback": lambda step, timestep, values: remember(None, step, timestep, {"latents": values}),
         **{name: tuple(each) if name.endswith(("size", "left")) else each for name, each in arguments.items()},
@@ -91,20 +89,12 @@ def drawn_by_diffusers(
     if "callback_on_step_end" in known:
         del options["callback"]
     images = theirs(
-        PROMPTS,
-        num_inference_steps=sampling.steps,
-        guidance_scale=sampling.guidance_scale,
-        height=sampling.height,
-        width=sampling.width,
+        PROMPTS, num_inference_steps=sampling.steps, guidance_scale=sampling.guidance_scale, height=sampling.height,
+        width=sampling.width, output_type="np",
         generator=[torch.Generator().manual_seed(sampling.seed + number) for number in range(len(PROMPTS))],
-        output_type="np",
         **{name: value for name, value in options.items() if name in known and value is not None},
-    ).images
+    ).images  # fmt: skip
     return torch.stack(latents, dim=1), (images * 255).round().astype(np.uint8)
-
-
-def repeated(latents: torch.Tensor) -> torch.Tensor:
-    return latents.expand(len(PROMPTS), -1, -1, -1)
 
 
 def assert_drawn_alike(
@@ -225,3 +215,28 @@ def test_the_parts_of_a_configuration_are_its_familys(opened, name):
     assert all(isinstance(part, Part) for part in parts.values())
     left_out = family_named(family).NETWORKS.keys() - {part.component for part in parts.values()}
     assert left_out == ({"text_encoder_3"} if name in ("sd3_no_t5", "sd3_mini") else set())
+
+
+REFUSED = {
+    "a knob's": ("sdxl", {"guidance_scale": 3.0}, "has guidance_scale, expected arguments of StableDiffusionXLPipel"),
+    "a ControlNet's": ("sd15", {"controlnet_conditioning_scale": 0.5}, "has controlnet_conditioning_scale, expected"),
+    "a text's": ("sd15", {"negative_prompt": "a dog"}, "has negative_prompt, expected arguments"),
+    "unknown": ("sd15", {"num_frames": 2}, "has num_frames, which StableDiffusionPipeline does not take"),
+    "of another kind": ("sd15", {"guidance_rescale": "much"}, "'guidance_rescale': 'much'}, with which "),
+    "another state": ("sdxl", {"clip_skip": 1}, "cannot be called as its graphs are .tuple index out of range"),
+    "layers left out": (
+        "sd3", {"skip_guidance_layers": [0], "skip_layer_guidance_stop": 1.0}, "calls a network with skip_layers",
+    ),
+    "fewer steps": ("sdxl", {"denoising_end": 0.5}, r"denoises in \d steps, and by the knobs of steps in 3"),
+    "more sigmas": ("sd3", {"sigmas": [1.0, 0.9, 0.5, 0.1]}, "denoises in 4 steps, and by the knobs of steps in 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_argument_that_graphs_or_knobs_do_not_have_is_refused_before_a_weight_is_read(opened, case, monkeypatch):
+    family, arguments, message = REFUSED[case]
+    checkpoint = replace(opened(family), arguments=arguments)
+    monkeypatch.setattr(StoredTensor, "read", lambda self: pytest.fail("a weight was read"))
+    with pytest.raises(ConfigError, match=f"model.arguments .*{message}") as refused:
+        check_arguments(checkpoint, [replace(SAMPLING, steps=3)])
+    assert "\n" not in str(refused.value)

@@ -1,7 +1,5 @@
 """Images from images are those of diffusers' own pipelines for them, from the same folder, bit for bit."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import diffusers
@@ -19,8 +17,6 @@ from sd_quant.inference.source_images import SourceImages
 from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.stages.checks import check_mask
-
-from ...zoo.families import TINY, for_inpainting
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
@@ -41,19 +37,6 @@ def source(masked: bool, strength: float) -> SourceImages:
     masks = np.zeros((2, HEIGHT, WIDTH), np.uint8)
     masks[0, :32], masks[1, :, 40:100] = 255, 200
     return SourceImages(np.stack(smooth).astype(np.uint8), masks if masked else None, strength)
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory) -> Callable[[str, bool], Path]:
-    root = tmp_path_factory.mktemp("from_images")
-
-    @cache
-    def folder_of(family: str, inpainting: bool = False) -> Path:
-        folder = root / f"{family}_{inpainting}"
-        for_inpainting(TINY[family], folder) if inpainting else TINY[family](folder)
-        return folder
-
-    return folder_of
 
 
 def opened(folder: Path, family: str) -> Checkpoint:

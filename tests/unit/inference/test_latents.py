@@ -36,20 +36,17 @@ def write(path, held):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(".pt", torch.float16), (".npy", torch.float64), (".safetensors", torch.float32), (".SafeTensors", torch.float16)],
-)
-def test_every_kind_of_file_holds_the_same_noise(tmp_path, kind, dtype):
-    found = read_latents(write(tmp_path / f"noise{kind}", NOISE.to(dtype)), {1, 2}, 8, 16)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, NOISE.to(dtype).float())
-    assert digest_of(found) == hashlib.sha256(NOISE.to(dtype).float().numpy().tobytes()).hexdigest()
-
-
-def test_a_parameter_is_noise_too(tmp_path):
-    torch.save(torch.nn.Parameter(NOISE), tmp_path / "noise.pt")
-    found = read_latents(tmp_path / "noise.pt", {2}, 8, 16)
-    assert not found.requires_grad and len(digest_of(found)) == 64
+    ("kind", "held"),
+    [
+        (".pt", NOISE.half()), (".npy", NOISE.double()), (".safetensors", NOISE), (".SafeTensors", NOISE.half()),
+        (".pt", torch.nn.Parameter(NOISE)),
+    ],
+)  # fmt: skip
+def test_every_kind_of_file_holds_the_same_noise(tmp_path, kind, held):
+    found = read_latents(write(tmp_path / f"noise{kind}", held), {1, 2}, 8, 16)
+    assert found.dtype == torch.float32 and not found.requires_grad
+    assert torch.equal(found, held.float())
+    assert digest_of(found) == hashlib.sha256(held.detach().float().numpy().tobytes()).hexdigest()
 
 
 def with_one(number: float) -> torch.Tensor:
@@ -63,7 +60,6 @@ OTHER_SHAPES = [
     (".pt", (2, 4, 8, 16), {1, 3}, "[1 or 3, channels, 8, 16]"),
     (".npy", (1, 4, 8, 16), {3}, "[3, channels, 8, 16]"),
     (".safetensors", (2, 4, 16, 8), {1, 2}, "[1 or 2, channels, 8, 16]"),
-    (".pt", (2, 4, 8, 8), {1, 2}, "[1 or 2, channels, 8, 16]"),
     (".npy", (4, 8, 16), {1, 2}, "[1 or 2, channels, 8, 16]"),
 ]
 
@@ -75,8 +71,8 @@ OTHER_SHAPES = [
            re.escape(f"{kind} holds a tensor {list(shape)}, expected {expected}"))
           for kind, shape, numbers, expected in OTHER_SHAPES),
         (".pt", SIXTEEN_TB, {2}, ConfigError, "holds a tensor"),  # before it is computed with
-        (".npy", with_one(torch.nan), {2}, ArtifactError, "holds NaN or infinity; make the noise again$"),
-        (".npy", with_one(torch.inf), {2}, ArtifactError, "holds NaN or infinity; make the noise again$"),
+        *((".npy", with_one(number), {2}, ArtifactError, "holds NaN or infinity; make the noise again$")
+          for number in (torch.nan, torch.inf)),
         *((kind, torch.ones(2, 4, 8, 16, dtype=torch.int64), {2}, ArtifactError,
            "holds numbers of torch.int64, expected one tensor of fp32 or fp16") for kind in FILE_READERS),
         (".pt", {"latents": NOISE}, {2}, ArtifactError, "holds a dict, expected one tensor"),

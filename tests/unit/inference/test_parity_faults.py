@@ -4,8 +4,9 @@ A fault is made in the file of single layers, where the runtime would make it: e
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated
 from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.native import products_of_layers, with_native_layers
+from tests.layers import drawn, inputs_seen
 
 pytestmark = pytest.mark.commit
 
@@ -105,35 +107,13 @@ def network() -> Network:
     return network
 
 
-def copied(network: Network) -> Network:
-    copy = Network().eval().requires_grad_(False)
-    copy.load_state_dict(network.state_dict())
-    return copy
+INPUTS = {"x": drawn(2, WIDTH, 16, 16, seed=1).half().float()}
 
 
-@pytest.fixture(scope="module")
-def inputs() -> dict[str, Tensor]:
-    return {"x": torch.randn(2, WIDTH, 16, 16, generator=torch.Generator().manual_seed(1)).half().float()}
-
-
-@pytest.fixture(scope="module")
-def traced():
-    return trace(Network, CONTRACT)
-
-
-def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str, LayerAssignment]:
+def assign(network: Network, recipe: str) -> dict[str, LayerAssignment]:
     fmt, of_linears, of_convolutions, per_channel, zero_point, per_token, rotation = RECIPES[recipe]
-    amax: dict[str, float] = {}
-    factor = {"up": torch.linspace(0.5, 2, WIDTH)}
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda layer, given, name=name: amax.__setitem__(name, (given[0] * factor.get(name, 1)).abs().max().item())
-        )
-        for name, layer in network.named_children()
-    ]
-    network(**inputs)
-    for hook in hooks:
-        hook.remove()
+    factor, seen = {"up": torch.linspace(0.5, 2, WIDTH)}, inputs_seen(network, FAULTY, lambda: network(**INPUTS))
+    amax = {name: (x * factor.get(name, 1)).abs().max().item() for name, x in seen.items()}
     assignment = {}
     for name, layer in network.named_children():
         linear = layer.weight.ndim == 2
@@ -152,22 +132,20 @@ def assign(network: Network, inputs: dict[str, Tensor], recipe: str) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def export(network, inputs, traced, tmp_path_factory):
-    """The assignment, simulation, module and file of a recipe."""
-    made = {}
+def export(network, tmp_path_factory):
+    """The assignment, simulation and file of a recipe."""
+    traced = trace(Network, CONTRACT)
 
+    @cache
     def export(recipe: str):
-        if recipe not in made:
-            assignment = assign(network, inputs, recipe)
-            path = tmp_path_factory.mktemp(recipe) / "onnx" / "unet" / "unet.onnx"
-            path.parent.mkdir(parents=True)
-            read = network.state_dict().__getitem__
-            write_onnx(copy_of(traced), path, inputs=1, prefix="", read=read, assignment=assignment)
-            module = copied(network)
-            simulate(module, assignment)
-            simulation = run_simulation(TorchEngine(module, CONTRACT), module, inputs, assignment)
-            made[recipe] = assignment, simulation, path
-        return made[recipe]
+        assignment = assign(network, recipe)
+        path = tmp_path_factory.mktemp(recipe) / "onnx" / "unet" / "unet.onnx"
+        path.parent.mkdir(parents=True)
+        read = network.state_dict().__getitem__
+        write_onnx(copy_of(traced), path, inputs=1, read=read, assignment=assignment)
+        module = deepcopy(network)
+        simulate(module, assignment)
+        return assignment, run_simulation(TorchEngine(module, CONTRACT), module, INPUTS, assignment), path
 
     return export
 
@@ -226,17 +204,14 @@ def faulty_cut(monkeypatch, network: Network, fault: str, name: str) -> None:
 def entry_of(export, recipe: str, outputs_of: Callable) -> dict:
     assignment, simulation, path = export(recipe)
     outputs = outputs_of(simulation, assignment, path)
-    return layers_entry(
-        {
-            name: layer_difference(simulation.network.get_submodule(name), assignment[name], x, outputs[name])
-            for name, x in simulation.inputs.items()
-        },
-        assignment,
-    )
+    return layers_entry({
+        name: layer_difference(simulation.network.get_submodule(name), assignment[name], x, outputs[name])
+        for name, x in simulation.inputs.items()
+    })  # fmt: skip
 
 
 def outputs_by(engine: str) -> Callable:
-    return lambda simulation, assignment, path: parity.layer_outputs(simulation, assignment, path, "", engine)
+    return lambda simulation, assignment, path: parity.exported_outputs(simulation, assignment, path, "", engine)
 
 
 @pytest.mark.slow
@@ -246,12 +221,10 @@ def test_an_honest_export_stays_clear_of_every_limit(export, recipe, engine):
     entry = entry_of(export, recipe, outputs_by(engine))
     assert entry["count"] == 3 and entry["relative_error"] < entry["tolerance"] / 2
     with_inputs = sum(layer.activation_format is not None for layer in export(recipe)[0].values())
-    assert {name: fault["layers"] for name, fault in entry["faults"].items()} == {
-        "input": with_inputs, "weight": 3, "scale": 3,
-    }  # fmt: skip
+    layers = {name: fault["layers"] for name, fault in entry["faults"].items()}
+    assert layers == {"input": with_inputs, "weight": 3, "scale": 3}
     for fault in entry["faults"].values():
-        assert fault["hidden"] == 0
-        assert (fault["lean"] or 0) < fault["limit"] / 2
+        assert fault["hidden"] == 0 and (fault["lean"] or 0) < fault["limit"] / 2
 
 
 @pytest.mark.slow
@@ -275,7 +248,7 @@ def test_a_fault_of_one_layer_is_caught(export, network, monkeypatch, recipe, en
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["int8", "fp8", "int8_dynamic", "int8_rotated"])
 def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network, recipe):
-    native = with_native_layers(copied(network), export(recipe)[0])
+    native = with_native_layers(deepcopy(network), export(recipe)[0])
     bias = native.up.bias.clone()
     entry = entry_of(export, recipe, lambda simulation, assignment, path: native_outputs(native, simulation))
     assert entry["relative_error"] < entry["tolerance"] / 2 and torch.equal(native.up.bias, bias)
@@ -286,27 +259,24 @@ def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network
 def test_layers_of_codes_pass_in_bf16_with_inputs_that_it_holds(export, network, recipe):
     """It is coarser than half a step of INT8 from code 64 on, and takes other inputs to other codes."""
     assignment, simulation, _ = export(recipe)
-    native = placed(with_native_layers(copied(network), assignment), torch.device("cpu"), torch.bfloat16)
+    native = placed(with_native_layers(deepcopy(network), assignment), torch.device("cpu"), torch.bfloat16)
     held = rounded_inputs(simulation, torch.bfloat16)
     outputs = native_outputs(native, held)
     for name, x in held.inputs.items():
         assert torch.equal(x, x.bfloat16().half()) and not torch.equal(x, simulation.inputs[name])
         found = layer_difference(simulation.network.get_submodule(name), assignment[name], x, outputs[name])
-        assert found.relative_error < FORMATS[assignment[name].format].layer_tolerance
+        stated = FORMATS[assignment[name].format].layer_tolerance
+        assert found.relative_error < stated and found.tolerance == stated + 2**-8
         assert all(lean is None or abs(lean) < 0.2 for lean in found.leans.values())
 
 
 @pytest.mark.parametrize(
-    "recipe, engine, multiplied",
+    ("recipe", "engine", "multiplied"),
     [
-        ("int8", "openvino", "INT8"),
-        ("int8_rotated", "openvino", "INT8"),
-        ("int4_weight_only", "openvino", "FLOAT"),
-        ("fp8", "openvino", "FLOAT"),
-        ("int8", "onnxruntime", "FLOAT"),
-        ("fp8", "onnxruntime", "FLOAT"),
+        ("int8", "openvino", "INT8"), ("int8_rotated", "openvino", "INT8"), ("int4_weight_only", "openvino", "FLOAT"),
+        ("fp8", "openvino", "FLOAT"), ("int8", "onnxruntime", "FLOAT"), ("fp8", "onnxruntime", "FLOAT"),
     ],
-)
+)  # fmt: skip
 def test_a_runtime_says_in_which_numbers_it_multiplies(export, recipe, engine, multiplied, request):
     """OpenVINO has kernels for INT8; ONNX Runtime fuses none of this export's Q/DQ pairs, whose scales are fp16."""
     if multiplied == "INT8":
@@ -320,7 +290,7 @@ def test_a_runtime_says_in_which_numbers_it_multiplies(export, recipe, engine, m
 @pytest.mark.parametrize("device, linear", [("cuda", "FLOAT8E4M3FN"), ("cpu", "FLOAT")])
 def test_layers_of_codes_are_counted(export, network, monkeypatch, device, linear):
     """No processor multiplies FP8."""
-    native = with_native_layers(copied(network), export("fp8")[0])
+    native = with_native_layers(deepcopy(network), export("fp8")[0])
     monkeypatch.setattr("sd_quant.simulation.native.best_device", lambda: torch.device(device))
     assert products_of_layers(native, export("fp8")[0]) == {"conv": "FLOAT", "up": linear, "down": linear}
 
@@ -340,6 +310,6 @@ def test_layers_of_a_plan_are_those_of_a_plan(export, monkeypatch, recipe):
 
     monkeypatch.setattr(building, "build_plan", partial(building.build_plan, compute_capabilities=["SM89"]))
     monkeypatch.setattr(parity, "load_engine", load)
-    outputs = parity.layer_outputs(simulation, assignment, path, "", "tensorrt_rtx")
+    outputs = parity.exported_outputs(simulation, assignment, path, "", "tensorrt_rtx")
     assert loaded == [("tensorrt_rtx", "tensorrt_rtx", True)]
     assert outputs.keys() == simulation.inputs.keys() and not list(path.parents[2].glob("*.plan"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
+    AutoencoderKL,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     HeunDiscreteScheduler,
@@ -19,8 +20,10 @@ from diffusers import (
 
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.source_images import SourceImages
+from sd_quant.inference.tiles import decode
+from sd_quant.models.parts import VaePart
 
-from .sampling import PROMPTS, SAMPLING
+from .toy import PROMPTS, SAMPLING
 
 pytestmark = pytest.mark.commit
 
@@ -36,7 +39,7 @@ def test_images_are_decoded_in_tiles_where_that_is_asked_for(pipeline, engines):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_images_take_the_sizes_in_turn(pipeline, batch_size):
+def test_images_take_the_sizes_in_turn(pipeline, engines, batch_size):
     """Each is that of a run of its size alone, in the order of the prompts; a batch has one size."""
     batches = []
     sizes, sampling = [(64, 64), (128, 64)], replace(SAMPLING, batch_size=batch_size)
@@ -47,20 +50,19 @@ def test_images_take_the_sizes_in_turn(pipeline, batch_size):
         alone = pipeline(PROMPTS, replace(sampling, width=sizes[number % 2][0]))
         assert (image == alone.images[number]).all()
         torch.testing.assert_close(latents, alone.latents[number])
-
-
-def test_an_image_that_is_timed_has_the_size_of_the_calls_that_are(pipeline, engines):
-    pipeline.image_of(PROMPTS, replace(SAMPLING, sizes=[(128, 64)]))
+    engines["vae"].calls.clear()
+    pipeline.image_of(PROMPTS, replace(SAMPLING, sizes=[(128, 64)]))  # of one size, as the calls that are timed
     assert [tuple(call["z"].shape) for call in engines["vae"].calls] == [(2, 4, 8, 8)]
 
 
-def test_each_image_has_noise_of_its_own_seed(pipeline, engines):
-    """At NeMo's first noise level the network is given the very numbers."""
-    pipeline(PROMPTS, SAMPLING, decode=())
-    noise = torch.cat([call["x"][: len(call["x"]) // 2] for call in engines["unet_xl"].calls[:: SAMPLING.steps]])
-    for number in range(3):
-        own = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(5 + number))
-        torch.testing.assert_close(noise[number], own)
+@pytest.mark.parametrize(("given", "batch_size"), [(0, 2), (1, 2), (3, 1), (3, 2)])
+def test_each_image_has_noise_of_its_own_seed_or_that_is_given(pipeline, engines, given, batch_size):
+    """One for each, or one for all; at NeMo's first noise level the network is given the very numbers."""
+    seeded = [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5 + number)) for number in range(3)]
+    noise = torch.randn(given, 4, 8, 8, generator=torch.Generator().manual_seed(1)) if given else torch.cat(seeded)
+    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, latents=noise if given else None), decode=())
+    starts = [call["x"][: len(call["x"]) // 2] for call in engines["unet_xl"].calls[:: SAMPLING.steps]]
+    torch.testing.assert_close(torch.cat(starts), noise.expand(3, -1, -1, -1))
 
 
 def test_batches_may_be_made_in_any_order(pipeline):
@@ -83,15 +85,6 @@ def test_an_image_takes_the_steps_that_diffusers_takes(kind):
         scheduler = SimpleNamespace(timesteps=list(range(steps)), order=1)
         timesteps, taken = kind.get_timesteps(SimpleNamespace(scheduler=scheduler), steps, strength, None)
         assert sampling.steps_taken == taken == len(timesteps)
-
-
-@pytest.mark.parametrize(("number", "batch_size"), [(1, 2), (3, 1), (3, 2)])
-def test_images_start_from_the_noise_that_is_given(pipeline, engines, number, batch_size):
-    """One for each, or one for all; at NeMo's first noise level the network is given the very numbers."""
-    given = torch.randn(number, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-    pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, latents=given), decode=())
-    starts = [call["x"][: len(call["x"]) // 2] for call in engines["unet_xl"].calls[:: SAMPLING.steps]]
-    torch.testing.assert_close(torch.cat(starts), given.expand(3, -1, -1, -1) if number == 1 else given)
 
 
 def test_what_decides_the_images_is_described(pipeline):
@@ -173,3 +166,28 @@ def test_long_prompts_are_told_of(pipeline, caplog):
     with caplog.at_level("WARNING"):
         pipeline(["long"], SAMPLING, decode=())
     assert "1 of 1 prompts are longer than the 77 tokens that are read (the longest has 90)" in caplog.text
+
+
+@pytest.mark.parametrize(("height", "width"), [(20, 12), (8, 8), (9, 30)])
+def test_tiles_are_those_of_diffusers(height, width):
+    torch.manual_seed(0)
+    widths, kinds = (8, 8, 8, 8), ["UpDecoderBlock2D"] * 4
+    vae = AutoencoderKL(
+        block_out_channels=widths, norm_num_groups=4, sample_size=64, up_block_types=kinds,
+        down_block_types=["DownEncoderBlock2D"] * 4,
+    ).eval()  # fmt: skip
+    vae.enable_tiling()
+    part, sizes = VaePart(vae), []
+
+    def decoder(z):
+        sizes.append(tuple(z.shape[2:]))
+        return part(z)
+
+    z = torch.randn(2, 4, height, width)
+    with torch.no_grad():
+        expected = vae.decode(z).sample
+        torch.testing.assert_close(decode(decoder, z, 64), expected, rtol=0, atol=1e-5)
+        assert max(map(max, sizes)) == 8
+        whole = decoder(z)
+    assert sizes[-1] == (height, width)
+    assert ((whole - expected).abs().max() > 1e-3) == (max(height, width) > 8)

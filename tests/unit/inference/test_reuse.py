@@ -1,5 +1,6 @@
-"""Which outputs are used again, on a sampler whose network is a function."""
+"""Reused outputs and precise steps, on a sampler whose networks are functions."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from sd_quant.inference import reuse
+from sd_quant.inference.precision import best_steps, predicted_gain, products_of_steps
 from sd_quant.inference.reuse import (
     Replacement,
     answers_before,
@@ -23,8 +25,9 @@ from sd_quant.inference.reuse import (
     typical_error,
 )
 from sd_quant.inference.samplers import most_saved
+from sd_quant.stages.precise_steps import choose_steps
 
-from .toy import CHECKPOINT, JUMPS, SAMPLING, TEN, Toy, engines
+from .toy import CHECKPOINT, JUMPS, TEN, TEN_STEPS, Toy, engines
 
 pytestmark = pytest.mark.commit
 
@@ -54,15 +57,6 @@ def test_the_best_of_all_sets_is_found(count, seed):
     assert error(found) < sorted(map(error, allowed))[len(allowed) // 10 + 1]
 
 
-def test_two_errors_that_cancel_are_taken_though_another_is_smaller_alone():
-    known = replacements(STEPS)
-    one, other, alone = (known.index(Replacement(*each)) for each in ((3, "e"), (6, "e"), (1, "r")))
-    products = 100 * torch.eye(len(known))
-    products[one, one], products[other, other], products[alone, alone] = 1, 1, 0.5
-    products[one, other] = products[other, one] = -0.4  # twice in the sum of all
-    assert best_replacements(known, products, 2) == [known[one], known[other]]
-
-
 def test_neither_ends_nor_neighbours_are_replaced():
     assert {each.step for each in replacements(STEPS)} == set(range(1, STEPS - 1))
     assert min(each.step for each in replacements(STEPS) if each.letter == "e") == 2
@@ -85,7 +79,7 @@ def test_calls_before_the_replaced_step_are_answered_from_a_whole_run():
     assert [each and each["out"] for each in map(partial(uneven, "unet"), range(6))] == [0, 1, None, 4, 5, None]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def toy(monkeypatch):
     monkeypatch.setattr(reuse, "pipeline_of", lambda checkpoint, variant: Toy(variant))
     Toy.calls = 0
@@ -93,16 +87,16 @@ def toy(monkeypatch):
 
 def errors_of(engines, prompts):
     """The products of the errors of all replacements."""
-    return products_of(changed_by(CHECKPOINT, engines, prompts, SAMPLING, replacements(TEN))[1])
+    return products_of(changed_by(CHECKPOINT, engines, prompts, TEN_STEPS, replacements(TEN))[1])
 
 
 def chosen(unquantized, recipe, prompts, saved):
     half = prompts // 2
     found = candidates(errors_of(unquantized, ["a"] * half), TEN, saved)
-    return choose_schedule(CHECKPOINT, unquantized, recipe, ["a"] * prompts, SAMPLING, found, half)
+    return choose_schedule(CHECKPOINT, unquantized, recipe, ["a"] * prompts, TEN_STEPS, found, half)
 
 
-def test_steps_are_replaced_where_it_costs_nothing(toy):
+def test_steps_are_replaced_where_it_costs_nothing():
     """The chosen schedule has no error, the evenly spread one and fewer steps have some."""
     found = chosen(engines(), engines(), 8, saved=3)
     assert found["schedule"].count("c") == 7 and all(found["schedule"][jump] == "c" for jump in JUMPS)
@@ -111,14 +105,7 @@ def test_steps_are_replaced_where_it_costs_nothing(toy):
     assert found["candidates"][found["schedule"]] == min(found["candidates"].values())
 
 
-def test_what_is_known_is_not_computed_again(toy):
-    """Of four prompts in two batches: a whole run, and for each replaced step the calls behind it."""
-    errors_of(engines(), ["a"] * 4)
-    behind = sum(TEN - 1 - each.step for each in reuse.replacements(TEN))
-    assert Toy.calls == 2 * (TEN + behind)
-
-
-def test_lines_are_drawn_unless_the_recipes_noise_speaks_against_it(toy):
+def test_lines_are_drawn_unless_the_recipes_noise_speaks_against_it():
     """A velocity that rises steadily has no error on a line; noise of a recipe is held as it is, or multiplied."""
     noise = torch.Generator().manual_seed(0)
 
@@ -138,7 +125,7 @@ def test_fewer_steps_are_as_many_as_the_schedule_computes(monkeypatch):
     """Of a source image's steps only the last are taken."""
     asked = []
     monkeypatch.setattr(reuse, "final_latents", lambda *given: asked.append(given[-1]) or torch.ones(1, 1))
-    sampling = replace(SAMPLING, steps=2 * TEN, source=SimpleNamespace(strength=0.5))
+    sampling = replace(TEN_STEPS, steps=2 * TEN, source=SimpleNamespace(strength=0.5))
     choose_schedule(CHECKPOINT, {}, {}, ["a"] * 2, sampling, ["crccrccrcc"], 1)
     assert (asked[-1].steps, asked[-1].steps_taken, asked[-1].schedule) == (14, 7, None)
 
@@ -149,3 +136,88 @@ def test_an_image_of_another_composition_does_not_decide_the_error():
         (0.1**3 * 2) ** 0.25, rel=1e-4
     )
     assert typical_error(reference, reference) < 1e-9
+
+
+WORST = (2, 8)  # steps in which the inputs' error is a hundred times as large
+PROMPTS = ["a"] * 8
+
+
+def recipe(of_weights=1e-4):
+    """Engines whose weights err by a little in all steps, and inputs more, most in the WORST steps."""
+    full = engines()["unet"]
+
+    def precise(at, text):
+        return {"out": full(at, text)["out"] * (1 + of_weights)}
+
+    def quantized(at, text):
+        error = 0.1 if round(at.item()) in WORST else 0.001
+        return {"out": precise(at, text)["out"] + error * (1 + 0.1 * text)[:, None, None]}
+
+    return engines() | {"unet": quantized, "unet/h": precise, "unet/f": full}
+
+
+def products():
+    found = products_of_steps(CHECKPOINT, engines(), recipe(), PROMPTS[:4], TEN_STEPS)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def test_what_is_predicted_is_what_a_schedule_does():
+    """The velocity does not depend on the latents here, so changes add up exactly."""
+    for schedule in ("hcccccccch", "cchccccchc", TEN * "h"):
+        precise = [step for step, letter in enumerate(schedule) if letter == "h"]
+        chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, TEN_STEPS, [schedule], None)
+        # one is over the sum of all images, the other the mean over images
+        assert predicted_gain(products(), precise) == pytest.approx(chosen["candidates"][schedule], abs=0.2)
+        assert chosen["reason"] is None and chosen["schedule"] == schedule and chosen["time"] is None
+
+
+def test_calls_before_a_step_are_not_made_again():
+    products()
+    of_a_run = TEN * 2  # in two batches; the reference, all precise, and behind each step, itself included
+    assert Toy.calls == 2 * of_a_run + 2 * sum(TEN - step - 1 for step in range(TEN)) + 2 * TEN
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_the_best_steps_of_all_sets_are_found(seed, count):
+    """Errors that cancel are found, which the sizes of single errors do not show."""
+    errors = torch.randn(1 + 8, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    errors[5] = -errors[2]
+    sets = {each: [0, *(1 + step for step in range(8) if step not in each)] for each in combinations(range(8), count)}
+    sizes = {precise: errors[left].sum(0).norm().item() for precise, left in sets.items()}
+    assert sizes[tuple(best_steps(errors @ errors.T, count))] <= sorted(sizes.values())[len(sizes) // 20]
+
+
+def test_the_steps_that_err_most_are_chosen_and_gains_are_those_of_other_prompts():
+    assert best_steps(products(), 2) == list(WORST)
+    found = ["cchccccchc", "hcccccccch"]
+    chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, TEN_STEPS, found, 0.05)
+    assert chosen["schedule"] == chosen["tried"] == "cchccccchc" and chosen["prompts"] == 4
+    assert chosen["time"] == pytest.approx(0.1) and chosen["reason"] is None
+    mean, low, high = chosen["gain_db"]
+    assert low <= mean <= high and mean == pytest.approx(chosen["candidates"]["cchccccchc"], rel=0.05)
+
+
+@pytest.mark.parametrize(("reached", "used"), [(0.5, True), (1.0, False), (2.0, False), (None, False)])
+def test_steps_that_other_ways_beat_are_not_used(reached, used):
+    """A control that removes this share of what the steps remove; None is full precision in the same time."""
+    best = "cchccccchc"
+
+    def control(share):
+        assert share == pytest.approx(0.1)
+
+        def latents(numbers):
+            full, plain, precise = (
+                reuse.final_latents(CHECKPOINT, each, PROMPTS, numbers, replace(TEN_STEPS, schedule=schedule))
+                for each, schedule in ((engines(), None), (recipe(), None), (recipe(), best))
+            )
+            left = ((precise - full).norm() / (plain - full).norm()) ** reached
+            return full + left * (plain - full)
+
+        return None if reached is None else latents
+
+    chosen = choose_steps(CHECKPOINT, engines(), recipe(), PROMPTS, TEN_STEPS, [best], 0.05, {"another way": control})
+    assert chosen["tried"] == best and chosen["schedule"] == (best if used else TEN * "c")
+    assert (chosen["reason"] is None) == used and (used or "another way" in chosen["reason"])
+    mean, low, _ = chosen["beyond_db"]["another way"]
+    assert math.isfinite(mean) and (low > 0) == used

@@ -57,22 +57,20 @@ def test_images_and_masks_take_turns_and_samples_share_theirs(saved):
     assert [image[0, 0, 0] for image in twice.images] == [10, 10, 20, 20] and len(twice.masks) == 4
 
 
-def test_a_folder_is_taken_by_name(saved, tmp_path):
+def test_a_folder_is_taken_by_name_with_a_mask_for_each_image_or_one_for_all(saved, tmp_path):
     for name in ("b.PNG", "a.jpg", "c.webp"):
         saved(f"images/{name}")
     (tmp_path / "images/notes.txt").write_text("no image")
-    assert [file.name for file in image_files("infer.image", tmp_path / "images")] == ["a.jpg", "b.PNG", "c.webp"]
-
-
-def test_a_mask_for_each_image_or_one_for_all(saved, tmp_path):
-    images = [saved(f"images/{name}.png") for name in "ab"]
-    for name in "bac":
+    images = image_files("infer.image", tmp_path / "images")
+    assert [file.name for file in images] == ["a.jpg", "b.PNG", "c.webp"]
+    for name in "bacd":
         saved(f"masks/{name}.webp", mode="L", color=255)
-    assert [file.name for file in mask_files("infer.mask", tmp_path / "masks", images)] == ["a.webp", "b.webp"]
+    masks = mask_files("infer.mask", tmp_path / "masks", images)
+    assert [file.name for file in masks] == ["a.webp", "b.webp", "c.webp"]
     one = saved("one.png", mode="L", color=255)
-    assert mask_files("infer.mask", one, images) == [one, one]
+    assert mask_files("infer.mask", one, images) == [one] * 3
     (tmp_path / "masks/b.webp").unlink()
-    with pytest.raises(ConfigError, match=r"holds no mask for 1 of 2 images, such as b.png; expected one of the same"):
+    with pytest.raises(ConfigError, match=r"holds no mask for 1 of 3 images, such as b.PNG; expected one of the same"):
         mask_files("infer.mask", tmp_path / "masks", images)
 
 
@@ -91,28 +89,31 @@ def test_what_is_no_image(saved, content):
 
 
 def test_an_image_that_is_too_large_is_not_decoded(saved, monkeypatch):
+    """And one that Pillow itself refuses is too large, not damaged."""
     path = saved("a.png", 5824, 5824, 0, "1")
     assert 5824 * 5824 > MOST_PIXELS["PNG"]
     monkeypatch.setattr("PIL.Image.Image.convert", lambda *_: pytest.fail("it was decoded"))
     sentence = "a.png has 5824 x 5824 pixels, expected at most 33 million in a PNG; make it"
     with pytest.raises(ConfigError, match=sentence):
         read_source([path], None, 64, 64, 0.5)
-
-
-def test_an_image_that_pillow_itself_refuses_is_too_large_and_not_damaged(saved, monkeypatch):
-    path = saved("a.png", 64, 64)
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(ConfigError, match="a.png is too large to be read .*; make it smaller"):
-        read_source([path], None, 64, 64, 0.5)
+    with pytest.raises(ConfigError, match="b.png is too large to be read .*; make it smaller"):
+        read_source([saved("b.png")], None, 64, 64, 0.5)
 
 
-@pytest.mark.parametrize("name", ["a.gif", "a", "."])
+@pytest.mark.parametrize("name", ["a.gif", "a", ".", "pipe.png"])
 def test_other_files_and_a_folder_without_images(tmp_path, name):
-    (tmp_path / "a").write_bytes(b"GIF89a")
-    (tmp_path / "a.gif").write_bytes(b"GIF89a")
+    for other in ("a", "a.gif"):
+        (tmp_path / other).write_bytes(b"GIF89a")
+    os.mkfifo(tmp_path / "pipe.png")
+    if name == ".":
+        (tmp_path / "pipe.png").unlink()
     sentence = "^infer.image is .*, expected an image or a folder with images, whose names"
     with pytest.raises(ConfigError, match=sentence):
         image_files("infer.image", tmp_path / name)
+    if name == "pipe.png":
+        with pytest.raises(ArtifactError, match="pipe.png cannot be read as an image .*no regular file"):
+            read_source([tmp_path / name], None, 64, 64, 0.5)
 
 
 def test_16_bits_keep_their_upper_8_and_do_not_become_white(tmp_path):
@@ -140,11 +141,3 @@ def test_a_large_jpeg_is_decoded_at_a_size_that_suffices(tmp_path, monkeypatch):
     source = read_source([tmp_path / "a.jpg"], [tmp_path / "mask.png"], 64, 64, 0.5)
     assert seen == [(256, 128), (2048, 1024)], "and its own size is what a mask is compared with"
     assert (np.abs(source.images[0, :, 4:-4].astype(int) - (255, 0, 0)) < 8).all()
-
-
-def test_a_pipe_is_no_image(tmp_path):
-    os.mkfifo(tmp_path / "a.png")
-    with pytest.raises(ConfigError, match="^infer.image is .*a.png, expected an image or a folder with images"):
-        image_files("infer.image", tmp_path / "a.png")
-    with pytest.raises(ArtifactError, match="a.png cannot be read as an image .*no regular file"):
-        read_source([tmp_path / "a.png"], None, 64, 64, 0.5)

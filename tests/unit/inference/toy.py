@@ -1,4 +1,4 @@
-"""A pipeline of a few numbers, by which schedules are chosen."""
+"""A pipeline of a few numbers, by which schedules are chosen, and engines that are functions."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.samplers import engine_of_letter
 
 TEN = 10
-SAMPLING = Sampling(steps=TEN, guidance_scale=1, height=64, width=64, batch_size=2, seed=0)
+TEN_STEPS = Sampling(steps=TEN, guidance_scale=1, height=64, width=64, batch_size=2, seed=0)
 CHECKPOINT = SimpleNamespace(family=SimpleNamespace(DENOISER="unet"))
 # The velocity changes at two steps alone; elsewhere an output that is used again costs nothing.
 JUMPS = (3, 7)
@@ -49,3 +49,18 @@ def engines():
         return {"out": (1 + sum((at >= jump).float() for jump in JUMPS) + 0.01 * text)[:, None, None]}
 
     return {"clip": lambda number: {"z": number}, "unet": unet}
+
+
+SAMPLING = Sampling(steps=3, guidance_scale=2.0, height=64, width=64, batch_size=2, seed=5)
+
+
+PROMPTS = ["one", "four", "three"]  # of different lengths, which is all that the tokenizer here sees
+
+
+class Function:
+    def __init__(self, name, function):
+        self.name, self.function, self.calls = name, function, []
+
+    def __call__(self, **inputs):
+        self.calls.append(inputs)
+        return self.function(**inputs)

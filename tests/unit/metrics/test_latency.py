@@ -1,4 +1,10 @@
+"""Rounds on a clock that stands still, and who else used the processors: counted, and from numbers made up."""
+
+import os
 import random
+import subprocess
+import sys
+import time
 from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
@@ -9,31 +15,27 @@ import torch
 from sd_quant.metrics import latency, machine_probe
 from sd_quant.metrics.intervals import ratio_interval
 from sd_quant.metrics.latency import Stopping, measure, measure_together
+from sd_quant.metrics.neighbours import ProcessorTimes, busy, processor_times, slowed, used_by_others
 
 pytestmark = pytest.mark.commit
 
 
-def test_every_round_has_every_call_in_an_order_of_its_own_and_warmup_is_not_counted():
+def test_every_round_has_every_call_in_an_order_of_its_own_with_its_own_clock_and_warmup_is_not_counted():
     order = []
-    found = measure_together({each: partial(order.append, each) for each in "ab"}, 2, Stopping(3, 1, 0))
-    rounds = ["".join(order[start : start + 2]) for start in range(0, 10, 2)]
-    assert len(order) == 10 and set(rounds[2:]) == {"ab", "ba"}
-    for result in map(found.statistics, "ab"):
-        assert (result["n"], result["warmup"], len(result["samples_ms"])) == (3, 2, 3)
 
-
-def test_each_call_has_its_own_clock_and_the_record_names_it():
     def always_seven(call):
         call()
         return 7.0
 
-    found = measure_together(dict.fromkeys("ab", lambda: None), 1, Stopping(2, 1, 0), {"b": always_seven})
-    assert found.samples["b"] == [7.0, 7.0]
-    assert [found.statistics(name)["clock"] for name in "ab"] == ["wall_clock", "always_seven"]
-    assert (
-        latency.clock_of(torch.device("cuda", 0)) is latency.cuda_events
-        and latency.clock_of(torch.device("cpu")) is latency.wall_clock
-    )
+    calls = {each: partial(order.append, each) for each in "ab"}
+    found = measure_together(calls, 2, Stopping(3, 1, 0), {"b": always_seven})
+    rounds = ["".join(order[start : start + 2]) for start in range(0, 10, 2)]
+    assert len(order) == 10 and set(rounds[2:]) == {"ab", "ba"} and found.samples["b"] == [7.0] * 3
+    for name, clock in (("a", "wall_clock"), ("b", "always_seven")):
+        result = found.statistics(name)
+        assert (result["n"], result["warmup"], result["clock"]) == (3, 2, clock)
+    clocks = [latency.clock_of(torch.device(kind)) for kind in ("cuda", "cpu")]
+    assert clocks == [latency.cuda_events, latency.wall_clock]
 
 
 def test_a_gpu_is_timed_between_its_own_events(monkeypatch):
@@ -159,11 +161,8 @@ def test_engines_that_stay_as_they_were_opened_have_one_opening(seconds):
         seconds.now = 0.0
         rounds = measure_together(calls | {"b": calls["a"]}, 0, Stopping(4, 1e-9, budget), reopen=reopen)
         assert rounds.openings == [] and len(rounds.samples["a"]) == made
-
-
-def test_openings_end_when_the_interval_is_narrow_and_are_not_looked_at_before_eight(seconds):
-    calls = calls_taking(seconds, a=[2.0], b=[1.0])
-    rounds = measure_together(calls, 0, Stopping(1, 0.02, 1e9), reopen=lambda names: True)
+    steady = calls_taking(seconds, a=[2.0], b=[1.0])  # they end when the interval is narrow, after eight at least
+    rounds = measure_together(steady, 0, Stopping(1, 0.02, 1e9), reopen=lambda names: True)
     assert (rounds.stopped, len(rounds.openings)) == ("narrow", 8)
 
 
@@ -200,12 +199,6 @@ def test_a_probe_tells_what_the_processor_reaches_and_what_torch_lacks(monkeypat
     assert found["cpu_int8_tops"] is None and found["cpu_copy_gb_per_second"] == pytest.approx(4 * 2**20 / 1e9)
 
 
-def test_spread_is_that_of_the_middle_four_fifths():
-    assert latency.spread([10.0] * 100) == 0
-    assert latency.spread([float(value) for value in range(50, 151)]) == pytest.approx(0.8)
-    assert latency.spread([10.0] * 99 + [1000.0]) == 0
-
-
 def test_rounds_that_are_too_far_apart_have_no_median():
     steady, shaken = (latency.statistics_of(samples, 0, "wall_clock") for samples in ([10.0] * 5, [10.0, 50.0] * 5))
     assert latency.judged(steady) == steady
@@ -215,3 +208,70 @@ def test_rounds_that_are_too_far_apart_have_no_median():
     few = latency.statistics_of([10.0, 50.0], 0, "wall_clock")
     assert latency.judged(few) == few
     assert latency.judged(steady, "it snowed") == steady | {"p50_ms": None, "reason": "it snowed"}
+    assert latency.spread([10.0] * 99 + [1000.0]) == 0, "of the middle four fifths"
+    assert latency.spread([float(value) for value in range(50, 151)]) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "others", "steal"),
+    [
+        (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 9.0, 120.0), 3 / 20, 1 / 20),
+        # the kernel counts a process and a processor at different moments
+        (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 19.0, 120.0), 0, 1 / 20),
+        (None, None, None, None),
+        (ProcessorTimes(1, 0, 0, 5), ProcessorTimes(1, 0, 0, 5), None, None),
+    ],
+)
+def test_others_are_what_is_left_of_what_the_processors_did(before, after, others, steal):
+    assert used_by_others(before, after) == pytest.approx({"others": others, "steal": steal})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(processor_times() is None, reason="this kernel does not say what its processors did")
+def test_a_busy_process_is_somebody_elses_and_ones_own_work_is_not():
+    """Both measured against another count of the same: the processor time of the child, and of this process."""
+    before, own = processor_times(), time.process_time()
+    while time.process_time() - own < 0.3:
+        pass
+    mine = processor_times()
+    assert mine.own - before.own == pytest.approx(0.3, abs=0.1)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        seconds = 0.0
+        while seconds < 0.5:
+            time.sleep(0.05)
+            with open(f"/proc/{child.pid}/stat", encoding="ascii") as file:
+                user, system = file.read().rpartition(")")[2].split()[11:13]
+            seconds = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        shares, after = used_by_others(mine, processor_times()), processor_times()
+        child.kill()
+    assert shares["others"] * (after.total - mine.total) >= 0.8 * seconds
+
+
+@pytest.mark.parametrize(
+    ("others", "steal", "spread", "told"),
+    [
+        (0.01, 0.0, 0.1, None),
+        (None, None, None, None),
+        (0.48, 0.0, 0.1, "other processes took 48% of the processors' time"),
+        (0.0, 0.2, 0.1, "a hypervisor took 20% of the processors' time"),
+        (0.0, 0.0, 0.9, "the unquantized engine's own latency varied by 90%"),
+    ],
+)
+def test_a_busy_machine_is_called_so(others, steal, spread, told):
+    assert busy(others, steal, spread) == told
+
+
+@pytest.mark.parametrize(
+    ("readings", "shown", "told"),
+    [
+        ([], None, None),
+        ([{"copy": 8.0}, {"copy": 7.9}], None, None),
+        ([{"copy": 8.0, "int8": None}], {"copy": 10.0}, "its copy was 20% below what it has shown"),
+        ([{"copy": 9.5}], {"copy": 10.0, "int8": 3.0}, None),
+        ([{"copy": 12.0}], {"copy": 10.0}, None),
+        ([{"copy": 10.0, "int8": 2.0}, {"copy": 8.5, "int8": 1.5}], {"copy": 10.0}, "its int8 moved by 25% meanwhile"),
+    ],
+)
+def test_a_machine_is_slowed_that_reaches_less_than_before_or_than_a_moment_ago(readings, shown, told):
+    expected = None if told is None else f"something outside the run slowed this machine: {told}"
+    assert slowed(readings, shown) == expected

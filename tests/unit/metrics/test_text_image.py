@@ -131,14 +131,11 @@ def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path, sto
     assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
 
 
-def test_a_broken_reference_and_a_broken_archive_give_a_reason(small_inception, folder):
+def test_what_is_broken_and_an_add_on_that_fails_give_a_reason(small_inception, folder, monkeypatch):
     (folder / "07.png").write_bytes(b"no image")
     assert "07.png cannot be read" in fid(random_images(24), folder)["reason"]
     (folder / "cut.npz").write_bytes(b"PK\3\4")
     assert "cannot be read as mu and sigma" in fid(random_images(24), folder / "cut.npz")["reason"]
-
-
-def test_an_add_on_that_fails_gives_a_reason(small_inception, folder, monkeypatch):
     monkeypatch.setattr("sd_quant_scores.inception.inception", lambda: 1 / 0)
     assert "the add-on scores failed (ZeroDivisionError" in fid(random_images(24), folder)["reason"]
 
@@ -170,6 +167,7 @@ def test_it_is_what_torchmetrics_computes_where_that_can_be_computed():
     theirs = _compute_fid(*one, *other).item()
     assert frechet_distance(*one, *other) == pytest.approx(theirs, rel=1e-9)
     assert frechet_distance(*other, *one) == pytest.approx(theirs, rel=1e-9)
+    assert frechet_distance(*one, other[0] * torch.nan, other[1]) is None
 
 
 def test_it_is_right_with_fewer_images_than_features():
@@ -180,8 +178,3 @@ def test_it_is_right_with_fewer_images_than_features():
     traces = sum(each.square().sum() for each in centred)
     expected = (one.mean(0) - other.mean(0)).square().sum() + traces - 2 * common
     assert frechet_distance(*moments(one), *moments(other)) == pytest.approx(expected.item(), rel=1e-9)
-
-
-def test_no_number_comes_from_nan():
-    mean, covariance = moments(features(50))
-    assert frechet_distance(mean, covariance, mean * torch.nan, covariance) is None
