@@ -35,7 +35,7 @@ from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
-from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.recipe import Recipe, excluded
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import fingerprint, machine
 from sd_quant.simulation.modelopt import quantizer_configs
@@ -101,9 +101,8 @@ class Subject:
         linears = [name for name, role in self.roles.items() if role != "conv"]
         return derive(
             self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe,
-            family.shared_inputs(linears), kept, family.attentions(self.model.denoiser), exclude=exclude,
-            bias_of=lambda name: weights.get(f"{name}.bias"), recipes=recipes,
-            gain_of=lambda name: weights.get(f"{name}.weight"),
+            family.shared_inputs(linears), {**recipes, **dict.fromkeys(kept, "kept"), **excluded(self.roles, exclude)},
+            family.attentions(self.model.denoiser), lambda name: weights.get(f"{name}.bias"),
         )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.derivation import derive
-    from sd_quant.quantization.recipe import reason_kept
+    from sd_quant.quantization.recipe import excluded, reason_kept
 
 PARTS = ("unet_xl", "vae", "clip1", "clip2")
 TORCH, UNQUANTIZED = "torch", "unquantized"
@@ -151,7 +151,7 @@ def derived(options: argparse.Namespace, checkpoint: NemoCheckpoint, recipe: Qua
     return derive(
         roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles),
         attentions=attentions(empty_modules(checkpoint)["unet"]),
-        exclude=recipe.exclude.get("sdxl", ()), bias_of=lambda name: weights.get(f"{name}.bias"),
+        exceptions=excluded(roles, recipe.exclude.get("sdxl", ())), bias_of=lambda name: weights.get(f"{name}.bias"),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.formats.blocks import per_channel
 from sd_quant.quantization.rotation import rotated
 
 WITHOUT_WEIGHTS = ("norm", "attention")  # roles of rows without a quantized weight
@@ -23,8 +23,8 @@ FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is co
 class LayerAssignment:
     """The computation of one layer.
 
-    Where the recipe has a format for attention, each attention has a row too, of role ``attention`` and without a
-    weight. A norm has a row only if it absorbs the smoothing of a linear.
+    An attention has a row, of role ``attention`` and without a weight, where the recipe has a format for it, a norm
+    only if it absorbs the smoothing of a linear.
     """
 
     name: str
@@ -99,10 +99,7 @@ class LayerAssignment:
 
     @property
     def shift(self) -> float:
-        """The constant that is subtracted from the input before quantization; 0 where its codes are symmetric.
-
-        It is a multiple of the scale, so that zero, which pads a convolution's input, has a code of its own.
-        """
+        """The constant subtracted from the input before quantization, a multiple of the scale, so zero has a code."""
         return -self.activation_zero_point * self.activation_scale if self.activation_zero_point else 0.0
 
     @property

@@ -5,16 +5,12 @@ and then over the first ``int(n_steps * percentile)`` steps, the noisiest, with 
 ``COLLECT_METHODS``.
 
 ``modelopt`` reproduces ``PercentileCalibrator`` of NVIDIA/Model-Optimizer's
-``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47), including two of its defects:
-
-- It reduces over UNet calls, not over prompts, so min and mean depend on the batch size and on which prompts share a
-  call.
-- Its ``min-mean`` divides the sum over calls by n_steps: 32 calls on 20 steps give 1.6 times the mean.
-
-NeMo 2.0 to 2.4 has no collect_method and computes what ``modelopt`` does for ``min-mean``. Two more defects are not
-reproduced: the original counts calls for the wrong steps with samplers that call twice per step, and sums in the dtype
-of the activations, which overflows in fp16. With ``default``, the plain maximum, ModelOpt's command line uses another
-calibrator, so ``modelopt`` then looks at all steps.
+``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47), including two of its defects: it reduces over
+UNet calls, not over prompts, so min and mean depend on the batches; and its ``min-mean`` divides the sum over calls by
+n_steps: 32 calls on 20 steps give 1.6 times the mean. NeMo 2.0 to 2.4 computes the same as ``min-mean``. Two more
+defects are not reproduced: the original counts calls for the wrong steps with samplers that call twice per step, and
+sums in the dtype of the activations, which overflows in fp16. With ``default``, the plain maximum, ModelOpt's command
+line uses another calibrator, over all steps.
 """
 
 from __future__ import annotations
@@ -37,8 +33,8 @@ COLLECT_METHODS = {  # torch's reductions over the prompts of a step, and over t
 def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
     """The range to quantize with, reduced over the prompts and then over the steps.
 
-    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored: ranges are per prompt,
-    however calibration was batched. Raises ValueError when ``percentile`` selects no step.
+    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored. Raises ValueError when
+    ``percentile`` selects no step.
     """
     n_steps = amax.shape[1]
     selected = int(n_steps * percentile)
@@ -55,9 +51,8 @@ def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_s
 def modelopt_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
     """The range that ModelOpt's example computes with a sampler that calls the UNet once per step.
 
-    ``amax`` as for ``corrected_amax``. Every ``batch_size`` (at least 1) consecutive prompts were one call at each
-    step; the last call may have had fewer. The range of a call is the largest of its prompts.
-    Raises ValueError when ``percentile`` selects no step, where the original fails with a RuntimeError.
+    Arguments and errors as of ``corrected_amax``. Every ``batch_size`` (at least 1) consecutive prompts were one call,
+    whose range is the largest of its prompts.
     """
     import torch
 

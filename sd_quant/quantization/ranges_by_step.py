@@ -1,8 +1,4 @@
-"""Magnitudes of a layer's inputs at each denoising step, and how much of them a recipe's range keeps.
-
-A range is one number for all steps, but inputs at one step may be several times those at another. Percentile
-quantization (NVIDIA's article on diffusion models), which considers only the first steps, relies on that.
-"""
+"""Magnitudes of a layer's inputs at each denoising step, beside the one range that a recipe has for all steps."""
 
 from __future__ import annotations
 
@@ -19,11 +15,10 @@ QUARTILES = {"least": 0.0, "first_quartile": 0.25, "median": 0.5, "third_quartil
 def ranges_by_step(
     assignment: Mapping[str, LayerAssignment], statistics: Mapping[str, LayerStatistics]
 ) -> list[dict[str, object]]:
-    """A row for each denoising step of each layer whose input is quantized: quartiles of the magnitudes seen.
+    """A row for each denoising step of each layer whose input is quantized: quartiles of the magnitudes.
 
     Quartiles are over a linear's channels, each the largest of all prompts, or over a convolution's prompts. ``kept``
-    is the largest magnitude that is not clipped; None where the input is smoothed, rotated or scaled while the network
-    runs, so that ranges of codes and magnitudes are not comparable.
+    is the largest magnitude without clipping; None for an input that is smoothed, rotated or scaled at run time.
     """
     rows: list[dict[str, object]] = []
     for name, layer in assignment.items():

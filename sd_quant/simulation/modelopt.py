@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sd_quant.files import atomic_path
 from sd_quant.quantization.assignment import LayerAssignment, rounded_by
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.formats.blocks import per_channel
 from sd_quant.quantization.rotation import rotated
 from sd_quant.simulation.rewrite import rewrite
 

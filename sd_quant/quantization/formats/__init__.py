@@ -1,8 +1,8 @@
 """Number formats: how real numbers are stored in few bits.
 
-A format is one row of ``FORMATS``, which imports no torch, so that an impossible recipe is refused at once, and one
-module of pure functions beside this file. Other rooms read these facts and name no format. docs/extending.md says how
-to add one.
+A format is one row of ``FORMATS``, which imports no torch, so that an impossible recipe is refused at once, and a
+module of pure functions or an object in one. Other rooms read these facts and name no format. docs/extending.md says
+how to add one.
 
 | format       | codes                | scales                                              | published in             |
 |--------------|----------------------|-----------------------------------------------------|--------------------------|
@@ -51,7 +51,7 @@ class Format:
     attention: bool = False  # whether attention's matrix products can be computed in it
     modelopt_num_bits: int | tuple[int, int] | None = None  # for ModelOpt's quantizers; None: they call this arithmetic
     torch_compute_capability: tuple[int, int] | None = None  # GPUs on which torch multiplies codes; None: on none
-    module: str = ""  # with the functions, or an object in one; by default the module of the format's name beside this
+    module: str = ""  # with the functions, or an object in one; by default the one of the format's name in this folder
     block_bytes: int | None = None  # of a block with its scales; None: what the types above take
     block_rows: int = 1  # of a weight whose blocks share a scale; inputs have one for each row
     row_scale: bool = False  # whether blocks' scales are relative to one of the whole row, which must be there
@@ -145,36 +145,43 @@ class Format:
         return unpack_nibbles(packed)
 
 
+INTEGERS, FLOATS = f"{__name__}.integers", f"{__name__}.floats"
 FORMATS: dict[str, Format] = {
     row.name: row
     for row in (
         Format(
             "int8", 8, None, "INT8", ("FLOAT16",), opset=19, min_compute_capability=75, layer_tolerance=3e-3,
-            attention=True, modelopt_num_bits=8, torch_compute_capability=(8, 0),
+            attention=True, modelopt_num_bits=8, torch_compute_capability=(8, 0), module=f"{INTEGERS}:INT8",
         ),
         Format(
             "fp8", 8, None, "FLOAT8E4M3FN", ("FLOAT16",), opset=19, min_compute_capability=89, layer_tolerance=1e-2,
-            attention=True, modelopt_num_bits=(4, 3), torch_compute_capability=(8, 9),
+            attention=True, modelopt_num_bits=(4, 3), torch_compute_capability=(8, 9), module=f"{FLOATS}:FP8",
         ),
         *(
             Format(
                 name, 8, 128, "FLOAT8E4M3FN", ("FLOAT16",), opset=21, min_compute_capability=89, layer_tolerance=1e-2,
-                torch_compute_capability=(8, 9), module=f"{__name__}.fp8_blocks:{name.upper()}", block_rows=rows,
+                torch_compute_capability=(8, 9), module=f"{FLOATS}:{name.upper()}", block_rows=rows,
             )
             for name, rows in (("fp8_128", 1), ("fp8_128x128", 128))
         ),
-        Format("int4", 4, 64, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3),
-        Format(
-            "int4_per_row", 4, None, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3,
+        *(
+            Format(
+                name, 4, block, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3,
+                module=f"{INTEGERS}:{name.upper()}",
+            )
+            for name, block in (("int4", 64), ("int4_per_row", None))
         ),
         Format(
             "int4_in_int8", 4, 16, "", (), opset=19, min_compute_capability=75, layer_tolerance=2e-3, block_bytes=9,
             row_scale=True,  # its bytes, four a row, are not counted
         ),
-        Format(
-            "mxfp8", 8, 32, "FLOAT8E4M3FN", ("FLOAT16",), opset=21, min_compute_capability=100, layer_tolerance=1e-2,
+        *(
+            Format(
+                name, bits, 32, kind, ("FLOAT16",), opset=opset, min_compute_capability=100, layer_tolerance=1e-2,
+                module=f"{FLOATS}:{name.upper()}",
+            )
+            for name, bits, kind, opset in (("mxfp8", 8, "FLOAT8E4M3FN", 21), ("mxfp4", 4, "FLOAT4E2M1", 23))
         ),
-        Format("mxfp4", 4, 32, "FLOAT4E2M1", ("FLOAT16",), opset=23, min_compute_capability=100, layer_tolerance=1e-2),
         Format(
             "nvfp4", 4, 16, "FLOAT4E2M1", ("FLOAT8E4M3FN", "FLOAT"), opset=23, min_compute_capability=100,
             layer_tolerance=1e-2,

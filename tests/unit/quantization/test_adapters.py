@@ -11,8 +11,8 @@ from torch import nn
 from sd_quant.checkpoints.lora import adapted_in, fused, without_loras
 from sd_quant.errors import ConfigError
 from sd_quant.numbers import relative_error
-from sd_quant.quantization.adapters import with_adapter
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.low_rank import with_adapter
 from sd_quant.simulation.modelopt import simulate, unrounded
 from sd_quant.stages.assign import with_loras_beside
 

@@ -16,7 +16,7 @@ from sd_quant.quantization.convolutions import (
     with_shifted_bias,
 )
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.formats.blocks import per_channel
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges
 from sd_quant.quantization.recipe import BY_ROLE, Recipe

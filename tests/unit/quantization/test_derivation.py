@@ -13,13 +13,12 @@ from sd_quant.quantization import linears, row_chunks
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
 from sd_quant.quantization.budget import with_weights
 from sd_quant.quantization.derivation import derive, derive_nearest
-from sd_quant.quantization.error_model import output_error
 from sd_quant.quantization.linears import ALPHAS
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.ranges import InputRange, with_ranges
-from sd_quant.quantization.recipe import Enable, Pair, Recipe
-from sd_quant.quantization.recipe_check import check_layers
+from sd_quant.quantization.recipe import Enable, Pair, Recipe, check_layers, excluded
+from sd_quant.quantization.row_chunks import output_error
 from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of
 from tests.presets import recipe_of
@@ -28,6 +27,7 @@ pytestmark = pytest.mark.commit
 
 # A block as in SDXL, two channels wide: to_q and to_k read a norm, ``up`` reads a residual stream, ``down`` reads the
 # first half of what ``up`` makes. The other half is the gate.
+KEPT = "among the most sensitive layers"
 STEPS = 20  # of denoising
 ROLES = {"conv_in": "excluded", "conv": "conv", "to_q": "qkv", "to_k": "qkv", "up": "ffn", "down": "ffn"}
 INPUTS = [SharedInput(("to_q", "to_k"), "norm"), SharedInput(("up",)), SharedInput(("down",), "up")]
@@ -63,7 +63,8 @@ def assign(
     """The block with alpha 0.5, what is given changed; a layer of which None was seen was never reached."""
     recipe = Recipe(quant_level, **({"alpha": 0.5, "collect_method": "min-max"} | recipe))
     reached = {name: found for name, found in (STATISTICS | dict(statistics)).items() if found is not None}
-    return derive(ROLES, (WEIGHTS | dict(weights)).__getitem__, reached, recipe, INPUTS, kept, exclude=exclude)
+    exceptions = dict.fromkeys(kept, KEPT) | excluded(ROLES, exclude)
+    return derive(ROLES, (WEIGHTS | dict(weights)).__getitem__, reached, recipe, INPUTS, exceptions)
 
 
 def test_a_convolution_worked_by_hand():
@@ -459,14 +460,10 @@ def test_each_layer_by_its_own_recipe_with_codes_that_err_less_where_the_recipe_
     plain = replace(INT4, quant_level=3.0, alpha=None)
     chosen, int8 = replace(plain, rounding="gptq"), with_weights(plain, "int8")
 
-    advanced = []
-
     def found(recipe: Recipe, **recipes: Recipe) -> dict[str, LayerAssignment]:
-        roles, advance = dict.fromkeys(weights, "ffn"), lambda: advanced.append(recipe)
-        return derive(roles, weights.__getitem__, statistics, recipe, inputs, recipes=recipes, advance=advance)
+        return derive(dict.fromkeys(weights, "ffn"), weights.__getitem__, statistics, recipe, inputs, recipes)
 
     nearest, gptq = found(plain), found(chosen, second=replace(int8, rounding="gptq"))
-    assert advanced == 2 * [plain] + 3 * [chosen]
     assert nearest["first"].rounded is None and gptq["first"].rounded is not None
     assert gptq["first"].output_error < 0.8 * nearest["first"].output_error
     measured = output_error(gptq["first"], weights["first"], statistics["first"].rows.values)

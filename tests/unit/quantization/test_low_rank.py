@@ -9,7 +9,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization import linears
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.low_rank import low_rank, low_rank_of, rank_of
+from sd_quant.quantization.low_rank import low_rank, low_rank_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
@@ -91,7 +91,7 @@ def test_a_weight_of_zeros_has_a_branch_of_zeros():
     [(0, (4, 8), 0), (3, (4, 8), 3), (32, (16, 16), 32), (0.5, (4, 8), 2), (0.05, (640, 2560), 32), (0.001, (8, 4), 1)],
 )
 def test_a_rank_is_a_number_or_a_share_of_the_shorter_side(rank, shape, expected):
-    assert rank_of(rank, shape) == expected
+    assert Recipe(3.0, 0.5, rank=rank).rank_of("ffn", shape) == expected
 
 
 WIDTH, TOKENS, STEPS = 512, 512, 20

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.error_model import output_error
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.low_rank import low_rank, low_rank_of
 from sd_quant.quantization.ranges import with_weight_range
@@ -22,7 +21,7 @@ from sd_quant.quantization.rounding import (
     with_refined_branches,
     with_rounded_weight,
 )
-from sd_quant.quantization.row_chunks import layer_of_rows
+from sd_quant.quantization.row_chunks import layer_of_rows, output_error
 from tests.layers import drawn, statistics_of
 
 pytestmark = pytest.mark.commit

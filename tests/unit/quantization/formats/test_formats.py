@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
-from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.formats.blocks import per_channel
 from tests.layers import drawn
 
 pytestmark = pytest.mark.commit
