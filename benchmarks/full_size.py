@@ -50,7 +50,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from safetensors.torch import load_file, save_file
     from torch import Tensor
 
-    from sd_quant.calibration.collection import calibrate
+    from sd_quant.calibration.collection import Pass, calibrate, fabric_for
     from sd_quant.calibration.store import pack, unpack
     from sd_quant.checkpoints.nemo import open_nemo
     from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
@@ -133,7 +133,8 @@ def calibration(options: argparse.Namespace) -> dict:
     names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
     size = min(STATISTICS_SIZE, options.size)
     sampling = Sampling(STATISTICS_STEPS, GUIDANCE, size, size, 1, SEED)
-    found, seconds = timed(lambda: calibrate(model, names, [PROMPT], sampling, checkpoint_sha256="", accelerator="cpu"))
+    wanted = Pass(model, names, [PROMPT], sampling)
+    found, seconds = timed(lambda: calibrate(wanted, fabric_for("cpu"), checkpoint_sha256=""))
     with atomic_path(statistics_file(options)) as temporary:
         save_file(pack(found), temporary)
     return {"seconds": seconds, "bytes": statistics_file(options).stat().st_size}

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sd_quant.calibration.prompt_layouts import SEPARATORS, cells_of, lines, split
-from sd_quant.calibration.prompts import LONGEST_PROMPT, MOST_BYTES, check_readable
+from sd_quant.calibration.prompts import LONGEST_PROMPT, MOST_BYTES, SEPARATORS, cells_of, check_readable, lines, split
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import refusing
 from sd_quant.files.image_files import files_of, named_files

@@ -278,13 +278,13 @@ def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tens
 def kernel_linear(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     """The product of codes by the Triton kernel, as a 1 x 1 convolution."""
     rows, weight = codes[:, None, None], layer.codes[:, None, None]
-    return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, 1, 0, 1, 0, dtype)[:, 0, 0]
+    return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, (1, 0, 1), 0, dtype)[:, 0, 0]
 
 
 def kernel_convolution(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
     """A convolution of codes by the Triton kernel."""
     weight, geometry = conv.codes.unflatten(1, (*conv.kernel_size, -1)), (conv.stride, conv.padding, conv.dilation)
-    return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, *geometry, conv.zero_point, dtype)
+    return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, geometry, conv.zero_point, dtype)
 
 
 def aligned_scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:

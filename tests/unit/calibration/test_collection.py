@@ -22,7 +22,7 @@ from sd_quant import cache
 from sd_quant.cache import locked
 from sd_quant.calibration import collection
 from sd_quant.calibration.collected_elsewhere import read_statistics
-from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, origin, segments_of
+from sd_quant.calibration.collection import Pass, calibrate, collect_segment, fabric_for, origin, segments_of
 from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.inference import loading
@@ -30,7 +30,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.models.checkpoint import contracts_of, empty_modules
 from sd_quant.models.unet import layer_roles
-from sd_quant.quantization.hessians import Hessians, diagonal_blocks, hessians_of
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, diagonal_blocks, hessians_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics, merge
 
@@ -48,8 +48,9 @@ def names(model) -> list[str]:
     return [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
 
 
-def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, **options) -> Statistics:
-    return calibrate(model, names, prompts, sampling, checkpoint_sha256=SHA256, accelerator="cpu", **options)
+def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, hessians=NO_HESSIANS, **options) -> Statistics:
+    wanted = Pass(model, names, prompts, sampling, hessians)
+    return calibrate(wanted, fabric_for("cpu"), checkpoint_sha256=SHA256, **options)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,7 @@ def test_prompts_take_the_sizes_in_turn(model, names):
     fabric, statistics = Fabric(accelerator="cpu", devices=1), []
     for width, share in ((64, slice(0, None, 2)), (128, slice(1, None, 2))):
         sampling = replace(SAMPLING, width=width, batch_size=2)
-        statistics.append(collect_segment(fabric, model, names, PROMPTS, range(3), sampling, subset=share))
+        statistics.append(collect_segment(fabric, Pass(model, names, PROMPTS, sampling), range(3), share))
     statistics[1].calls.clear()
     assert_same(collected(model, names, sampling=replace(SIZED, batch_size=2)), merge(statistics))
     assert statistics[0].calls["x"].values.shape == (2 * SAMPLING.steps, 2, 4, 8, 8)
@@ -325,7 +326,7 @@ def shares(model, names, sampling, processes: int) -> list[Statistics]:
     """The statistics that each process collects."""
     fabric, ranks = Fabric(accelerator="cpu", devices=1), range(processes)
     return [
-        collect_segment(fabric, model, names, PROMPTS, range(3), sampling, subset=slice(rank, None, processes))
+        collect_segment(fabric, Pass(model, names, PROMPTS, sampling), range(3), slice(rank, None, processes))
         for rank in ranks
     ]
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from sd_quant.calibration.prompt_layouts import is_data_set
 from sd_quant.calibration.prompts import (
     LONGEST_PROMPT,
     MOST_BYTES,
     Prompt,
     draw_evenly,
     draw_prompts,
+    is_data_set,
     read_prompt_set,
     read_prompts,
     write_prompts,

@@ -121,16 +121,17 @@ def interpret_product() -> None:
             bias = torch.randn(outputs, generator=random).to(dtype) if has_bias else None
             pictures, filters = (values.double().movedim(-1, 1) for values in (codes, weight))
             zero_point = -113 if fmt == torch.int8 else 0
+            geometry = [stride, padding, dilation]
             pictures = F.pad(pictures, 4 * [padding], value=zero_point)
             expected = F.conv2d(pictures, filters, None, stride, 0, dilation).movedim(1, -1) * scale.double()
             expected = expected if bias is None else expected + bias.double()
-            found = torch.ops.sd_quant.product(codes, weight, scale, bias, stride, padding, dilation, zero_point, dtype)
+            found = torch.ops.sd_quant.product(codes, weight, scale, bias, geometry, zero_point, dtype)
             assert found.shape == expected.shape and found.dtype == dtype
             error = ((found.double() - expected).norm() / expected.norm()).item()
             assert error < ROUNDING[dtype], (fmt, dtype, error)
             print(fmt, dtype, error)
         if fmt == torch.int8:  # torch's check of what compilers rely on compares inputs, and cannot do so in FP8
-            given = (codes, weight, scale, bias, stride, padding, dilation, zero_point, dtype)
+            given = (codes, weight, scale, bias, geometry, zero_point, dtype)
             torch.library.opcheck(torch.ops.sd_quant.product, given)
 
 
