@@ -87,8 +87,8 @@ def check_readable(what: str, path: Path, advice: str) -> None:
 def draw_prompts(prompts: Sequence[T], count: int, seed: int) -> list[T]:
     """``count`` prompts drawn at random without replacement; a smaller draw is the beginning of a larger one.
 
-    They are ordered by the SHA-256 of seed and position: unlike a library's generator, that is the same everywhere and
-    in every version. Raises ValueError when there are fewer prompts.
+    They are ordered by the SHA-256 of seed and position, the same everywhere and in every version of a library. Raises
+    ValueError when there are fewer prompts.
     """
     if not 0 <= count <= len(prompts):
         raise ValueError(f"{count} prompts cannot be drawn from {len(prompts)}")
@@ -99,8 +99,7 @@ def draw_prompts(prompts: Sequence[T], count: int, seed: int) -> list[T]:
 def draw_evenly(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     """``count`` prompts, of every category as many or one more; a category that has fewer gives all.
 
-    Categories are dealt in turn, each in the order of ``draw_prompts``, so a smaller draw is the beginning of a larger
-    one here too. Raises ValueError when there are fewer prompts.
+    Categories are dealt in turn, each in the order of ``draw_prompts``. Otherwise as ``draw_prompts``.
     """
     draw_prompts(prompts, count, seed)
     drawn, dealt = draw_prompts(prompts, len(prompts), seed), Counter[str | None]()
@@ -190,7 +189,7 @@ def cells_of(where: str, number: int, row: str, separator: str, count: int) -> l
 def split(row: str, separator: str) -> list[str] | None:
     """The columns of a row, without the quotation marks around them; None where one is not closed.
 
-    Between tabs nothing else of CSV is parsed: PartiPrompts has texts that end with a quotation mark of their own.
+    Between tabs nothing else of CSV is parsed: some texts of PartiPrompts end with a quotation mark.
     """
     if separator == "\t":
         return [unquoted(column) for column in row.split("\t")]

@@ -2,16 +2,14 @@
 
 torch's INT8 product leaves int32 sums to write and read again, and torch has no convolution of codes. Here a
 convolution is an implicit GEMM: the left operand is gathered while it is multiplied, so nothing is unfolded in memory.
-A linear is a 1 x 1 convolution.
-
-Of FP8 in blocks, each product of 128 inputs is multiplied by the scales of both sides before it is added, as in
-DeepSeek-V3 (arXiv 2412.19437, section 3.3): ``block_product``.
+A linear is a 1 x 1 convolution. For FP8 in blocks, each product of 128 inputs is multiplied by the scales of both sides
+before it is added, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 
 Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once. The roads
-not taken: CUTLASS, which is better tuned but needs a build system; and a second kernel that dequantizes weights of four
-bits while it multiplies them, which an H200 computed 1.6 to 4 times slower than the weight dequantized as a whole
-before torch's product, except for a few rows of inputs. On Hopper, Triton waits for every INT8 product before it begins
-the next (FP8's overlap), so torch multiplies INT8 there, and FP8 is the format for these GPUs.
+not taken: CUTLASS, which is better tuned but needs a build system; and a kernel that dequantizes weights of four bits
+while it multiplies, on an H200 1.6 to 4 times slower than torch's product of dequantized weights, except for a few rows
+of inputs. On Hopper, Triton waits for every INT8 product before it begins the next (FP8's overlap), so torch multiplies
+INT8 there.
 """
 
 from collections.abc import Callable, Sequence
