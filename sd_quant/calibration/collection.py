@@ -167,8 +167,8 @@ def seconds_of_a_call(fabric, wanted: Pass, sampling: Sampling) -> float:
 def fabric_for(accelerator: str, devices: int = 1):
     """Lightning's Fabric for ``devices`` processes; ``accelerator`` "auto" takes GPUs where there are any.
 
-    Lightning's advice to start with srun, although only sweeps use Slurm, and to multiply in TF32 is not shown.
-    Raises ResourceError when there are fewer GPUs than ``devices``.
+    Lightning's advice to start with srun and to multiply in TF32 is not shown. Raises ResourceError when there are
+    fewer GPUs than ``devices``.
     """
     from lightning.fabric import Fabric
 
@@ -264,7 +264,7 @@ def of_part(hessians: Hessians, part: str) -> Hessians:
 
 @contextmanager
 def on_device(fabric, model: LoadedModel, parts: Sequence[str]) -> Iterator[None]:
-    """Move these parts to the device, and back to the CPU behind the block."""
+    """Move these parts to the device for the block."""
     for part in parts:
         fabric.to_device(model.parts[part])
     try:

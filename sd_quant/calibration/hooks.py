@@ -194,18 +194,15 @@ def collect(
             if not torch.isfinite(amax_of_call).all():
                 raise not_finite(seen, step, batch)
             by_prompt = amax_of_call.view(-1, len(batch), amax_of_call.shape[1]).amax(0)
-            if kind == "linear":
-                if names not in ranges:
-                    ranges[names] = by_prompt.new_zeros(steps, by_prompt.shape[1])
-                    folds[names] = by_prompt.new_zeros(2, by_prompt.shape[1])
-                ranges[names][step] = torch.maximum(ranges[names][step], by_prompt.amax(0))
-                for fold in {prompt % 2 for prompt in batch}:
-                    mine = [index for index, prompt in enumerate(batch) if prompt % 2 == fold]
-                    folds[names][fold] = torch.maximum(folds[names][fold], by_prompt[mine].amax(0))
-            else:
-                if names not in ranges:
-                    ranges[names] = amax_of_call.new_zeros(max(prompts) + 1, steps, len(names))
-                ranges[names][batch, step] = torch.maximum(ranges[names][batch, step], by_prompt)
+            linear = kind == "linear"
+            if names not in ranges:
+                ranges[names] = by_prompt.new_zeros(*(() if linear else (max(prompts) + 1,)), steps, by_prompt.shape[1])
+            place, own = (step, by_prompt.amax(0)) if linear else ((batch, step), by_prompt)
+            ranges[names][place] = torch.maximum(ranges[names][place], own)
+            for fold in {prompt % 2 for prompt in batch} if linear else ():
+                mine = [index for index, prompt in enumerate(batch) if prompt % 2 == fold]
+                of_folds = folds.setdefault(names, by_prompt.new_zeros(2, by_prompt.shape[1]))
+                of_folds[fold] = torch.maximum(of_folds[fold], by_prompt[mine].amax(0))
         seen.clear()
         last[:] = None, None, None
 
@@ -217,13 +214,15 @@ def collect(
             hooks.enter_context(layer.register_forward_pre_hook(partial(observe, name), with_kwargs=True))
         yield statistics
     called = sorted(steps_called)  # a denoiser may be one of several, each called in some of the steps
-    of_folds = by_layer(folds, layers)
+    folds_of_layers = by_layer(folds, layers)
     for name, layer_amax in by_layer(ranges, layers).items():
         layer_amax = layer_amax[..., called, :] if len(called) < steps else layer_amax
         layer_amax = layer_amax[..., 0] if kinds[name] == "conv" else layer_amax
         values = rows.pop(name)[: len(priorities[name])].clamp_(-65504, 65504)  # fp16 made larger ones infinite
         sample = Sample(values.cpu(), torch.tensor(priorities[name], dtype=torch.float64))
-        statistics.layers[name] = LayerStatistics(kinds[name], layer_amax, lowest([sample], ROWS), of_folds.get(name))
+        statistics.layers[name] = LayerStatistics(
+            kinds[name], layer_amax, lowest([sample], ROWS), folds_of_layers.get(name)
+        )
     for readers in hessians.readers:
         if readers[0] in statistics.layers:
             hessian = sums.pop(readers[0]).cpu()

@@ -84,7 +84,7 @@ class LayerAssignment:
 
     @property
     def weight_scale(self) -> Tensor | None:
-        """Static scales of the weight, fp32 [out_channels] or [1]. None when it has none, or scales per block."""
+        """Static scales of the weight, fp32 [out_channels] or [1]; None without."""
         if self.format is None or not FORMATS[self.format].static_scale:
             return None
         if self.rounded:
@@ -93,7 +93,7 @@ class LayerAssignment:
 
     @property
     def activation_scale(self) -> float | None:
-        """The static scale of all inputs. None when they have none, or scales per block."""
+        """The static scale of all inputs; None without."""
         static = self.activation_format is not None and FORMATS[self.activation_format].static_scale
         return self.activation_scales(torch.empty(0))[0].item() if static and self.activation_amax else None
 
@@ -178,14 +178,14 @@ def token_amax(x: Tensor) -> Tensor:
 
 def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:
     """The weight [out, ...] or bias [out] as it is quantized, fp32: smoothed, and without the low-rank branch."""
-    parameter = parameter.float()
-    if layer.pre_quant_scale is not None and parameter.ndim > 1:
+    parameter, is_weight = parameter.float(), parameter.ndim > 1
+    if layer.pre_quant_scale is not None and is_weight:
         parameter = parameter / layer.pre_quant_scale
     if layer.output_scale is not None:
         parameter = parameter * per_channel(layer.output_scale, parameter)
-    if layer.output_shift is not None and parameter.ndim == 1:
+    if layer.output_shift is not None and not is_weight:
         parameter = parameter + layer.output_shift
-    if layer.low_rank is not None and parameter.ndim > 1:
+    if layer.low_rank is not None and is_weight:
         up, down = layer.low_rank
         parameter = torch.addmm(parameter, up.float(), down.float(), alpha=-1)
     return parameter

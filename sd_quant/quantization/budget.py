@@ -166,15 +166,19 @@ def solve(
     first = choose(priced, limits)
     candidates = {"by layer": candidate(priced, first)}
     others = {
-        name: candidate(priced, labels) for name, labels in plain(priced).items()
-        if all(sum(priced[index][labels[index]].cost for index in limit.units) <= limit.most for limit in limits)
-    }  # fmt: skip
+        name: candidate(priced, labels) for name, labels in plain(priced).items() if is_within(priced, labels, limits)
+    }
     rates |= {label: rate_of(units, first, label, error) for label, error in apart(first).items() if error}
     priced = [corrected(unit, rates) for unit in units]
     second = choose(priced, limits)
     if second != first:
         candidates["corrected"] = candidate(priced, second)
     return Solved(candidates | others, rates)
+
+
+def is_within(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], limits: Sequence[Limit]) -> bool:
+    """Whether the cost of these labels stays within every limit."""
+    return all(sum(units[index][labels[index]].cost for index in limit.units) <= limit.most for limit in limits)
 
 
 def rate_of(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], label: str, error: float) -> float:

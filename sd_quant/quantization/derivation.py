@@ -90,9 +90,8 @@ def derive(
     for layers in working_on(searched, "choose codes"):
         common, seen = recipe_of(layers[0].name), statistics[layers[0].name]
         for layer in with_refined_branches(layers, [weight_of(each.name) for each in layers], seen, common):
-            weight, seen = weight_of(layer.name), statistics[layer.name]
-            layer = with_rounded_weight(layer, weight, seen, recipe_of(layer.name))
-            assignment[layer.name] = with_output_error(layer, weight, seen)
+            layer = with_rounded_weight(layer, weight_of(layer.name), statistics[layer.name], common)
+            assignment[layer.name] = with_output_error(layer, weight_of(layer.name), statistics[layer.name])
     if recipe.enable.attention is not None:
         text = text_readers(inputs)
         for name, heads in attentions.items():

@@ -47,8 +47,8 @@ def hessians_of(roles: Mapping[str, str], inputs: Sequence[SharedInput], recipe:
         name for name, role in roles.items() if role != "excluded" and FORMATS[recipe.formats_of(role).weight].searched
     ]
     together = [tuple(name for name in shared.readers if name in names) for shared in inputs]
-    shared = {name for readers in together for name in readers}
-    return Hessians(recipe.hessian, (*filter(None, together), *((name,) for name in names if name not in shared)))
+    alone = [(name,) for name in names if not any(name in readers for readers in together)]
+    return Hessians(recipe.hessian, (*filter(None, together), *alone))
 
 
 def blocks_of(width: int, block: int) -> tuple[int, int, int]:

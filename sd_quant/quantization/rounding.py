@@ -112,16 +112,13 @@ def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) ->
     for scales in others:
         errors = errors_of(scales)
         better, least = errors < least, torch.minimum(errors, least)
-        best = tuple(  # what blocks have in common is the same in all
-            torch.where(spread(better, new), new, old) if new.shape[-1:] >= better.shape[-1:] else old
+        best = tuple(  # what blocks have in common is the same in all; a block may have several scales
+            torch.where(per_number(better, new.shape[-1]) if better.ndim else better, new, old)
+            if new.shape[-1:] >= better.shape[-1:]
+            else old
             for new, old in zip(scales, best, strict=True)
         )
     return best
-
-
-def spread(of_block: Tensor, scale: Tensor) -> Tensor:
-    """A truth per block, repeated for each of the block's scales; unchanged, [], where all numbers have one scale."""
-    return per_number(of_block, scale.shape[-1]) if of_block.ndim else of_block
 
 
 def hessians_of_layer(layer: LayerAssignment, statistics: LayerStatistics, recipe: Recipe) -> list[Tensor]:

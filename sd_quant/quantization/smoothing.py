@@ -64,11 +64,6 @@ def range_keeping_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: flo
     return (scale * largest / smoothed).clamp(SMALLEST_FACTOR, LARGEST_FACTOR) if smoothed > 0 else scale
 
 
-def folded(inputs: Sequence[SharedInput]) -> list[SharedInput]:
-    """The inputs unchanged: one vector each, for the producer to absorb."""
-    return list(inputs)
-
-
 def per_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
     """A separate input for every layer, without a producer: a vector and a multiplication per layer."""
     alone = [replace(shared, producer=None, modulation=None) for shared in inputs]
@@ -76,7 +71,7 @@ def per_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
 
 
 SMOOTHINGS: dict[str, Callable[[Sequence[SharedInput]], list[SharedInput]]] = {
-    "folded": folded,
+    "folded": list,  # one vector for each input, absorbed by the producer
     "modelopt": per_layer,
     "none": per_layer,  # for alpha=null, which gives no vector
 }

@@ -5,8 +5,8 @@
     Q4_K, Q5_K        x = d * s * q - dmin * m        fp16 d and dmin per 256 numbers, s and m 0..63 per 32 numbers
     Q6_K              x = d * s * q                   fp16 d per 256 numbers, s -128..127 per 16 numbers
 
-Codes q with a least number, or a minimum m, begin at zero; others lie around it. All arithmetic is fp32 in the order of
-ggml's own decoder (``dequantize_row_*`` in ggml-quants.c), equal to the bit.
+Codes q with a least number or a minimum m begin at zero. All arithmetic is fp32 in the order of ggml's own decoder
+(``dequantize_row_*`` in ggml-quants.c), equal to the bit.
 
 ``scales`` maps the smallest and the largest number of a block to the first and the last code. ``tried_scales`` begins
 with several scales near that one, for each block or sub-block, fits scale and least number to the codes by least
