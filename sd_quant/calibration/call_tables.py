@@ -109,7 +109,7 @@ def of_text(where: str, path: Path, separator: str) -> Iterator[tuple[str, dict[
 
 
 def numbers(name: str, cells: list[str]) -> list[Any]:
-    """A column's cells as numbers, if all are and its name is not that of a text."""
+    """A column's cells, as numbers if all are and the column is no prompt."""
     if PROMPT in name:
         return cells
     try:

@@ -40,7 +40,7 @@ DtypesAndShapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by the tenso
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry with a well-formed header, which nothing has been compared with yet."""
+    """An entry with a well-formed header, not yet compared with a denoiser."""
 
     path: Path
     segment: range  # numbers of its prompts
@@ -64,7 +64,7 @@ def read_statistics(
     their weights may be on the meta device. ``contract`` is the denoiser's; ``guides``: guidance doubles its batch.
     ``here`` is the ``origin`` of a pass on this machine, ``hessians`` its Hessians; entries may hold others.
     Raises ConfigError when there is no entry, or none for this number of prompts or steps, or without these Hessians;
-    ArtifactError when an entry is damaged, holds no statistics, or those of another version or another denoiser.
+    ArtifactError when an entry is damaged, or holds no statistics of this version and this denoiser.
     """
     files = [file for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]) if file.is_file()]
     if not files:
@@ -176,7 +176,7 @@ def read_entry(
 ) -> Statistics:
     """Read the statistics of an entry. ``calls`` are the shapes of the inputs of one call.
 
-    Raises ArtifactError when the tensors are not those of these layers and calls, or are damaged.
+    Raises ArtifactError when the tensors do not fit these layers and calls, or are damaged.
     """
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
     if entry.segment.start > 0 and not any(name.startswith("call|") for name in stored):
@@ -237,7 +237,7 @@ def expected_tensors(
 
 
 def expected_hessians(layers: Mapping[str, nn.Module], block: int, stored: DtypesAndShapes) -> DtypesAndShapes:
-    """The Hessians among the ``stored`` tensors of which these layers, each once, could have one."""
+    """The ``stored`` tensors that fit as Hessians of these layers, one for each layer at most."""
     expected: DtypesAndShapes = {}
     left = set(layers) if block else set()
     for key in stored:
@@ -262,7 +262,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def flattened(origin: Mapping[str, Any]) -> dict[str, str | float | None]:
-    """The texts, numbers and nulls of an origin, those of a group as ``group.name``; lists of texts are joined."""
+    """The texts, numbers and nulls of an origin, in a group as ``group.name``; lists of texts are joined."""
     flat: dict[str, Any] = {}
     for name, value in origin.items():
         flat |= {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}

@@ -51,7 +51,7 @@ TRIES, ENOUGH = 5, 1.0  # calls that are timed, and seconds after which no furth
 def origin(
     checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str, hessians: Hessians = NO_HESSIANS
 ) -> dict:
-    """Everything but ``Sampling.texts_of`` the prompts that the statistics of the layers ``names`` depend on."""
+    """All facts that the statistics of the layers ``names`` depend on, but ``Sampling.texts_of`` the prompts."""
     of = digest(*map(repr, hessians.readers))
     summed = {"hessians": {"block": hessians.block, "of": of}} if hessians.readers else {}
     return summed | {
@@ -193,7 +193,7 @@ def collect_segment(
 ) -> Statistics:
     """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU.
 
-    The images of the first batch are decoded too, for the decoder's peak, but not those of an observed pipeline.
+    Except in an observed pipeline, the images of the first batch are decoded too, for the decoder's peak.
     """
     mine = segment[subset]
     if not mine:  # more processes than prompts
@@ -248,7 +248,7 @@ def collect_segment(
 
 
 def by_part(names: Iterable[str]) -> dict[str, list[str]]:
-    """Layers by the part that stands before their names; "" are the first denoiser's."""
+    """Layers by the part in front of their names, without it; "" is the first denoiser."""
     found: dict[str, list[str]] = {"": []}
     for name in names:
         part, _, own = name.rpartition(":")
@@ -257,7 +257,7 @@ def by_part(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def of_part(hessians: Hessians, part: str) -> Hessians:
-    """Those of one denoiser's layers among ``hessians`` of several."""
+    """The Hessians of one denoiser among ``hessians`` of several."""
     named = [by_part(readers) for readers in hessians.readers]
     return Hessians(hessians.block, tuple(tuple(each[part]) for each in named if each.get(part)))
 

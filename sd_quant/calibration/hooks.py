@@ -242,7 +242,7 @@ def slot_for(priority: float, priorities: Sequence[float]) -> int | None:
 
 
 def by_layer(ranges: Mapping[tuple[str, ...], Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The ranges of each layer, of a convolution [..., 1], from those that lie side by side, largest of all."""
+    """The ranges of each layer, of a convolution [..., 1]: the largest in all tensors with ranges side by side."""
     found: dict[str, Tensor] = {}
     for names, side_by_side in ranges.items():
         widths = [1 if layer_kind(layers[name]) == "conv" else width_of(layers[name]) for name in names]

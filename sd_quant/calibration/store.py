@@ -69,7 +69,7 @@ class Entries:
 
     @contextmanager
     def claimed(self, segments: Sequence[range]) -> Iterator[range | None]:
-        """Hold in the block the lock of the first of ``segments`` of which there is no entry and nobody makes one.
+        """Hold in the block the lock of the first of ``segments`` without an entry and without another process at it.
 
         Yields the segment; None where another process has made it meanwhile, if need be after a wait for the first.
         """
@@ -85,7 +85,7 @@ class Entries:
         return self.folder / f".{self.path(segment).stem}.lock"
 
     def write(self, segment: range, statistics: Statistics) -> None:
-        """Write an entry. The caller holds the segment's lock, so partial files are those of killed processes."""
+        """Write an entry. The caller holds the segment's lock, so partial files are of killed processes."""
         for abandoned in self.folder.glob(f".{self.path(segment).name}.*.part"):
             abandoned.unlink()
         # ordered as the safetensors library does, so that equal statistics are equal bytes

@@ -1,4 +1,4 @@
-"""Presets under a limit: those of layers with which the network errs least within a given cost, such as bytes.
+"""Presets of layers within a cost, such as bytes: the choice with which the network errs least.
 
 The squared errors of the network's output, each measured with one layer quantized, are assumed to add up, as in
 ``simulation.sensitivity``. Then every layer takes one of several presets in a multiple-choice knapsack problem

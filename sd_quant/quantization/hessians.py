@@ -96,7 +96,7 @@ def rows_of(layer: nn.Module, x: Tensor, step: int) -> Tensor:
 def diagonal_blocks(hessian: Tensor, width: int, factors: Tensor | None, rotation: int) -> list[Tensor]:
     """The blocks, fp32 [n, n], of the Hessian R^T diag(factors) H diag(factors) R of smoothed and rotated inputs.
 
-    ``hessian`` is that of ``width`` inputs, ``factors`` [width] of smoothing (None: none). R rotates groups of
+    H is the ``hessian`` of ``width`` inputs, ``factors`` [width] are of smoothing (None: none). R rotates groups of
     ``rotation`` inputs, which divides the size of every block.
     """
     blocks = []

@@ -41,7 +41,7 @@ def assign_linears(
     statistics: Mapping[str, LayerStatistics],
     recipe: Recipe,
 ) -> dict[str, LayerAssignment]:
-    """The rows that change: those of the quantized readers; with folding, of all readers and of the producer.
+    """The changed rows: of the quantized readers; with folding, of all readers and of the producer.
 
     ``assignment`` holds the rows so far, with a ``reason`` where a reader stays in high precision. ``weights`` are the
     readers'; ``weight_of`` and ``bias_of`` read the producer's.

@@ -34,10 +34,10 @@ OVERSAMPLED = 8  # directions computed beyond the rank
 
 
 def low_rank(weight: Tensor, rank: int, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The branch of a weight [out, in]: ``up`` [out, rank] and ``down`` [rank, in], both fp16.
+    """The branch of a weight W [out, in]: ``up`` [out, rank] and ``down`` [rank, in], both fp16.
 
-    The product is nearest to the weight; with ``factor``, a lower triangular L [in, in], its product with L is nearest
-    to that of the weight. Each takes the square root of the singular values, so that fp16 holds both.
+    The product is nearest to W; with ``factor``, a lower triangular L [in, in], up down L is nearest to W L. Both have
+    the square root of the singular values, so that fp16 holds them.
     """
     weight = weight.float() if factor is None else weight.float() @ factor
     with torch.random.fork_rng(devices=[]):
@@ -51,7 +51,7 @@ def low_rank(weight: Tensor, rank: int, factor: Tensor | None = None) -> tuple[T
 
 
 def low_rank_of(weights: Sequence[Tensor], rank: int, factor: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-    """The branches of weights [out, in] that have one ``down``: that of the weights on top of each other."""
+    """The branches of weights [out, in] with one common ``down``, from the weights on top of each other."""
     up, down = low_rank(torch.cat(list(weights)), rank, factor)
     return [(part, down) for part in up.split([len(weight) for weight in weights])]
 

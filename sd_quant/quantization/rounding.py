@@ -94,9 +94,9 @@ def smoothed_rows(layer: LayerAssignment, statistics: LayerStatistics) -> Tensor
 
 
 def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
-    """The scales of some columns [out, n]; with ``scale_search``, those with each block's smallest squared error.
+    """The scales of some columns [out, n]; with ``scale_search``, with the smallest squared error of each block.
 
-    Without blocks a scale is that of a row, or of all of them where there is one ``amax``.
+    Without blocks there is a scale for each row, or one for all where there is one ``amax``.
     """
     if fmt.static_scale:
         amax = amax[:, None] if len(amax) > 1 else amax[0]
@@ -192,7 +192,7 @@ def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor
 
 
 def of_input(scale: Tensor, index: int, inputs: int) -> Tensor:
-    """Of a block's scales [out, n] those of one of its ``inputs``, [out, 1]; a global scale [] as it is."""
+    """The scales [out, 1] of one of a block's ``inputs`` from the block's [out, n]; a global scale [] unchanged."""
     return scale[:, index * scale.shape[1] // inputs, None] if scale.ndim else scale
 
 

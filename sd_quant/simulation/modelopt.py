@@ -47,7 +47,7 @@ class LayerQuantizer:
         return {"num_bits": 8, "axis": axis, "backend": BACKEND, "backend_extra_args": asdict(self)}
 
     def amax(self, amax, scale):
-        """The amax with which ModelOpt's quantizer uses our ``scale``; our backend takes ``amax`` itself."""
+        """The amax for ModelOpt's quantizer to use our ``scale``; for our backend, ``amax``."""
         return scale * FORMATS[self.format].largest_code if self.modelopts else amax
 
 

@@ -115,7 +115,7 @@ PROCESSORS = {  # by the name of diffusers' own, which they replace; QuantizedAt
 def heads_of(attention, stream: Stream, tokens: Tensor, context: Tensor | None = None) -> list[Tensor]:
     """Query, key and value [B, heads, tokens, head_width] of one stream, from diffusers' Attention.
 
-    Key and value are those of ``context``, by default of ``tokens``.
+    Key and value are of ``context``, by default of ``tokens``.
     """
     found, context = [], tokens if context is None else context
     for linear, norm, read in (

@@ -77,7 +77,7 @@ class Mxfp4(PerBlock):
 
 class Mxfp8(PerBlock):
     def of_peak(self, peak: Tensor) -> Tensor:
-        """In fp32 as theirs: ``frexp`` would choose the next scale for a few numbers above 448 times a power of two."""
+        """In fp32 as in ModelOpt: ``frexp`` chooses the next scale for a few numbers above 448 times a power of two."""
         exponent = (finite(peak) / FP8.QMAX).log2().ceil().clamp(SMALLEST_EXPONENT, LARGEST_EXPONENT)
         return torch.ldexp(torch.ones_like(peak), exponent.int())
 

@@ -58,7 +58,7 @@ class Integers:
 
 
 class Proportional(PerBlock):
-    """A format whose scales are those of its ``numbers`` for the largest magnitude of each block."""
+    """A format whose scales map the largest magnitude of each block to the largest of its ``numbers``."""
 
     @property
     def QMAX(self) -> float:

@@ -11,8 +11,8 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.percentile import ranges_by_step
 from sd_quant.quantization.ranges import observed_range
-from sd_quant.quantization.ranges_by_step import ranges_by_step
 from sd_quant.quantization.recipe import ROTATIONS, Enable, Pair, Recipe
 from sd_quant.quantization.rotation import rotation_matrix
 from sd_quant.quantization.row_chunks import output_amax

@@ -1,6 +1,5 @@
 """The simulation's attentions against diffusers' own, whose two products they replace; and absorbed factors."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.recipe import Recipe
-from sd_quant.simulation.modelopt import simulate
 from sd_quant.simulation.rewrite import FloatProducts, rewrite
 
 from ...joint_attention import MADE, Joint, calibrated
@@ -59,24 +57,6 @@ def test_it_is_diffusers_own_but_for_what_is_rounded(name, fmt):
             assert 5e-4 < relative_error(theirs, codes) < 0.1, attention
 
 
-@pytest.mark.parametrize("what", ["image_rotary_emb", "attention_mask"])
-@torch.no_grad()
-def test_positions_and_masks_reach_the_products(what):
-    """Without them an attention returns something else by more than rounding does."""
-    joint = calibrated("flux" if what == "image_rotary_emb" else "pixart")
-    rows, network = joint.rows("fp8"), joint.part().transformer
-    rewrite(network, {name: row for name, row in rows.items() if row.role == "attention"})
-    found = calls_of(joint, [name for name, row in rows.items() if row.attention_products])
-    heeded = {name: call for name, call in found.items() if call[1].get(what) is not None}
-    assert len(heeded) == 2
-    for name, (given, named, expected) in heeded.items():
-        made = {key: network.get_submodule(name)(*given, **named | changed) for key, changed in
-                {"with": {}, "without": {what: None}}.items()}  # fmt: skip
-        last = expected if torch.is_tensor(expected) else expected[0]
-        errors = {key: relative_error(last, y if torch.is_tensor(y) else y[0]) for key, y in made.items()}
-        assert errors["with"] < 0.06 and errors["without"] > 3 * errors["with"], (name, errors)
-
-
 @torch.no_grad()
 def test_products_in_floats_are_torchs_own_attention_and_its_mask_widens_nothing():
     """E4M3 has a relative error of 2^-4 at most, and 0.05 was measured; a masked score of -10000 has no part in it."""
@@ -93,21 +73,6 @@ def test_products_in_floats_are_torchs_own_attention_and_its_mask_widens_nothing
         assert relative_error(expected, products(root * query, root * key, value, *given)) < 0.06
     cut = products(root * query, root * key[..., :25, :], value[..., :25, :])
     torch.testing.assert_close(products(root * query, root * key, value, mask), cut)
-
-
-@pytest.mark.parametrize("name", ["flux", "pixart"])
-@pytest.mark.parametrize("fmt", ["int8", "fp8"])
-@torch.no_grad()
-def test_level_4_costs_a_network_less_than_a_decibel(name, fmt):
-    """Measured on four calls: Flux 0.2 dB in INT8 and 0.6 dB in FP8, PixArt nothing and 0.3 dB."""
-    joint, psnr = calibrated(name), dict[float, float]()
-    for level in (3.0, 4.0):
-        part = joint.part()
-        simulate(part.transformer, joint.rows(fmt, level))
-        pairs = [(joint.part()(**inputs), part(**inputs)) for inputs in map(joint.inputs, range(10, 14))]
-        exact, found = (torch.cat(each) for each in zip(*pairs, strict=True))
-        psnr[level] = -20 * math.log10(relative_error(exact, found))
-    assert psnr[3.0] - 1 < psnr[4.0] < psnr[3.0] + 1 and psnr[3.0] != psnr[4.0]
 
 
 BLOCK, SINGLE = "transformer_blocks.0", "single_transformer_blocks.0"
