@@ -51,7 +51,7 @@ class LayerAssignment:
     attention_amax: tuple[Tensor, ...] | None = None
     key_mean: Tensor | None = None  # fp32 [heads, head_width], subtracted from the keys of an attention in integers
     alpha: float | None = None
-    output_error: float | None = None  # on the sampled inputs, relative to the norm of the output, see ``error_model``
+    output_error: float | None = None  # on the sampled inputs, relative to the norm of the output, see ``row_chunks``
     fixed_alpha_error: float | None = None  # output_error with FIXED_ALPHA, where alpha was searched
 
     def weight_scales(self, weight: Tensor) -> tuple[Tensor, ...]:

@@ -146,10 +146,8 @@ class RoundedConv(nn.Module):
 
     def __init__(self, conv, weight: Tensor, layer: LayerAssignment):
         super().__init__()
-        fmt, scales = FORMATS[layer.format], layer.weight_scales(weight)
         self.format, self.bias, self.shift = layer.activation_format, conv.bias, layer.shift
-        rounded = fmt.dequantize(fmt.quantize(weight, *scales), *scales).to(conv.weight)
-        self.weight = nn.Parameter(rounded, requires_grad=False)
+        self.weight = nn.Parameter(layer.rounded_weight(weight).to(conv.weight), requires_grad=False)
         self.geometry = conv.stride, conv.padding, conv.dilation, conv.groups
         self.register_buffer("input_scale", torch.tensor(layer.activation_scale, device=weight.device))
 

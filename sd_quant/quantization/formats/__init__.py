@@ -147,7 +147,8 @@ class Format:
 
 INTEGERS, FLOATS, GGML = (f"{__name__}.{name}" for name in ("integers", "floats", "ggml"))
 E4M3, E2M1, HALF = "FLOAT8E4M3FN", "FLOAT4E2M1", ("FLOAT16",)
-ROWS = (  # name, bits, block, onnx_type, onnx_scale_types, opset, min_compute_capability, layer_tolerance, module
+FORMATS: dict[str, Format] = {row.name: row for row in (
+    # name, bits, block, onnx_type, onnx_scale_types, opset, min_compute_capability, layer_tolerance, module
     Format("int8", 8, None, "INT8", HALF, 19, 75, 3e-3, f"{INTEGERS}:INT8", attention=True, modelopt_num_bits=8,
            torch_compute_capability=(8, 0)),
     Format("fp8", 8, None, E4M3, HALF, 19, 89, 1e-2, f"{FLOATS}:FP8", attention=True, modelopt_num_bits=(4, 3),
@@ -170,8 +171,7 @@ ROWS = (  # name, bits, block, onnx_type, onnx_scale_types, opset, min_compute_c
     Format("q4_k", 4, 256, "", (), 19, 75, 2e-3, f"{GGML}:Q4_K", block_bytes=144, narrow="q5_0"),
     Format("q5_k", 5, 256, "", (), 19, 75, 2e-3, f"{GGML}:Q5_K", block_bytes=176, narrow="q5_1"),
     Format("q6_k", 6, 256, "", (), 19, 75, 2e-3, f"{GGML}:Q6_K", block_bytes=210, narrow="q8_0"),
-)  # fmt: skip
-FORMATS: dict[str, Format] = {row.name: row for row in ROWS}
+)}  # fmt: skip
 
 
 def dividing(name: str, numbers: int) -> str:
