@@ -113,8 +113,8 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     readers: dict[int, list[str]] = {}
     for name, layer in statistics.layers.items():
-        own = {"amax": layer.amax, "rows": layer.rows.values, "priority": layer.rows.priority, "folds": layer.folds}
-        tensors |= {f"{layer.kind}|{name}|{key}": each.contiguous() for key, each in own.items() if each is not None}
+        found = {"amax": layer.amax, "rows": layer.rows.values, "priority": layer.rows.priority, "folds": layer.folds}
+        tensors |= {f"{layer.kind}|{name}|{key}": each.contiguous() for key, each in found.items() if each is not None}
         if layer.hessian is not None:
             readers.setdefault(id(layer.hessian), []).append(name)
     for names in readers.values():

@@ -64,7 +64,7 @@ def statistics_of(
         )  # fmt: skip
     model, latents = load_model(checkpoint), dict[int, torch.Tensor]()
     calibrated = [part for part, recipe in loaded.part_recipes.items() if recipe.needs_inputs]
-    heard = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # they are as many as the prompts
+    heard: dict[str, Any] = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # as many as prompts
     prompts = prompts_of(rows)
     cache = output_path(job.cache.dir) / "statistics" if job.cache.dir else None
     for part, other in loaded.others.items():
@@ -73,7 +73,7 @@ def statistics_of(
         readers = tuple(tuple(f"{part}:{name}" for name in each) for each in own.readers)
         hessians = Hessians(own.block or hessians.block, (*hessians.readers, *readers))
     wanted, fabric = Pass(model, watched, prompts, sampling, hessians), fabric_for(knobs.accelerator, knobs.devices)
-    kept = {"checkpoint_sha256": checkpoint_sha256, "cache": cache}
+    kept: dict[str, Any] = {"checkpoint_sha256": checkpoint_sha256, "cache": cache}
     announce = partial(announce_calibration, knobs, sampling.steps_taken)
     statistics = calibrate(wanted, fabric, snapshots=knobs.snapshots, announce=announce, **kept, **heard)
     if calibrated:
