@@ -74,7 +74,8 @@ def calibrate_parts(
 
 def collect_parts(fabric, wanted: Mapping[str, Pass], latents: Mapping[int, Tensor] = {}) -> dict[str, Statistics]:
     """``calibrate_parts`` without the cache."""
-    model, prompts, sampling = (getattr(next(iter(wanted.values())), each) for each in ("model", "prompts", "sampling"))
+    alike = next(iter(wanted.values()))
+    model, prompts, sampling = alike.model, alike.prompts, alike.sampling
     LOG.info("calibrating %s on %d prompts", " and ".join(wanted), len(prompts))
     checkpoint, everything = model.checkpoint, range(len(prompts))
     observed = isinstance(checkpoint.family, Observed)

@@ -9,15 +9,12 @@ equal levels (docs/formats.md#attention has the reasons):
 - the scores are quantized too, and every head has its own ranges, as multiplications in front of the quantizers;
 - a cross-attention stays in high precision.
 
-A joint attention (Stable Diffusion 3, Flux) multiplies tokens of image and text at once, with linears and norms for
-each ``Stream`` and ranges over both; both streams have equally many samples.
-
-Flux rotates each pair of channels of a query and of a key by its token's position (RoPE), and sampled rows have no
-positions. The norm of a pair stays, so it is the range of queries, and of keys in floating point. The vector subtracted
-from keys in integers is their mean over ``at_positions``: nearly the keys' own where channels hardly rotate, and a
-fifth of it where they rotate fast. Ranges of such keys, and of scores, are the largest numbers there. Roads not taken,
-measured as the SNR of a small Flux with nothing but attention quantized, whose keys have biases of 0 to 6: no mean
-makes between 0.5 dB less and 0.3 dB more, and scores bounded by the norms of all pairs 0.9 to 1.6 dB less.
+A joint attention (Stable Diffusion 3, Flux) has linears and norms for each ``Stream``, and ranges over both. Flux
+rotates pairs of channels of queries and keys by a token's position (RoPE), which sampled rows lack. The norm of a pair
+stays, so it is the range of queries, and of keys in floating point. In integers mean, ranges of keys and of scores are
+taken at drawn positions (``at_positions``). Roads not taken, measured as the SNR of a small Flux with nothing but
+attention quantized, whose keys have biases of 0 to 6: no mean makes between 0.5 dB less and 0.3 dB more, and scores
+bounded by the norms of all pairs 0.9 to 1.6 dB less.
 
 Measured on two checkpoints with 16 images each: within 0.4 dB of level 3, for headrooms from 1 to 2, and with one scale
 or one per head, which is meant for networks whose heads differ more.
@@ -129,10 +126,10 @@ def pair_norms(heads: Tensor) -> Tensor:
 
 
 def at_positions(heads: Tensor, rotary: tuple[int, ...], random: torch.Generator) -> Tensor:
-    """``heads`` [heads, rows, head_width] as they are at several positions: [positions, heads, rows, head_width].
+    """``heads`` [heads, rows, head_width] at several positions: [positions, heads, rows, head_width].
 
-    First at position 0, where Flux has the text and nothing rotates, then ``DRAWS`` times each row at a random one of
-    SIDE x SIDE. ``rotary`` as in ``Heads``; where it is empty, the first is all.
+    First at position 0, where Flux has the text and nothing rotates, then, unless ``rotary`` (see ``Heads``) is empty,
+    ``DRAWS`` times each row at a random one of SIDE x SIDE.
     """
     if not rotary:
         return heads[None]
@@ -149,8 +146,8 @@ def at_positions(heads: Tensor, rotary: tuple[int, ...], random: torch.Generator
 def float_scales(layer: LayerAssignment) -> list[float]:
     """The scales of query, key, value and softmax of a row in a floating-point format.
 
-    A softmax lies in 0..1, so its range is 1 without calibration. (ModelOpt gives it the scale 1, which rounds numbers
-    below 2^-10 to zero in E4M3: half of all numbers from about 1000 tokens on.)
+    A softmax has the range 1 without calibration. (ModelOpt gives it the scale 1, which rounds numbers below 2^-10 to
+    zero in E4M3: half of all numbers from about 1000 tokens on.)
     """
     ranges = (*layer.attention_amax, torch.ones(1))
     return [FORMATS[layer.activation_format].scales(torch.empty(0), amax)[0].item() for amax in ranges]

@@ -3,13 +3,12 @@
 The squared errors of the network's output, each measured with one layer quantized, are assumed to add up, as in
 ``simulation.sensitivity``. Then every layer takes one of several presets in a multiple-choice knapsack problem
 (Kellerer et al. 2004, chapter 11), which HiGHS solves exactly for a few hundred layers in well under a second. The road
-not taken is a price per byte (Lagrangian relaxation): nearly as good, but it leaves up to a layer's bytes unused.
+not taken is a price per byte (Lagrangian relaxation), which leaves up to a layer's bytes unused.
 
-The errors do not quite add up, least where inputs are quantized: layers err on inputs that earlier layers have changed,
-and errors of one preset are alike. So the choice is measured whole, and so are all layers of each preset in it. The
-ratio to the sum of single layers is the preset's rate, which multiplies its errors for a second choice. Both choices,
-and each preset for all layers, are compared as measured. The road not taken is an integer program over pairs of layers
-(Deng et al. 2023), which requires the square of this many passes.
+The errors do not quite add up, least where inputs are quantized. So the choice is measured whole, and so are all layers
+of each preset in it. The ratio to the sum of single layers is the preset's rate, which multiplies its errors for a
+second choice. Both choices, and each preset for all layers, are compared as measured. The road not taken is an integer
+program over pairs of layers (Deng et al. 2023), which requires the square of this many passes.
 
 Linears that read one tensor are smoothed together, so they take one preset together.
 """

@@ -1,12 +1,10 @@
-"""Hessians X^T X of layers' inputs over all rows that calibration sees, in diagonal blocks.
+"""Hessians X^T X of layers' inputs over all rows that calibration sees, in diagonal blocks, for GPTQ.
 
-A whole Hessian of SDXL's widest convolution has 11520 x 11520 numbers. GPTQ needs the diagonal blocks alone: of 256
-inputs, they take 1 kB for each input of a layer.
-
-Layers that read one tensor have one Hessian, summed where the first of them reads it. The rows of a linear are all
-tokens, those of a convolution padded patches: up to ``MOST_POSITIONS`` in an image and call, every k-th position, from
-another first one in each step. Sums are fp32 in the order of calls: other batches, segments and processes change them
-by about 1e-6 of the largest diagonal, which GPTQ's damping covers.
+A whole Hessian of SDXL's widest convolution has 11520 x 11520 numbers; diagonal blocks of 256 inputs take 1 kB for each
+input of a layer. Layers that read one tensor have one Hessian, summed where the first of them reads it. The rows of a
+linear are all tokens, those of a convolution padded patches: up to ``MOST_POSITIONS`` in an image and call, every k-th
+position, from another first one in each step. Sums are fp32 in the order of calls: other batches, segments and
+processes change them by about 1e-6 of the largest diagonal, which GPTQ's damping covers.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,14 +1,13 @@
 """The rows of linears that read one tensor, and of the module that produces it and absorbs their smoothing.
 
-All readers of a tensor share one smoothing vector, so that the tensor's producer can absorb it. The recipe gives its
-alpha, or it is searched among ``ALPHAS`` for the smallest output errors of the readers.
+All readers of a tensor share one smoothing vector, so that the producer can absorb it. The recipe gives its alpha, or
+it is searched among ``ALPHAS`` for the smallest output errors of the readers.
 
 A static range has to serve prompts that calibration has not seen. Ranges of one fold of the calibrated prompts clip the
-other fold as the whole range clips unseen prompts. This error counts in the search: where prompts differ much, the
-search takes a smaller alpha, or more quiet channels (``smoothing.QUIET``). Without it, the network's error on a trained
-checkpoint was 3.5 % with calibrated prompts and 4.9 % with others, nearly all of the difference by clipping in the
-second linears of feed-forwards. The roads not taken: wider ranges, which cost more than they gain where prompts are
-alike, and ranges that hold the other fold whole, which few rows reach.
+other fold as the whole range clips unseen prompts, and this error counts in the search. Without it, the network's error
+on a trained checkpoint was 3.5 % with calibrated prompts and 4.9 % with others, by clipping in the second linears of
+feed-forwards. The roads not taken: wider ranges, which cost more than they gain where prompts are alike, and ranges
+that hold the other fold whole, which few rows reach.
 """
 
 import itertools

@@ -2,24 +2,19 @@
 
     W = up @ down + residual        y = Q(x) Q(residual)^T + (x down^T) up^T
 
-Smoothing has moved the outliers of the input ``x`` into a few directions of the weight. SVDQuant's branch (Li et al.
-2024) takes the largest singular ones, and the residual has small, even numbers. Branch and quantized product both read
-the smoothed input.
-
-A branch can be refitted to the error E that rounding the residual has left. The error of the output, E X^T for inputs
-X, has the norm of E L with L L^T = X^T X. So the branch is that of E L, times the inverse of L (Zhang et al. 2024,
-"LQER", whose L is diagonal).
-
-Query, key and value of one input may share ``down``: the branch is that of their weights on top of each other, and a
-kernel that computes the three at once multiplies with one.
+SVDQuant's branch (Li et al. 2024) takes the largest singular directions, into which smoothing has moved the outliers of
+the input ``x``; the residual has small, even numbers. A branch can be refitted to the error E of rounding the residual.
+The error of the output, E X^T for inputs X, has the norm of E L with L L^T = X^T X, so the branch is that of E L, times
+the inverse of L (Zhang et al. 2024, "LQER", whose L is diagonal). Query, key and value of one input may share ``down``,
+for a kernel that computes the three at once.
 
 torch's randomized method (Halko et al. 2009) takes a hundredth of the time of a full decomposition for a 10240x1280
 weight at rank 32. With four power iterations its residual is within 1 % of the smallest possible (tested).
 
 A LoRA beside a quantized linear joins its branch, as in nunchaku (``lora/flux/nunchaku_converter.py``); PEFT and
 ComfyUI's bypass (``comfy/weight_adapter/bypass.py``) add the same product to the layer's output. ``rewritten`` takes
-the branch from weights with the LoRA fused: so the weight without the LoRA is quantized, and what fp16 takes from the
-two factors is rounded with it. Layers in high precision have the LoRA fused.
+the branch from weights with the LoRA fused: so the weight without the LoRA is quantized, and fp16's rounding of the two
+factors with it. Layers in high precision have the LoRA fused.
 """
 
 from collections.abc import Sequence

@@ -4,12 +4,11 @@
 are so coarse that some blocks err less when their largest number becomes 4 (four over six, Cook et al. 2025). Every
 block, or every row of a format without blocks, takes the best of the format's ``tried_scales``.
 
-**GPTQ** (Frantar et al. 2022) rounds one input after the other and compensates the error of the output in the inputs
-that follow. With the inverse of the Hessian H = X^T X of the layer's inputs, and U its upper Cholesky factor, rounding
-w_j to q_j changes w_k by -(w_j - q_j) U_jk / U_jj for all k > j. Compensation stays within ``COLUMNS`` inputs, which
-bounds time and memory. X are the sampled rows, fewer than the inputs, so H is damped far more than with a whole
-calibration set. With ``Recipe.hessian`` calibration has summed H over all rows in diagonal blocks (``hessians``),
-within which compensation then stays.
+**GPTQ** (Frantar et al. 2022) compensates the rounding of one input in the inputs that follow. With the inverse of the
+Hessian H = X^T X of the layer's inputs, and U its upper Cholesky factor, rounding w_j to q_j changes w_k by
+-(w_j - q_j) U_jk / U_jj for all k > j, within ``COLUMNS`` inputs, which bounds time and memory. X are the sampled rows,
+fewer than the inputs, so H is damped far more than with a whole calibration set. With ``Recipe.hessian`` H is of all
+rows, in diagonal blocks (``hessians``), within which compensation then stays.
 """
 
 from collections.abc import Callable, Iterable, Sequence

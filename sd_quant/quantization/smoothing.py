@@ -9,12 +9,11 @@ channel that is never active gets 1, where ModelOpt's mask usually keeps the cla
 The module that produces the input can absorb the factors: a norm in its gain and bias, a linear in the rows of its
 weight. Where the input is ``norm * (1 + scale) + shift``, the linear that makes scale and shift absorbs them: with p
 for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift. All readers of the input then share one
-vector, and ``w`` is taken over all their weights. ModelOpt multiplies before every layer instead, each with its own
-vector.
+vector, and ``w`` is taken over all their weights. ModelOpt multiplies before every layer, each with its own vector.
 
-Equation 4 amplifies the channels that calibration saw quiet. Where another prompt wakes one, a static range clips it:
-in the worst image of a trained checkpoint, a channel of a feed-forward reached 4.8 times the smoothed range. So where
-alpha is searched for a static range, the number of quiet channels (``awake``) is searched with it, see ``linears``.
+Equation 4 amplifies quiet channels, and a static range clips one that another prompt wakes: in the worst image of a
+trained checkpoint, a channel reached 4.8 times the smoothed range. So where alpha is searched for a static range, the
+number of quiet channels (``awake``) is searched with it, see ``linears``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ They hold ranges for each denoising step, per channel for a linear and per promp
 every recipe; for a linear also the ranges of two folds of the prompts, an estimate of unseen prompts' ranges; and a
 small sample of inputs to measure errors on. A row of the sample is the input of one output element: a token for a
 linear, a padded patch for a convolution. Rows of the lowest random priorities are kept, so statistics of disjoint
-prompts merge exactly, in any order. Hessians, which only a recipe with ``hessian`` takes, are sums, and merge to
-rounding.
+prompts merge exactly, in any order; Hessians, which only a recipe with ``hessian`` takes, to rounding.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,9 @@
 """Matrix products of codes on a GPU in one Triton kernel, with scales, bias and the cast to the model's dtype.
 
 torch's INT8 product leaves int32 sums to write and read again, and torch has no convolution of codes. Here a
-convolution is an implicit GEMM: the left operand is gathered while it is multiplied, so nothing is unfolded in memory.
-A linear is a 1 x 1 convolution. For FP8 in blocks, each product of 128 inputs is multiplied by the scales of both sides
-before it is added, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+convolution is an implicit GEMM, with nothing unfolded in memory, and a linear a 1 x 1 convolution. For FP8 in blocks,
+each product of 128 inputs is multiplied by the scales of both sides before it is added, as in DeepSeek-V3 (arXiv
+2412.19437, section 3.3).
 
 Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once. The roads
 not taken: CUTLASS, which is better tuned but needs a build system; and a kernel that dequantizes weights of four bits

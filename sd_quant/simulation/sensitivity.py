@@ -1,8 +1,7 @@
 """The sensitivity of layers to quantization, for a choice of layers to keep in fp16.
 
 A layer's sensitivity is the relative error of the whole network's output when only that layer is quantized, on network
-inputs sampled during calibration, after guidance: an error common to both halves counts once, an error in their
-difference is multiplied by the guidance scale. Squared errors of single layers are assumed to add up, as small and
+inputs sampled during calibration, after guidance. Squared errors of single layers are assumed to add up, as small and
 independent ones do; then the best n layers to keep are the n most sensitive ones. A measured curve with several layers
 kept at once tests that. The road not taken is an integer program over pairs of layers, which requires the square of
 this many passes.

@@ -8,12 +8,11 @@
 Codes q with a least number or a minimum m begin at zero. All arithmetic is fp32 in the order of ggml's own decoder
 (``dequantize_row_*`` in ggml-quants.c), equal to the bit.
 
-``scales`` maps the smallest and the largest number of a block to the first and the last code. ``tried_scales`` begins
-with several scales near that one, for each block or sub-block, fits scale and least number to the codes by least
-squares, as ggml's ``make_qkx2_quants`` does, and keeps the best. Of a K-quant d and dmin are fitted once more when s
-and m are integers. Gaussian numbers' squared error is 1 to 20 % below that of other encoders (``test_ggml``). Not
-taken: ggml's weights in that fit, ``|x|`` plus its root mean square, which stand for unknown inputs; GPTQ knows them
-here.
+``scales`` maps the smallest and the largest number of a block to the first and the last code. ``tried_scales`` fits
+scales near that one, and least numbers, to the codes by least squares, as ggml's ``make_qkx2_quants`` does, block by
+block, and keeps the best; d and dmin once more when s and m are integers. Gaussian numbers' squared error is 1 to 20 %
+below that of other encoders (``test_ggml``). Not taken: ggml's weights in that fit, ``|x|`` plus its root mean square,
+which stand for unknown inputs; GPTQ knows them here.
 
 No DequantizeLinear of ONNX has two levels of scales, or a least number that is no multiple of the scale, so graphs hold
 the decoded weight in fp16.
