@@ -54,7 +54,7 @@ def test_ranges_are_those_of_the_encoders_own_texts(model, whole):
     layer = model.modules["text_encoder"].get_submodule(name)
     hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].abs().flatten(0, -2).amax(0)))
     for prompt in PROMPTS:
-        pipeline_of(model.checkpoint, model.torch_engines()).call.pipe.encode_prompt([prompt], ["rain"])
+        pipeline_of(model.checkpoint, model.torch_engines()).call.pipe.encode_prompt([prompt], negative_prompt=["rain"])
     hook.remove()
     assert torch.equal(whole["clip1"].layers[name].amax[0], torch.stack(seen).amax(0))
 

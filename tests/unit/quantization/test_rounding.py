@@ -105,7 +105,7 @@ def test_gptq_is_the_published_update(fmt):
     assert torch.isclose(numbers, published(weight, rows, fmt), rtol=1e-4).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("fmt", SEARCHED)
+@pytest.mark.parametrize("fmt", [*SEARCHED, "fp8"])
 def test_every_block_has_the_best_scale_of_those_tried(fmt):
     """Tried one by one, and for whole rows the error is smaller than with the format's own scale."""
     weight = drawn(OUTPUTS, WIDE) ** 3
