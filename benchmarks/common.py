@@ -16,7 +16,7 @@ import yaml
 from hydra import compose
 from torch import Tensor, nn
 
-from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.collection import Pass, calibrate, fabric_for
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.composition import composing, job_of
@@ -35,7 +35,7 @@ from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
-from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.recipe import Recipe, excluded
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import fingerprint, machine
 from sd_quant.simulation.modelopt import quantizer_configs
@@ -86,10 +86,9 @@ class Subject:
         linears = {name for name, layer in self.model.denoiser.named_modules() if isinstance(layer, nn.Linear)}
         names = [name for name in self.roles if name in self.names or name in linears]
         checkpoint = fingerprint(self.path)["sha256"] if cached else ""
-        return calibrate(
-            self.model, names, self.prompts, Sampling(steps, GUIDANCE, self.size, self.size, 1, SEED),
-            checkpoint_sha256=checkpoint, cache=STATISTICS if cached else None, accelerator="cpu", hessians=hessians,
-        )  # fmt: skip
+        sampling = Sampling(steps, GUIDANCE, self.size, self.size, 1, SEED)
+        wanted, cache = Pass(self.model, names, self.prompts, sampling, hessians), STATISTICS if cached else None
+        return calibrate(wanted, fabric_for("cpu"), checkpoint_sha256=checkpoint, cache=cache)
 
     def assignment(
         self, statistics: Statistics, recipe: Recipe, kept: Collection[str] = (), exclude: Collection[str] = (),
@@ -101,9 +100,8 @@ class Subject:
         linears = [name for name, role in self.roles.items() if role != "conv"]
         return derive(
             self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe,
-            family.shared_inputs(linears), kept, family.attentions(self.model.denoiser), exclude=exclude,
-            bias_of=lambda name: weights.get(f"{name}.bias"), recipes=recipes,
-            gain_of=lambda name: weights.get(f"{name}.weight"),
+            family.shared_inputs(linears), {**recipes, **dict.fromkeys(kept, "kept"), **excluded(self.roles, exclude)},
+            family.attentions(self.model.denoiser), lambda name: weights.get(f"{name}.bias"),
         )  # fmt: skip
 
 

@@ -106,12 +106,12 @@ def derived(checkpoint, network, recipe, attentions: Mapping[str, Any] | None = 
     shapes = {name: tuple(network.get_submodule(name).weight.shape) for name in roles}
     inputs = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
 
-    def optional(kind: str):
-        return lambda name: weights[found] if (found := f"{name}.{kind}") in weights else None
+    def bias_of(name: str):
+        return weights[bias] if (bias := f"{name}.bias") in weights else None
 
     return derive(
         roles, lambda name: weights[f"{name}.weight"], statistics_of(roles, shapes), recipe, inputs,
-        attentions=attentions or {}, bias_of=optional("bias"), gain_of=optional("weight"),
+        attentions=attentions or {}, bias_of=bias_of,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from safetensors.torch import load_file, save_file
     from torch import Tensor
 
-    from sd_quant.calibration.collection import calibrate
+    from sd_quant.calibration.collection import Pass, calibrate, fabric_for
     from sd_quant.calibration.store import pack, unpack
     from sd_quant.checkpoints.nemo import open_nemo
     from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
@@ -69,7 +69,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.derivation import derive
-    from sd_quant.quantization.recipe import reason_kept
+    from sd_quant.quantization.recipe import excluded, reason_kept
 
 PARTS = ("unet_xl", "vae", "clip1", "clip2")
 TORCH, UNQUANTIZED = "torch", "unquantized"
@@ -133,7 +133,8 @@ def calibration(options: argparse.Namespace) -> dict:
     names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
     size = min(STATISTICS_SIZE, options.size)
     sampling = Sampling(STATISTICS_STEPS, GUIDANCE, size, size, 1, SEED)
-    found, seconds = timed(lambda: calibrate(model, names, [PROMPT], sampling, checkpoint_sha256="", accelerator="cpu"))
+    wanted = Pass(model, names, [PROMPT], sampling)
+    found, seconds = timed(lambda: calibrate(wanted, fabric_for("cpu"), checkpoint_sha256=""))
     with atomic_path(statistics_file(options)) as temporary:
         save_file(pack(found), temporary)
     return {"seconds": seconds, "bytes": statistics_file(options).stat().st_size}
@@ -151,7 +152,7 @@ def derived(options: argparse.Namespace, checkpoint: NemoCheckpoint, recipe: Qua
     return derive(
         roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles),
         attentions=attentions(empty_modules(checkpoint)["unet"]),
-        exclude=recipe.exclude.get("sdxl", ()), bias_of=lambda name: weights.get(f"{name}.bias"),
+        exceptions=excluded(roles, recipe.exclude.get("sdxl", ())), bias_of=lambda name: weights.get(f"{name}.bias"),
     )  # fmt: skip
 
 

@@ -92,7 +92,6 @@ class Joint:
         roles = family.layer_roles(self.network)
         given = {
             "attentions": family.attentions(self.network), "bias_of": lambda name: parameters.get(f"{name}.bias"),
-            "gain_of": lambda name: parameters.get(f"{name}.weight"),
         }  # fmt: skip
         inputs = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
         weight_of = lambda name: parameters[f"{name}.weight"]  # noqa: E731

@@ -136,7 +136,14 @@ class Calibrated:
     def derived(self, recipe: Recipe, kept: Collection[str] = ()) -> dict[str, LayerAssignment]:
         weights = self.part().unet
         weight_of = lambda name: weights.get_submodule(name).weight  # noqa: E731
-        return derive(self.roles, weight_of, self.statistics.layers, recipe, shared_inputs(self.roles), kept)
+        return derive(
+            self.roles,
+            weight_of,
+            self.statistics.layers,
+            recipe,
+            shared_inputs(self.roles),
+            dict.fromkeys(kept, "kept"),
+        )
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,8 @@
 | `.csv`, `.tsv` | a path | paths between `;` or `|`, or a folder, whose images are taken by name |
 | `.jsonl` (an object a line), `.parquet` | a path | a list of paths, or a folder |
 
-Paths are relative to the table's folder. Which arguments are images is decided by their names and values, see
-``files.image_files.files_of``, because the annotations of diffusers' calls name tensors for many. Rows are taken in
-their order: unlike prompts, that were drawn from a data set, they belong together with what was made for them.
+Paths are relative to the table's folder. Names and values decide which arguments are images, see
+``files.image_files.files_of``, because diffusers annotates many as tensors. Rows are taken in their order.
 """
 
 import json
@@ -15,8 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sd_quant.calibration.prompt_layouts import SEPARATORS, cells_of, lines, split
-from sd_quant.calibration.prompts import LONGEST_PROMPT, MOST_BYTES, check_readable
+from sd_quant.calibration.prompts import LONGEST_PROMPT, MOST_BYTES, SEPARATORS, cells_of, check_readable, lines, split
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import refusing
 from sd_quant.files.image_files import files_of, named_files
@@ -33,10 +31,10 @@ class Row(NamedTuple):
 
 
 def read_rows(knob: str, path: Path) -> list[Row]:
-    """The rows of the table that ``knob`` names, whose images exist; none is opened.
+    """The rows of the table that ``knob`` names. Images are not opened.
 
-    Raises ConfigError for another kind of file, a row without a prompt or an image, and a cell that is no value of an
-    argument; ArtifactError for a table that is too large or damaged.
+    Raises ConfigError for another kind of file, a row without a prompt or an existing image, and a cell that is no
+    value of an argument; ArtifactError for a table that is too large or damaged.
     """
     where = f"{knob}: {path}"
     if path.suffix.lower() not in KINDS or not path.is_file():
@@ -96,7 +94,7 @@ def rows_in(where: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def of_text(where: str, path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a table whose header names its columns. A column is one of numbers where each of its cells is one."""
+    """The rows of a table whose header names its columns. A column of numbers has numbers in all of its cells."""
     (_, header), *rows = [(number, line.rstrip("\r")) for number, line in lines(path) if line.strip()] or [(1, "")]
     names = [name.strip() for name in split(header, separator) or [""]]
     if len(set(names)) != len(names) or not all(map(str.isidentifier, names)):
@@ -111,7 +109,7 @@ def of_text(where: str, path: Path, separator: str) -> Iterator[tuple[str, dict[
 
 
 def numbers(name: str, cells: list[str]) -> list[Any]:
-    """A column's cells as numbers, if all are and its name is not that of a text."""
+    """A column's cells, as numbers if all are and the column is no prompt."""
     if PROMPT in name:
         return cells
     try:

@@ -1,16 +1,14 @@
-"""Reads calibration statistics that were collected elsewhere (``calibration=<entry or folder>``).
-
-Without a GPU one can use entries from the cache of somebody who has one (``store``); an entry describes itself, so its
-file is all that has to be sent.
+"""Reads entries of another machine's cache of statistics (``calibration=<entry or folder>``), which describe
+themselves.
 
 Entries are not trusted. The shapes in the header are compared with those of this checkpoint's denoiser before any
 tensor is read, so no file can make us allocate more than the statistics of this denoiser take. The digest detects
 damage and altered descriptions. It is not a signature: whoever recomputes it can claim any ranges, which spoils the
 images and nothing else.
 
-The road not taken is to require the origin that a pass would have here, as the cache does: the same weights in another
-file have another hash, and another device is the reason to use such entries. The layers have to fit; all other
-differences are logged.
+The road not taken is to require the origin of a pass here, as the cache does: the same weights in another file have
+another hash, and another device is the reason to use such entries. The layers have to fit; other differences are
+logged.
 """
 
 import json
@@ -42,7 +40,7 @@ DtypesAndShapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by the tenso
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry with a well-formed header, which nothing has been compared with yet."""
+    """An entry with a well-formed header, not yet compared with a denoiser."""
 
     path: Path
     segment: range  # numbers of its prompts
@@ -62,14 +60,16 @@ def read_statistics(
 ) -> Statistics:
     """Read the statistics of the first ``calib_size`` prompts from an entry or a folder of entries.
 
-    ``layers`` are the denoiser's layers to calibrate, by name, and ``optional`` those that entries may have besides;
-    their weights may be on the meta device. ``contract`` is the denoiser's, and ``guides`` says whether guidance
-    doubles its batch. ``here`` is the ``origin`` that a pass on this machine would have, and ``hessians`` what it would
-    sum; entries may hold others.
+    ``layers`` are the denoiser's layers to calibrate, by name, and ``optional`` further ones that entries may have;
+    their weights may be on the meta device. ``contract`` is the denoiser's; ``guides``: guidance doubles its batch.
+    ``here`` is the ``origin`` of a pass on this machine, ``hessians`` its Hessians; entries may hold others.
     Raises ConfigError when there is no entry, or none for this number of prompts or steps, or without these Hessians;
-    ArtifactError when an entry is damaged, holds no statistics, or those of another version or another denoiser.
+    ArtifactError when an entry is damaged, or holds no statistics of this version and this denoiser.
     """
-    opened = [open_entry(file) for file in entries_at(path)]
+    files = [file for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]) if file.is_file()]
+    if not files:
+        raise ConfigError(f"calibration names {path}, where no statistics are; give an entry of a cache or its folder")
+    opened = [open_entry(file) for file in files]
     origins = {entry.metadata["origin"] for entry in opened}
     if len(origins) > 1:
         raise ArtifactError(f"{path} holds statistics of {len(origins)} origins, expected one; give a folder for each")
@@ -117,14 +117,6 @@ def read_statistics(
     if different := differences(there, here):
         LOG.info("these statistics were collected otherwise than here: %s", ", ".join(different))
     return statistics
-
-
-def entries_at(path: Path) -> list[Path]:
-    """The files of entries: ``path`` itself or those in the folder. Raises ConfigError when there are none."""
-    files = [file for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]) if file.is_file()]
-    if not files:
-        raise ConfigError(f"calibration names {path}, where no statistics are; give an entry of a cache or its folder")
-    return files
 
 
 def open_entry(path: Path) -> Entry:
@@ -184,21 +176,22 @@ def read_entry(
 ) -> Statistics:
     """Read the statistics of an entry. ``calls`` are the shapes of the inputs of one call.
 
-    An entry without the first prompt may hold no calls, as when all its images are of another size than the first one.
-    Raises ArtifactError when the tensors are not those of these layers and calls, or are damaged.
+    Raises ArtifactError when the tensors do not fit these layers and calls, or are damaged.
     """
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
     if entry.segment.start > 0 and not any(name.startswith("call|") for name in stored):
-        calls = {}
+        calls = {}  # as when all images are of another size than the first one
     there = {name: layer for name, layer in optional.items() if f"{layer_kind(layer)}|{name}|amax" in stored}
     expected = expected_tensors({**layers, **there}, calls, entry.segment.stop, steps, stored)
     expected |= expected_hessians({**layers, **there}, block_of(json.loads(entry.metadata["origin"])), stored)
     if wrong := [name for name in expected | stored if stored.get(name) != expected.get(name)]:
         count, first = len({name.rpartition("|")[0] for name in wrong}), wrong[0]
+        both = (stored.get(first), expected.get(first))
+        found, instead = (f"{each[0]} {list(each[1])}" if each else "nothing" for each in both)
         raise ArtifactError(
             f"{entry.path} is of another UNet: beside the {len(layers)} layers of this checkpoint's, {count} layers or "
-            f"inputs are missing, unknown or of another shape, the first is {first!r:.200}, {shown(stored.get(first))} "
-            f"instead of {shown(expected.get(first))}; give statistics that fit, or collect them with calibration=null"
+            f"inputs are missing, unknown or of another shape, the first is {first!r:.200}, {found} "
+            f"instead of {instead}; give statistics that fit, or collect them with calibration=null"
         )
     tensors = {name: tensor.read() for name, tensor in entry.tensors.items()}
     if content_digest(entry.metadata["origin"], entry.metadata["prompts"], tensors) != entry.metadata["digest"]:
@@ -227,11 +220,13 @@ def expected_tensors(
         kind, width = layer_kind(layer), width_of(layer)
         sample = f"{kind}|{name}"
         count = rows(sample, ROWS)
-        expected[f"{sample}|amax"] = torch.float32, (prompts, steps) if kind == "conv" else (steps, width)
+        expected |= {
+            f"{sample}|amax": (torch.float32, (prompts, steps) if kind == "conv" else (steps, width)),
+            f"{sample}|rows": (torch.float16, (count, width)),
+            f"{sample}|priority": (torch.float64, (count,)),
+        }
         if kind == "linear":
             expected[f"{sample}|folds"] = torch.float32, (2, width)
-        expected[f"{sample}|rows"] = torch.float16, (count, width)
-        expected[f"{sample}|priority"] = torch.float64, (count,)
     count = rows(f"call|{next(iter(calls), '')}", CALLS)  # the same calls for every input
     for name in [name for name in stored if name.count("|") == 2 and name.startswith("peak|")][:MOST_PARTS]:
         expected[name] = torch.float64, ()
@@ -242,7 +237,7 @@ def expected_tensors(
 
 
 def expected_hessians(layers: Mapping[str, nn.Module], block: int, stored: DtypesAndShapes) -> DtypesAndShapes:
-    """The Hessians among the ``stored`` tensors of which these layers, each once, could have one."""
+    """The ``stored`` tensors that fit as Hessians of these layers, one for each layer at most."""
     expected: DtypesAndShapes = {}
     left = set(layers) if block else set()
     for key in stored:
@@ -256,11 +251,6 @@ def expected_hessians(layers: Mapping[str, nn.Module], block: int, stored: Dtype
     return expected
 
 
-def shown(tensor: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
-    """The dtype and shape of a tensor for a message."""
-    return f"{tensor[0]} {list(tensor[1])}" if tensor else "nothing"
-
-
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """The differences of two origins but the checkpoint's, for a message: ``sampling.seed 7 (here 42)``."""
     first, second = flattened(there), {"sampling.sizes": None} | flattened(here)  # absent where there is one size
@@ -272,7 +262,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def flattened(origin: Mapping[str, Any]) -> dict[str, str | float | None]:
-    """The texts, numbers and nulls of an origin, those of a group as ``group.name``; lists of texts are joined."""
+    """The texts, numbers and nulls of an origin, in a group as ``group.name``; lists of texts are joined."""
     flat: dict[str, Any] = {}
     for name, value in origin.items():
         flat |= {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}

@@ -1,13 +1,12 @@
 """Runs the calibration pass: the pipeline on the calibration prompts, without decoding images.
 
 Prompts are calibrated in segments that end at the snapshots, and each segment is cached when it is done. So a cancelled
-pass continues at the last snapshot, and a larger calib_size costs only the prompts that it adds. When several processes
-need the same statistics, on one machine or on several that share the cache, each takes a segment that nobody makes, and
-waits only when none is left; one that dies costs its segment. Merged in their order, the result is that of one process.
+pass continues at the last snapshot, and a larger calib_size costs only the prompts that it adds. Jobs that need the
+same statistics, on machines that share the cache too, each take a segment that nobody makes, and wait only when none is
+left. Merged in their order, the result is that of one process.
 
-Lightning Fabric chooses the device. On one device the pass runs in this process. For several, Fabric starts a process
-each, which calibrates some of the segment's prompts and writes its statistics to a file; merging the files is exact,
-of Hessians to rounding.
+Lightning Fabric chooses the device. For several devices it starts a process each, which calibrates some of the
+segment's prompts and writes its statistics to a file; merging the files is exact, of Hessians to rounding.
 """
 
 import logging
@@ -15,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -52,7 +51,7 @@ TRIES, ENOUGH = 5, 1.0  # calls that are timed, and seconds after which no furth
 def origin(
     checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str, hessians: Hessians = NO_HESSIANS
 ) -> dict:
-    """Everything but ``Sampling.texts_of`` the prompts that the statistics of the layers ``names`` depend on."""
+    """All facts that the statistics of the layers ``names`` depend on, but ``Sampling.texts_of`` the prompts."""
     of = digest(*map(repr, hessians.readers))
     summed = {"hessians": {"block": hessians.block, "of": of}} if hessians.readers else {}
     return summed | {
@@ -72,36 +71,44 @@ def segments_of(start: int, stop: int, snapshots: Iterable[int]) -> list[range]:
     return [range(first, last) for first, last in zip([start, *ends], ends, strict=False)]
 
 
+@dataclass(frozen=True)
+class Pass:
+    """The layers and prompts of which statistics are collected."""
+
+    model: LoadedModel
+    names: Sequence[str]  # layers of the first denoiser; of another one ``<part>:<layer>``
+    prompts: Sequence[str]
+    sampling: Sampling
+    hessians: Hessians = NO_HESSIANS  # of some of these layers
+
+    def entries(self, cache: Path, checkpoint_sha256: str, device: str, **more: str) -> Entries:
+        """The entries in the cache. ``more`` are further facts that the statistics depend on."""
+        # a checkpoint can be opened with other names of inputs, with fewer text encoders, and with other arguments
+        inputs = digest(key_of(self.model.checkpoint))
+        made_from = origin(checkpoint_sha256, self.names, self.sampling, device, self.hessians)
+        return Entries(cache, made_from | {"inputs": inputs} | more, self.sampling.texts_of(self.prompts))
+
+
 def calibrate(
-    model: LoadedModel,
-    names: Sequence[str],
-    prompts: Sequence[str],
-    sampling: Sampling,
+    wanted: Pass,
+    fabric,
     *,
     checkpoint_sha256: str,
-    snapshots: Iterable[int] = (),
     cache: Path | None = None,
-    accelerator: str = "auto",
-    devices: int = 1,
+    snapshots: Iterable[int] = (),
     announce: Callable[[str, int, float | None], object] | None = None,
     on_latent: OnLatent = lambda number, latent: None,
-    hessians: Hessians = NO_HESSIANS,
 ) -> Statistics:
-    """The statistics of the denoiser's layers ``names`` over all ``prompts``, from the cache where it has them.
+    """The statistics of all layers over all prompts, from the cache where it has them; other denoisers' are in
+    ``parts``.
 
-    Those of another denoiser, named ``<part>:<layer>``, are collected in the same pass and are the part's.
-    ``hessians`` of some of these layers are summed besides.
-    ``announce`` is called before the first prompt, unless the cache has all, with the type of the device, the number of
-    prompts to calibrate and the seconds that a call of the denoiser takes (None for several processes).
-    ``on_latent`` gets the number and what is decoded of each prompt that does not come from the cache, fp32 [C, h, w].
-    Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite, ResourceError when there
-    are fewer GPUs than ``devices``.
+    ``fabric`` is that of ``fabric_for``. ``announce`` is called before the first prompt, unless the cache has all, with
+    the type of the device, the number of prompts to calibrate and the seconds of a call of the denoiser (None for
+    several processes). ``on_latent`` gets number and final latent, fp32 [C, h, w], of each prompt not in the cache.
+    Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite.
     """
-    fabric = fabric_for(accelerator, devices)
-    # a checkpoint can be opened with other names of inputs, with fewer text encoders, and with other arguments
-    inputs = digest(key_of(model.checkpoint))
-    made_from = origin(checkpoint_sha256, names, sampling, fabric.device.type, hessians) | {"inputs": inputs}
-    entries = Entries(cache, made_from, sampling.texts_of(prompts)) if cache else None
+    prompts, processes = wanted.prompts, fabric.world_size
+    entries = wanted.entries(cache, checkpoint_sha256, fabric.device.type) if cache else None
     merged, done = Statistics({}, {}), 0
     while done < len(prompts):
         if entries and (entry := entries.longest(done, len(prompts))):
@@ -114,17 +121,12 @@ def calibrate(
                 if segment is None:  # another process has made the first of them, or has died
                     continue
                 if announce:
-                    one_of_each = [sampling.of_image(number) for number in range(len(sampling.sizes or [None]))]
-                    times = (seconds_of_a_call(fabric, model, names, image, hessians) for image in one_of_each)
-                    seconds = fmean(times) if devices == 1 else None
-                    announce(fabric.device.type, len(prompts) - done, seconds)
+                    sizes = len(wanted.sampling.sizes or [None])
+                    times = (seconds_of_a_call(fabric, wanted, wanted.sampling.of_image(each)) for each in range(sizes))
+                    announce(fabric.device.type, len(prompts) - done, fmean(times) if processes == 1 else None)
                 announce = None
-                arguments = (names, prompts, segment, sampling, hessians)
-                statistics = (
-                    collect_segment(fabric, model, *arguments, on_latent=on_latent)
-                    if devices == 1
-                    else collect_in_processes(fabric, model.checkpoint, on_latent, *arguments)
-                )
+                collect_all = collect_segment if processes == 1 else collect_in_processes
+                statistics = collect_all(fabric, wanted, segment, on_latent=on_latent)
                 if entries:
                     entries.write(segment, statistics)
             if segment.start != done:  # others make those before it
@@ -132,28 +134,27 @@ def calibrate(
         merged = merge([merged, statistics])
         done = segment.stop
     reached = merged.layers.keys() | {f"{part}:{name}" for part, own in merged.parts.items() for name in own.layers}
-    if unreached := [name for name in names if name not in reached]:
+    if unreached := [name for name in wanted.names if name not in reached]:
         LOG.warning("%d layers were never reached during calibration, such as %s", len(unreached), unreached[0])
     if entries:
         LOG.info("statistics: %s; use them elsewhere with calibration=%s", entries.folder, entries.folder)
     return merged
 
 
-def seconds_of_a_call(
-    fabric, model: LoadedModel, names: Sequence[str], sampling: Sampling, hessians: Hessians = NO_HESSIANS
-) -> float:
+def seconds_of_a_call(fabric, wanted: Pass, sampling: Sampling) -> float:
     """The seconds that the denoiser takes for a batch while statistics are collected, the least of some calls.
 
     The road not taken is to count operations, from which the time of a small network cannot be predicted.
     """
-    checkpoint, name = model.checkpoint, model.checkpoint.family.DENOISER
+    model, checkpoint, name = wanted.model, wanted.model.checkpoint, wanted.model.checkpoint.family.DENOISER
     contract, samples = model.contracts[name], samples_per_image(checkpoint, sampling.guidance_scale)
     fabric.to_device(model.parts[name])
     shapes = contract.shapes_for(samples * sampling.batch_size, sampling.width, sampling.height)
     inputs = {each: filled(each, shape, contract.dtypes[each]) for each, shape in shapes.items()}
-    layers = {layer: model.denoiser.get_submodule(layer) for layer in names if ":" not in layer}
+    layers = {layer: model.denoiser.get_submodule(layer) for layer in wanted.names if ":" not in layer}
     batch, engine, seconds = range(sampling.batch_size), model.torch_engine(name), list[float]()
-    watched = collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}, hessians=of_part(hessians, ""))
+    hessians = of_part(wanted.hessians, "")
+    watched = collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}, hessians=hessians)
     with suppress(SdQuantError), watched:
         while len(seconds) < TRIES and sum(seconds) < ENOUGH:
             start = perf_counter()
@@ -163,11 +164,11 @@ def seconds_of_a_call(
     return min(seconds, default=0.0)
 
 
-def fabric_for(accelerator: str, devices: int):
+def fabric_for(accelerator: str, devices: int = 1):
     """Lightning's Fabric for ``devices`` processes; ``accelerator`` "auto" takes GPUs where there are any.
 
-    Lightning's advice to start with srun, although only sweeps use Slurm, and to multiply in TF32 is not shown.
-    Raises ResourceError when there are fewer GPUs than ``devices``.
+    Lightning's advice to start with srun and to multiply in TF32 is not shown. Raises ResourceError when there are
+    fewer GPUs than ``devices``.
     """
     from lightning.fabric import Fabric
 
@@ -188,27 +189,20 @@ def fabric_for(accelerator: str, devices: int):
 
 
 def collect_segment(
-    fabric,
-    model: LoadedModel,
-    names: Sequence[str],
-    prompts: Sequence[str],
-    segment: range,
-    sampling: Sampling,
-    hessians: Hessians = NO_HESSIANS,
-    subset: slice = slice(None),
-    on_latent: OnLatent = lambda number, latent: None,
+    fabric, wanted: Pass, segment: range, subset: slice = slice(None), on_latent: OnLatent = lambda number, latent: None
 ) -> Statistics:
     """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU.
 
-    The images of the first batch are decoded too, for the decoder's peak, but not those of an observed pipeline.
+    Except in an observed pipeline, the images of the first batch are decoded too, for the decoder's peak.
     """
     mine = segment[subset]
     if not mine:  # more processes than prompts
         return Statistics({}, {})
-    checkpoint = model.checkpoint
-    encodes = sampling.source is not None or isinstance(checkpoint.family, Observed)
-    unused = {"vae"} if encodes else {"vae", VAE_ENCODER}
-    decoder = "vae" if 0 in mine and not isinstance(checkpoint.family, Observed) else None
+    model, sampling = wanted.model, wanted.sampling
+    checkpoint, steps = model.checkpoint, sampling.steps_taken
+    is_observed = isinstance(checkpoint.family, Observed)
+    unused = {"vae"} if is_observed or sampling.source is not None else {"vae", VAE_ENCODER}
+    decoder = "vae" if 0 in mine and not is_observed else None
     used = [part for part in model.parts if part not in unused or part == decoder]
     networks = {part: network_in(checkpoint.parts()[part], model.parts[part]) for part in used}
     whole = [number for number in segment if sampling.size_of(number) == sampling.size_of(0)]
@@ -221,36 +215,30 @@ def collect_segment(
         layers = {name: network.get_submodule(name) for name in own}
         linears = [name for name, layer in layers.items() if layer_kind(layer) == "linear"]
         text, some_steps = text_readers(place.family.shared_inputs(linears)), checkpoint.family.SOME_STEPS
-        wanted = draw(own, segment, sampling.steps_taken, sampling.seed, text, whole, some_steps=some_steps)
+        rows = draw(own, segment, steps, sampling.seed, text, whole, some_steps=some_steps)
         return collect(
-            model.parts[place.family.DENOISER], layers, mine, sampling.steps_taken,
-            lambda: (now["step"], now["batch"]), wanted, denoiser_part(place).contract.batched,
-            of_part(hessians, part),
+            model.parts[place.family.DENOISER], layers, mine, steps, lambda: (now["step"], now["batch"]), rows,
+            denoiser_part(place).contract.batched, of_part(wanted.hessians, part),
         )  # fmt: skip
 
-    calls, title = len(sampling.batches(mine)) * sampling.steps_taken, f"prompts {segment.start + 1} to {segment.stop}"
+    calls, title = len(sampling.batches(mine)) * steps, f"prompts {segment.start + 1} to {segment.stop}"
     with (
         on_device(fabric, model, used),
         progress(calls, f"calibrate on {title}") as advance,
         ExitStack() as stack,
         watch(networks) as peaks,
     ):
-        collected = {part: stack.enter_context(collecting(part, own)) for part, own in by_part(names).items()}
+        collected = {part: stack.enter_context(collecting(part, own)) for part, own in by_part(wanted.names).items()}
 
         def on_step(step: int) -> None:
             if (step, now["batch"]) != (now.get("step"), now.get("counted")):  # once for all calls of a step
                 advance()
             now.update(step=step, counted=now["batch"])
 
-        pipeline = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})
-        made = pipeline(
-            prompts,
-            sampling,
-            numbers=mine,
-            decode=[0] if decoder else (),
-            on_batch=lambda numbers: now.update(batch=numbers),
-            on_step=on_step,
-        )
+        made = pipeline_of(checkpoint, {part: model.torch_engine(part) for part in used})(
+            wanted.prompts, sampling, numbers=mine, decode=[0] if decoder else (),
+            on_batch=lambda numbers: now.update(batch=numbers), on_step=on_step,
+        )  # fmt: skip
         for number, latent in zip(mine, made.decoded or (), strict=made.decoded is not None):
             on_latent(number, latent)
     statistics = collected.pop("")
@@ -260,7 +248,7 @@ def collect_segment(
 
 
 def by_part(names: Iterable[str]) -> dict[str, list[str]]:
-    """Layers by the part that stands before their names; "" are the first denoiser's."""
+    """Layers by the part in front of their names, without it; "" is the first denoiser."""
     found: dict[str, list[str]] = {"": []}
     for name in names:
         part, _, own = name.rpartition(":")
@@ -269,14 +257,14 @@ def by_part(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def of_part(hessians: Hessians, part: str) -> Hessians:
-    """Those of one denoiser's layers among ``hessians`` of several."""
+    """The Hessians of one denoiser among ``hessians`` of several."""
     named = [by_part(readers) for readers in hessians.readers]
     return Hessians(hessians.block, tuple(tuple(each[part]) for each in named if each.get(part)))
 
 
 @contextmanager
 def on_device(fabric, model: LoadedModel, parts: Sequence[str]) -> Iterator[None]:
-    """Move these parts to the device, and back to the CPU behind the block."""
+    """Move these parts to the device for the block."""
     for part in parts:
         fabric.to_device(model.parts[part])
     try:
@@ -286,14 +274,12 @@ def on_device(fabric, model: LoadedModel, parts: Sequence[str]) -> Iterator[None
             model.parts[part].to("cpu")
 
 
-def collect_in_processes(fabric, checkpoint: Checkpoint, on_latent: OnLatent, *arguments) -> Statistics:
-    """The statistics of a segment, collected by several processes, each of which loads the model.
-
-    ``on_latent`` as for ``calibrate``. ``arguments`` are those of ``collect_segment`` after the model.
-    """
+def collect_in_processes(fabric, wanted: Pass, segment: range, on_latent: OnLatent) -> Statistics:
+    """``collect_segment`` by several processes, each of which loads the model."""
     with tempfile.TemporaryDirectory() as folder:
         # a partial, because Fabric rebuilds the collections among launch's arguments and cannot rebuild a range
-        fabric.launch(partial(collect_in_one_process, checkpoint, Path(folder), arguments))
+        asked = (wanted.names, wanted.prompts, wanted.sampling, wanted.hessians)
+        fabric.launch(partial(collect_in_one_process, wanted.model.checkpoint, asked, segment, Path(folder)))
         if failures := sorted(Path(folder).glob("*.error")):
             raise SdQuantError(failures[0].read_text(encoding="utf-8"))
         for path in sorted(Path(folder).glob("*.latents")):
@@ -302,7 +288,7 @@ def collect_in_processes(fabric, checkpoint: Checkpoint, on_latent: OnLatent, *a
         return merge([unpack(load_file(path)) for path in sorted(Path(folder).glob("*.safetensors"))])
 
 
-def collect_in_one_process(checkpoint: Checkpoint, folder: Path, arguments: tuple, fabric) -> None:
+def collect_in_one_process(checkpoint: Checkpoint, asked: tuple, segment: range, folder: Path, fabric) -> None:
     """Run by each process: write the statistics of its prompts, or an SdQuantError, to a file for the parent."""
     rank, processes = fabric.global_rank, fabric.world_size
     if fabric.device.type == "cpu":
@@ -310,7 +296,7 @@ def collect_in_one_process(checkpoint: Checkpoint, folder: Path, arguments: tupl
     try:
         latents: dict[str, torch.Tensor] = {}
         statistics = collect_segment(
-            fabric, load_model(checkpoint), *arguments, subset=slice(rank, None, processes),
+            fabric, Pass(load_model(checkpoint), *asked), segment, slice(rank, None, processes),
             on_latent=lambda number, latent: latents.update({str(number): latent.clone()}),
         )  # fmt: skip
         save_file(latents, folder / f"{rank}.latents")

@@ -1,16 +1,15 @@
 """Hooks that collect statistics of the layers' inputs while the pipeline runs (see ``quantization.statistics``).
 
-The rows that a sample keeps are drawn before the pass. Each position has a random priority, which depends on the seed,
-the layer and the prompt alone, and the lowest priorities are kept. So results do not depend on where and in which order
-prompts run. The road not taken is reservoir sampling (Vitter's algorithm R), which depends on the order and draws a
-random number for every row.
+The rows of a sample are drawn before the pass. Each position has a random priority, which depends on the seed, the
+layer and the prompt alone, and the lowest are kept. So results depend neither on the order of the prompts nor on where
+they run. The road not taken is reservoir sampling (Vitter's algorithm R), which depends on the order and draws a random
+number for every row.
 
-The first token of a text is unlike all others: in SDXL it is 80 times as large (MixDQ, Zhao et al. 2024). A random
-sample may miss it, and a range without it clips it in every image. So a layer that reads the text always has the first
-prompt's first token in its sample.
+The first token of a text is unlike all others: in SDXL it is 80 times as large (MixDQ, Zhao et al. 2024), and a range
+without it clips it in every image. So a layer that reads the text always has the first prompt's first token in its
+sample.
 
-Each prompt adds 4 bytes per step and convolution to the statistics. Collecting them takes about twice as much memory as
-they have. Hessians, where a recipe takes any, are summed in place (``quantization.hessians``).
+Each prompt adds 4 bytes per step and convolution to the statistics, whose collection takes about twice their memory.
 """
 
 import math
@@ -60,7 +59,7 @@ def draw(
     """Draw the rows to keep of each layer, and under the name "" the calls to keep of the whole network.
 
     The layers in ``text`` read the text. Calls, which must be of one shape, are kept of the prompts in ``whole``, by
-    default of all. Of a network that is called in ``some_steps``, nobody knows yet in which, more are drawn.
+    default of all. For a network that is called in ``some_steps``, unknown ones, more rows are drawn.
     """
     times = min(steps, MOST_DRAWN) if some_steps else 1
     wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
@@ -83,8 +82,8 @@ def draw(
 def take_row(layer: nn.Module, x: Tensor, place: float, index: int = 0, batch: int = 1) -> Tensor:
     """One row [width] of the matrix that ``layer`` multiplies: a token, or a padded patch of a convolution's input.
 
-    ``x`` [samples * batch, ...] is the layer's input. ``place`` in 0..1 is the row's position among all rows of the
-    prompt that is the ``index``-th of the ``batch``. The row may be a view.
+    ``x`` [samples * batch, ...] is the layer's input, ``place`` in 0..1 the position among all rows of the prompt with
+    this ``index`` in the batch. The row may be a view.
     """
     if not isinstance(layer, nn.Conv2d):
         tokens = math.prod(x.shape[1:-1])
@@ -125,14 +124,15 @@ def collect(
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
     """
     kinds = {name: layer_kind(layer) for name, layer in layers.items()}
-    rows = {}  # filled as far as there are priorities; on the layer's device, so that nothing waits for a copy
-    for name, layer in layers.items():
-        device = layer.get_parameter("weight").device
-        rows[name] = torch.empty(ROWS, width_of(layer), dtype=torch.float16, device=device)
-    sums: dict[str, Tensor] = {}  # Hessians by the first of the layers that read the tensor
-    for first, *_ in hessians.readers:
-        shape = blocks_of(width_of(layers[first]), hessians.block)
-        sums[first] = torch.zeros(shape, device=layers[first].get_parameter("weight").device)
+    devices = {name: layer.get_parameter("weight").device for name, layer in layers.items()}
+    rows = {  # filled as far as there are priorities; on the layer's device, so that nothing waits for a copy
+        name: torch.empty(ROWS, width_of(layer), dtype=torch.float16, device=devices[name])
+        for name, layer in layers.items()
+    }
+    sums = {  # Hessians by the first of the layers that read the tensor
+        first: torch.zeros(blocks_of(width_of(layers[first]), hessians.block), device=devices[first])
+        for first, *_ in hessians.readers
+    }
     priorities: dict[str, list[float]] = {name: [] for name in layers}
     calls: list[Statistics] = []
     seen: dict[str, Tensor] = {}  # ranges of each layer's input in this call of the module, [samples, width]
@@ -194,18 +194,15 @@ def collect(
             if not torch.isfinite(amax_of_call).all():
                 raise not_finite(seen, step, batch)
             by_prompt = amax_of_call.view(-1, len(batch), amax_of_call.shape[1]).amax(0)
-            if kind == "linear":
-                if names not in ranges:
-                    ranges[names] = by_prompt.new_zeros(steps, by_prompt.shape[1])
-                    folds[names] = by_prompt.new_zeros(2, by_prompt.shape[1])
-                ranges[names][step] = torch.maximum(ranges[names][step], by_prompt.amax(0))
-                for fold in {prompt % 2 for prompt in batch}:
-                    mine = [index for index, prompt in enumerate(batch) if prompt % 2 == fold]
-                    folds[names][fold] = torch.maximum(folds[names][fold], by_prompt[mine].amax(0))
-            else:
-                if names not in ranges:
-                    ranges[names] = amax_of_call.new_zeros(max(prompts) + 1, steps, len(names))
-                ranges[names][batch, step] = torch.maximum(ranges[names][batch, step], by_prompt)
+            linear = kind == "linear"
+            if names not in ranges:
+                ranges[names] = by_prompt.new_zeros(*(() if linear else (max(prompts) + 1,)), steps, by_prompt.shape[1])
+            place, own = (step, by_prompt.amax(0)) if linear else ((batch, step), by_prompt)
+            ranges[names][place] = torch.maximum(ranges[names][place], own)
+            for fold in {prompt % 2 for prompt in batch} if linear else ():
+                mine = [index for index, prompt in enumerate(batch) if prompt % 2 == fold]
+                of_folds = folds.setdefault(names, by_prompt.new_zeros(2, by_prompt.shape[1]))
+                of_folds[fold] = torch.maximum(of_folds[fold], by_prompt[mine].amax(0))
         seen.clear()
         last[:] = None, None, None
 
@@ -217,13 +214,15 @@ def collect(
             hooks.enter_context(layer.register_forward_pre_hook(partial(observe, name), with_kwargs=True))
         yield statistics
     called = sorted(steps_called)  # a denoiser may be one of several, each called in some of the steps
-    of_folds = by_layer(folds, layers)
+    folds_of_layers = by_layer(folds, layers)
     for name, layer_amax in by_layer(ranges, layers).items():
         layer_amax = layer_amax[..., called, :] if len(called) < steps else layer_amax
         layer_amax = layer_amax[..., 0] if kinds[name] == "conv" else layer_amax
         values = rows.pop(name)[: len(priorities[name])].clamp_(-65504, 65504)  # fp16 made larger ones infinite
         sample = Sample(values.cpu(), torch.tensor(priorities[name], dtype=torch.float64))
-        statistics.layers[name] = LayerStatistics(kinds[name], layer_amax, lowest([sample], ROWS), of_folds.get(name))
+        statistics.layers[name] = LayerStatistics(
+            kinds[name], layer_amax, lowest([sample], ROWS), folds_of_layers.get(name)
+        )
     for readers in hessians.readers:
         if readers[0] in statistics.layers:
             hessian = sums.pop(readers[0]).cpu()
@@ -233,7 +232,7 @@ def collect(
 
 
 def slot_for(priority: float, priorities: Sequence[float]) -> int | None:
-    """Where a row goes among those of these ``priorities``: behind them, in the last one's place, or nowhere."""
+    """The place of a row among rows of these ``priorities``: behind them, that of the last one, or None."""
     if priority == FIRST_OF_ALL and priority in priorities:  # a text's first token is the same in all steps
         return None
     if len(priorities) < ROWS:
@@ -243,7 +242,7 @@ def slot_for(priority: float, priorities: Sequence[float]) -> int | None:
 
 
 def by_layer(ranges: Mapping[tuple[str, ...], Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The ranges of each layer, of a convolution [..., 1], from those that lie side by side, largest of all."""
+    """The ranges of each layer, of a convolution [..., 1]: the largest in all tensors with ranges side by side."""
     found: dict[str, Tensor] = {}
     for names, side_by_side in ranges.items():
         widths = [1 if layer_kind(layers[name]) == "conv" else width_of(layers[name]) for name in names]

@@ -1,10 +1,9 @@
 """The largest activations of each part that runs in calibration, and a warning where fp16 would not hold them.
 
-Outputs of all modules without children are watched, and inputs of norms: a residual stream is in no module's output
-where it is added up, but the next norm reads it. Torch computes in fp32 here, so nothing overflows; the file may be
-fp16. Half of fp16's largest number is the limit, because other prompts have other outliers. Watching takes about 6 % of
-a pass of the shipped SDXL on a processor. The road not taken is to compute in fp16 and look for infinities, which says
-nothing of what nearly overflows.
+Outputs of all modules without children are watched, and inputs of norms, which read residual streams. Torch computes in
+fp32 here, so nothing overflows; the file may be fp16. Half of fp16's largest number is the limit, because other prompts
+have other outliers. Watching takes about 6 % of a pass of the shipped SDXL on a processor. The road not taken is to
+compute in fp16 and look for infinities: near overflows would stay unknown.
 """
 
 import logging
@@ -27,10 +26,7 @@ LARGEST = torch.finfo(torch.float16).max / 2
 
 @contextmanager
 def watch(networks: Mapping[str, nn.Module]) -> Iterator[dict[str, Peak]]:
-    """Find the largest magnitude in the activations of each network, by part, while the ``with`` block runs them.
-
-    The yielded peaks are empty until the block ends.
-    """
+    """Yield the peaks of each network, by part, which the end of the ``with`` block fills in."""
     largest: dict[tuple[str, str], Tensor] = {}
     last: deque[weakref.ref[Tensor]] = deque(maxlen=2)  # most inputs are the output before, or are read three times
 

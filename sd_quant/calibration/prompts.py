@@ -1,20 +1,45 @@
-"""Reads, draws and keeps prompts. Their text is hostile: it must be UTF-8 and is bounded; it never becomes part of a
-path."""
+"""Reads, draws and keeps prompts.
 
+Their text is hostile: it must be UTF-8 and is bounded, and it never becomes part of a path. Prompt sets are read in the
+layouts in which they are published; suffix and names of columns or entries alone decide which one it is:
+
+| layout | file | text | category |
+|---|---|---|---|
+| PartiPrompts (github.com/google-research/parti) | `.tsv` | column `Prompt` | `Category`, or `Challenge` |
+| DrawBench (Saharia et al. 2022) | `.csv` | column `Prompts` | `Category` |
+| MLPerf's captions of COCO | `.tsv` | column `caption` | none |
+| MJHQ-30K (playgroundai) | `.json` | `prompt` of each entry by id | `category` |
+| COCO's captions | `.json` | `caption` of each of `annotations` | none |
+| a prompt a line | any other | the line | none |
+"""
+
+import csv
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from sd_quant.calibration.prompt_layouts import rows_of
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import check_downloaded, refusing, write_text
+from sd_quant.text import one_line
 
 MOST_BYTES = 48 * 2**20  # COCO's captions of 2014 take 31 MiB
 LONGEST_PROMPT = 2000  # characters; CLIP reads 77 tokens
 KEPT = "prompts.tsv"  # the drawn prompts in the folder of a run
+TEXTS = ("caption", "prompt", "prompts")  # columns and entries that hold the prompt, in lower case
+CATEGORY = "category"
+SEPARATORS = {".tsv": "\t", ".csv": ","}
+NAMES = {"\t": "tabs", ",": "commas"}
+ADVICE = {
+    "\t": "put one tab between two columns and none into a text",
+    ",": "put one comma between two columns, and quotation marks around a text that has some",
+}
+JSON = ".json"
+MOST_ROWS = 1_000_000
 T = TypeVar("T")
+Row = tuple[str, str, str | None]  # the place in the file, for people; text and category
 
 
 class Prompt(NamedTuple):
@@ -28,11 +53,11 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_prompt_set(path: Path, category: str | None = None) -> list[Prompt]:
-    """The non-empty lines of a text file, or the prompts of a data set with their categories, see ``prompt_layouts``.
+    """The non-empty lines of a text file, or the prompts of a data set with their categories.
 
     ``category`` is the column or entry with the category, if it has another name than usual. A byte order mark is
-    accepted. Raises ConfigError when there is no such file or no prompt in it, when a prompt is too long, and what
-    ``rows_of`` raises; ArtifactError when the file is too large.
+    accepted. Raises ConfigError when there is no such file or no prompt in it, for another layout, a prompt that is too
+    long, bytes that are not UTF-8, and a row without a category where others have one; ArtifactError for a large file.
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")
@@ -62,8 +87,8 @@ def check_readable(what: str, path: Path, advice: str) -> None:
 def draw_prompts(prompts: Sequence[T], count: int, seed: int) -> list[T]:
     """``count`` prompts drawn at random without replacement; a smaller draw is the beginning of a larger one.
 
-    They are ordered by the SHA-256 of seed and position: unlike a library's generator, that is the same everywhere and
-    in every version. Raises ValueError when there are fewer prompts.
+    They are ordered by the SHA-256 of seed and position, the same everywhere and in every version of a library. Raises
+    ValueError when there are fewer prompts.
     """
     if not 0 <= count <= len(prompts):
         raise ValueError(f"{count} prompts cannot be drawn from {len(prompts)}")
@@ -74,8 +99,7 @@ def draw_prompts(prompts: Sequence[T], count: int, seed: int) -> list[T]:
 def draw_evenly(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     """``count`` prompts, of every category as many or one more; a category that has fewer gives all.
 
-    Categories are dealt in turn, each in the order of ``draw_prompts``, so a smaller draw is the beginning of a larger
-    one here too. Raises ValueError when there are fewer prompts.
+    Categories are dealt in turn, each in the order of ``draw_prompts``. Otherwise as ``draw_prompts``.
     """
     draw_prompts(prompts, count, seed)
     drawn, dealt = draw_prompts(prompts, len(prompts), seed), Counter[str | None]()
@@ -99,3 +123,152 @@ def write_prompts(prompts: Sequence[Prompt], path: Path) -> None:
 def cell(text: str) -> str:
     text = text.replace("\t", " ")
     return '"{}"'.format(text.replace('"', '""')) if text[:1] == text[-1:] == '"' else text
+
+
+def is_data_set(path: Path) -> bool:
+    """Whether the file is a table or JSON, whose prompts are drawn at random; a text file's are taken in its order."""
+    return path.suffix.lower() in (*SEPARATORS, JSON)
+
+
+def rows_of(path: Path, category: str | None = None) -> Iterator[Row]:
+    """The places, texts and categories of a file, see ``read_prompt_set``."""
+    kind = path.suffix.lower()
+    if kind in SEPARATORS:
+        return table_rows(path, SEPARATORS[kind], category)
+    if kind == JSON:
+        return json_rows(path, category)
+    if category is not None:
+        raise ConfigError(f"prompt file {path} is a text without categories, expected a .tsv, .csv or .json that has "
+                          f"{category!r}; leave infer.prompts_category out")  # fmt: skip
+    return ((f"line {number}", line, None) for number, line in lines(path))
+
+
+def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row]:
+    """The rows of a table, a line each, so that an unclosed quotation mark cannot swallow the lines after it."""
+    rows = ((number, line.rstrip("\r")) for number, line in lines(path))
+    _, header = next(rows)
+    names = [name.strip().lower() for name in split(header, separator) or [header]]
+    if len(found := [name for name in names if name in TEXTS]) != 1:
+        raise ConfigError(
+            f"prompt file {path} begins with {header[:100]!r}, expected a header line with one column "
+            f"{' or '.join(map(repr, TEXTS))} between {NAMES[separator]}; add that line, or name the file .txt when it "
+            "holds one prompt a line"
+        )
+    wanted = (category or CATEGORY).strip().lower()
+    if category is not None and wanted not in names:
+        raise ConfigError(
+            f"prompt file {path} has the columns {one_line(', '.join(names), 200)}, expected {category!r} among them; "
+            "name another with infer.prompts_category"
+        )
+    for number, row in rows:
+        if not row:
+            continue
+        columns = cells_of(f"prompt file {path}", number, row, separator, len(names))
+        text, of = columns[names.index(found[0])].strip(), None
+        if text and wanted in names:
+            of = stated(path, f"line {number}", columns[names.index(wanted)])
+        yield f"line {number}", text, of
+
+
+def cells_of(where: str, number: int, row: str, separator: str, count: int) -> list[str]:
+    """The columns of the row in this line. Raises ConfigError unless there are as many as the header's ``count``."""
+    columns = split(row, separator)
+    if columns is None:
+        raise ConfigError(
+            f"{where} has a quotation mark in line {number} that does not end there, or a cell of over "
+            f"{csv.field_size_limit()} characters; double quotation marks inside of a text, and keep a row on one line"
+        )
+    if len(columns) != count:
+        raise ConfigError(
+            f"{where} has {len(columns)} columns in line {number}, expected {count} as in its header; "
+            f"{ADVICE[separator]}"
+        )
+    return columns
+
+
+def split(row: str, separator: str) -> list[str] | None:
+    """The columns of a row, without the quotation marks around them; None where one is not closed.
+
+    Between tabs nothing else of CSV is parsed: some texts of PartiPrompts end with a quotation mark.
+    """
+    if separator == "\t":
+        return [unquoted(column) for column in row.split("\t")]
+    try:
+        return next(csv.reader([row], strict=True), [])
+    except csv.Error:
+        return None
+
+
+def unquoted(column: str) -> str:
+    """The column without the marks that MLPerf's file puts around captions that hold some."""
+    column = column.strip()
+    if len(column) > 1 and column[0] == column[-1] == '"':
+        return column[1:-1].replace('""', '"')
+    return column
+
+
+def json_rows(path: Path, category: str | None) -> Iterator[Row]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"prompt file {path} is not JSON ({one_line(error, 200)}); download it again") from error
+    entries = content if isinstance(content, Mapping) else {}
+    listed = entries.get("annotations")
+    entries = dict(enumerate(listed)) if isinstance(listed, list) else entries
+    check_number(path, len(entries), "entries")
+    if not entries or not all(isinstance(entry, Mapping) for entry in entries.values()):
+        raise unknown_layout(path)
+    wanted = category or CATEGORY
+    categorized = category is not None or any(wanted in entry for entry in entries.values())
+    for name, entry in entries.items():
+        place = f"entry {one_line(name, 50)}"
+        texts = [entry[key] for key in entry if key in TEXTS]
+        if len(texts) != 1 or not isinstance(texts[0], str):
+            raise unknown_layout(path, f" in {place}")
+        yield place, plain(path, place, texts[0]), stated(path, place, entry.get(wanted)) if categorized else None
+
+
+def check_number(path: Path, number: int, what: str) -> None:
+    """Raises ConfigError for more than a data set has; COCO's captions of 2014 are 414,113."""
+    if number > MOST_ROWS:
+        raise ConfigError(f"prompt file {path} has {number} {what}, at most {MOST_ROWS} work; draw some of them")
+
+
+def unknown_layout(path: Path, where: str = "") -> ConfigError:
+    return ConfigError(
+        f"prompt file {path} has an unknown layout{where}, expected MJHQ's {{id: {{category, prompt}}}} or COCO's "
+        "{annotations: [{caption}]}; write prompts with a category into a .tsv with the columns Prompt and Category"
+    )
+
+
+def stated(path: Path, place: str, category: object) -> str:
+    """The category of a row. Raises ConfigError where it has none."""
+    text = plain(path, place, category) if isinstance(category, str) else ""
+    if not 0 < len(text) <= 200:
+        raise ConfigError(
+            f"prompt file {path} has a prompt without a category in {place}, expected one of up to 200 characters as "
+            "others have; write it there, or leave the prompt out"
+        )
+    return text
+
+
+def plain(path: Path, place: str, text: str) -> str:
+    """The text on one line. Raises ConfigError for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"prompt file {path} is not UTF-8 in {place}; save it as UTF-8") from error
+    return " ".join(text.split())
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file, numbered from 1. Raises ConfigError naming the line and byte that are not UTF-8."""
+    content = path.read_bytes()
+    check_number(path, content.count(b"\n"), "lines")
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        try:
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"prompt file {path} is not UTF-8 at line {number}, byte {error.start + 1}; save it as UTF-8"
+            ) from error

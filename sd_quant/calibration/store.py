@@ -1,11 +1,9 @@
 """Caches statistics on disk, in a folder named by a hash of everything but the prompts that they depend on.
 
-An entry is a file with the statistics of consecutive prompts. A larger calib_size continues where a smaller one ended,
-and a smaller one uses the entries that a larger one left at its snapshots.
-
-Entries are safetensors files, which execute nothing when read. Their header has the origin, the prompts, and a digest
-of both and of the tensors. An entry that is damaged or of another origin is not used; its prompts are calibrated again.
-``collected_elsewhere`` reads entries without an origin to compare with.
+An entry is a safetensors file, which executes nothing when read, with the statistics of consecutive prompts. A larger
+calib_size continues where a smaller one ended, and a smaller one uses entries of a larger one's snapshots. The header
+has the origin, the prompts, and a digest of both and of the tensors. An entry that is damaged or of another origin is
+not used; its prompts are calibrated again.
 """
 
 import hashlib
@@ -71,7 +69,7 @@ class Entries:
 
     @contextmanager
     def claimed(self, segments: Sequence[range]) -> Iterator[range | None]:
-        """Hold in the block the lock of the first of ``segments`` of which there is no entry and nobody makes one.
+        """Hold in the block the lock of the first of ``segments`` without an entry and without another process at it.
 
         Yields the segment; None where another process has made it meanwhile, if need be after a wait for the first.
         """
@@ -87,7 +85,7 @@ class Entries:
         return self.folder / f".{self.path(segment).stem}.lock"
 
     def write(self, segment: range, statistics: Statistics) -> None:
-        """Write an entry. The caller holds the segment's lock, so partial files are those of killed processes."""
+        """Write an entry. The caller holds the segment's lock, so partial files are of killed processes."""
         for abandoned in self.folder.glob(f".{self.path(segment).name}.*.part"):
             abandoned.unlink()
         # ordered as the safetensors library does, so that equal statistics are equal bytes
@@ -109,20 +107,14 @@ def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor
 def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
     """The tensors of an entry: ``linear|<layer>|amax``, ``conv|<layer>|rows``, ``call|<input>|priority``, ...
 
-    ``hessian|<layer>,<layer>|blocks`` is the Hessian of layers that read one tensor. ``peak|<part>|<place>`` is the
-    largest magnitude of a part's activations, a number. Names of another denoiser's begin with ``<part>:``.
+    ``hessian|<layer>,<layer>|blocks`` is the Hessian of layers that read one tensor, ``peak|<part>|<place>`` the
+    largest magnitude of a part's activations, a number. Names of another denoiser begin with ``<part>:``.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for name, layer in statistics.layers.items():
-        tensors |= {
-            f"{layer.kind}|{name}|amax": layer.amax.contiguous(),
-            f"{layer.kind}|{name}|rows": layer.rows.values.contiguous(),
-            f"{layer.kind}|{name}|priority": layer.rows.priority.contiguous(),
-        }
-        if layer.folds is not None:
-            tensors[f"{layer.kind}|{name}|folds"] = layer.folds.contiguous()
     readers: dict[int, list[str]] = {}
     for name, layer in statistics.layers.items():
+        found = {"amax": layer.amax, "rows": layer.rows.values, "priority": layer.rows.priority, "folds": layer.folds}
+        tensors |= {f"{layer.kind}|{name}|{key}": each.contiguous() for key, each in found.items() if each is not None}
         if layer.hessian is not None:
             readers.setdefault(id(layer.hessian), []).append(name)
     for names in readers.values():

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from sd_quant.calibration.call_tables import Row
-from sd_quant.calibration.prompt_layouts import is_data_set
-from sd_quant.calibration.prompts import draw_prompts
+from sd_quant.calibration.prompts import draw_prompts, is_data_set
 from sd_quant.config.comparison import ALL, WAYS, CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import CALIBRATION_TABLE, Model, prompts_of

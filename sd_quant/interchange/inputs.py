@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_quant.quantization.formats import e2m1, int4, nvfp4
+from sd_quant.quantization.formats import e2m1, nvfp4
+from sd_quant.quantization.formats.integers import INT4
 from sd_quant.quantization.rotation import rotation_matrix
 
 LARGEST_FP8 = 448.0  # of E4M3
@@ -187,13 +188,13 @@ class BlockInteger:
     def __call__(self, x: Tensor) -> Tensor:
         offset = 0.0 if self.offset is None else self.offset.to(x.device)
         low, high = (-7, 7) if self.offset is None else (0, 15)
-        blocks = in_blocks(x.float() + offset, int4.BLOCK)
+        blocks = in_blocks(x.float() + offset, INT4.size)
         scale = blocks.abs().amax(-1, keepdim=True) / high
         codes = torch.where(scale > 0, blocks / scale, 0.0).round().clamp(low, high)
         return ((codes * scale).flatten(-2)[..., : x.shape[-1]] - offset).to(x)
 
     def __str__(self) -> str:
-        return f"{'int4' if self.offset is None else 'uint4'}, a scale for {int4.BLOCK} numbers"
+        return f"{'int4' if self.offset is None else 'uint4'}, a scale for {INT4.size} numbers"
 
 
 @dataclass(frozen=True)

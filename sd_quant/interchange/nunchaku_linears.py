@@ -39,8 +39,9 @@ from sd_quant.interchange.weights import Assignment, codes_and_scales, quantized
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.numbers import up_to
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import e2m1, int4, nvfp4
+from sd_quant.quantization.formats import e2m1, nvfp4
 from sd_quant.quantization.formats.blocks import per_number
+from sd_quant.quantization.formats.integers import INT4
 
 ENDS = (
     "qweight", "wscales", "wcscales", "wtscale", "wzeros", "smooth_factor", "smooth_factor_orig",
@@ -49,7 +50,7 @@ ENDS = (
 SHIFT = 0.171875  # SHIFT_GELU in gemm_w4a4_launch_impl.cuh; the smallest number that a GELU makes is -0.17
 MAX_RANK = 1024
 ZERO = 8  # the code of W4A16 that stands for 0 where we write
-BLOCKS = {"int4": int4.BLOCK, "nvfp4": nvfp4.BLOCK}
+BLOCKS = {"int4": INT4.size, "nvfp4": nvfp4.BLOCK}
 
 
 def linears_of(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, LayerTensors]:
@@ -177,13 +178,13 @@ def w4a4_layer(parts: Sequence[Stored], rows: slice) -> tuple[QuantizedLayer, La
 
 
 GROUPS = Packing(lambda stored, shape: stored.T[:, : shape[1]])  # some pad them
-W4A16 = Layout("awq int4", f"1 for {int4.BLOCK} numbers", (
+W4A16 = Layout("awq int4", f"1 for {INT4.size} numbers", (
     Piece("qweight", "N/4 K/2", (torch.int32,), NUMBERS, packing=Packing(
         lambda stored, shape: tiles.unpacked(tiles.awq_codes(*shape), stored)
     )),
     Piece("wscales", "K/64 N|K/64^16 N", FLOAT_SCALES, packing=GROUPS),
     Piece("wzeros", "K/64 N|K/64^16 N", FLOAT_SCALES, ADDED, packing=GROUPS),
-), "nunchaku's loader", columns=int4.BLOCK)  # fmt: skip
+), "nunchaku's loader", columns=INT4.size)  # fmt: skip
 
 
 def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1) -> QuantizedLayer:
@@ -290,13 +291,13 @@ def smooth_of(linear: Written, dtype: torch.dtype) -> Tensor:
 def w4a16_tensors(weight: Readable, chunks: int, dtype: torch.dtype) -> dict[str, LazyTensor]:
     """The tensors of a weight [rows, columns], rounded to nearest, whose ``chunks`` of rows take turns."""
     rows, columns = weight.shape
-    groups = columns // int4.BLOCK
+    groups = columns // INT4.size
 
     def numbers() -> tuple[Tensor, Tensor]:
         natural = interleaved(weight.read().float(), chunks)
-        (scales,) = int4.scales(natural, natural)
+        (scales,) = INT4.scales(natural, natural)
         scales = scales.to(dtype)
-        return int4.quantize(natural, scales.float()), scales
+        return INT4.quantize(natural, scales.float()), scales
 
     def codes() -> Tensor:
         bytes_of_codes = tiles.packed(tiles.awq_codes(rows, columns), numbers()[0] + ZERO)

@@ -272,6 +272,7 @@ class Heads:
     # Channels of a query and of a key that rotate by each axis of a token's position, in pairs of neighbours; (): none.
     # They add up to ``width``. The first axis counts images, of which there is one, so that it turns nothing.
     rotary: tuple[int, ...] = ()
+    normed: bool = False  # whether an RMSNorm of each head follows the linears of query and key
 
 
 def text_readers(inputs: Iterable[SharedInput]) -> set[str]:

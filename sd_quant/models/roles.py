@@ -52,7 +52,8 @@ def attention_heads(denoiser: nn.Module) -> dict[str, Heads]:
         if isinstance(module, Attention | FluxAttention):
             config: Any = denoiser.config
             rotary = tuple(config.axes_dims_rope) if isinstance(module, FluxAttention) else ()
-            found[name] = Heads(module.to_q.out_features // module.heads, rotary)
+            normed = getattr(module.norm_q, "weight", None) is not None
+            found[name] = Heads(module.to_q.out_features // module.heads, rotary, normed)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS, fake_quantize
-from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.formats.blocks import per_channel
 from sd_quant.quantization.rotation import rotated
 
 WITHOUT_WEIGHTS = ("norm", "attention")  # roles of rows without a quantized weight
@@ -23,8 +23,8 @@ FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is co
 class LayerAssignment:
     """The computation of one layer.
 
-    Where the recipe has a format for attention, each attention has a row too, of role ``attention`` and without a
-    weight. A norm has a row only if it absorbs the smoothing of a linear.
+    An attention has a row, of role ``attention`` and without a weight, where the recipe has a format for it, a norm
+    only if it absorbs the smoothing of a linear.
     """
 
     name: str
@@ -51,7 +51,7 @@ class LayerAssignment:
     attention_amax: tuple[Tensor, ...] | None = None
     key_mean: Tensor | None = None  # fp32 [heads, head_width], subtracted from the keys of an attention in integers
     alpha: float | None = None
-    output_error: float | None = None  # on the sampled inputs, relative to the norm of the output, see ``error_model``
+    output_error: float | None = None  # on the sampled inputs, relative to the norm of the output, see ``row_chunks``
     fixed_alpha_error: float | None = None  # output_error with FIXED_ALPHA, where alpha was searched
 
     def weight_scales(self, weight: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ class LayerAssignment:
 
     @property
     def weight_scale(self) -> Tensor | None:
-        """Static scales of the weight, fp32 [out_channels] or [1]. None when it has none, or scales per block."""
+        """Static scales of the weight, fp32 [out_channels] or [1]; None without."""
         if self.format is None or not FORMATS[self.format].static_scale:
             return None
         if self.rounded:
@@ -93,16 +93,13 @@ class LayerAssignment:
 
     @property
     def activation_scale(self) -> float | None:
-        """The static scale of all inputs. None when they have none, or scales per block."""
+        """The static scale of all inputs; None without."""
         static = self.activation_format is not None and FORMATS[self.activation_format].static_scale
         return self.activation_scales(torch.empty(0))[0].item() if static and self.activation_amax else None
 
     @property
     def shift(self) -> float:
-        """The constant that is subtracted from the input before quantization; 0 where its codes are symmetric.
-
-        It is a multiple of the scale, so that zero, which pads a convolution's input, has a code of its own.
-        """
+        """The constant subtracted from the input before quantization, a multiple of the scale, so zero has a code."""
         return -self.activation_zero_point * self.activation_scale if self.activation_zero_point else 0.0
 
     @property
@@ -181,14 +178,14 @@ def token_amax(x: Tensor) -> Tensor:
 
 def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:
     """The weight [out, ...] or bias [out] as it is quantized, fp32: smoothed, and without the low-rank branch."""
-    parameter = parameter.float()
-    if layer.pre_quant_scale is not None and parameter.ndim > 1:
+    parameter, is_weight = parameter.float(), parameter.ndim > 1
+    if layer.pre_quant_scale is not None and is_weight:
         parameter = parameter / layer.pre_quant_scale
     if layer.output_scale is not None:
         parameter = parameter * per_channel(layer.output_scale, parameter)
-    if layer.output_shift is not None and parameter.ndim == 1:
+    if layer.output_shift is not None and not is_weight:
         parameter = parameter + layer.output_shift
-    if layer.low_rank is not None and parameter.ndim > 1:
+    if layer.low_rank is not None and is_weight:
         up, down = layer.low_rank
         parameter = torch.addmm(parameter, up.float(), down.float(), alpha=-1)
     return parameter

@@ -9,18 +9,12 @@ equal levels (docs/formats.md#attention has the reasons):
 - the scores are quantized too, and every head has its own ranges, as multiplications in front of the quantizers;
 - a cross-attention stays in high precision.
 
-A joint attention (Stable Diffusion 3, Flux) multiplies tokens of image and text at once, with linears and norms for
-each ``Stream`` and ranges over both. Both streams have equally many samples, so the mean of the keys lies half-way
-between theirs.
-
-Flux rotates each pair of channels of a query and of a key by its token's position (RoPE), and sampled rows have no
-positions. A rotation keeps the norm of a pair, so that is the exact bound of both channels over all positions, and the
-range of queries, and of keys in floating point. In integers a vector is subtracted after the rotation, and any vector
-cancels in the softmax if it is the same for all keys. It is the mean over ``at_positions``: nearly the keys' mean where
-channels hardly rotate, and a fifth of it where they rotate fast. Ranges of such keys, and of scores, are the largest
-numbers at those positions. Roads not taken, measured as the SNR of a small Flux with nothing but attention quantized,
-whose keys have biases of 0 to 6: no mean makes between 0.5 dB less and 0.3 dB more, and scores that are bounded by the
-norms of all pairs 0.9 to 1.6 dB less.
+A joint attention (Stable Diffusion 3, Flux) has linears and norms for each ``Stream``, and ranges over both. Flux
+rotates pairs of channels of queries and keys by a token's position (RoPE), which sampled rows lack. The norm of a pair
+stays, so it is the range of queries, and of keys in floating point. In integers mean, ranges of keys and of scores are
+taken at drawn positions (``at_positions``). Roads not taken, measured as the SNR of a small Flux with nothing but
+attention quantized, whose keys have biases of 0 to 6: no mean makes between 0.5 dB less and 0.3 dB more, and scores
+bounded by the norms of all pairs 0.9 to 1.6 dB less.
 
 Measured on two checkpoints with 16 images each: within 0.4 dB of level 3, for headrooms from 1 to 2, and with one scale
 or one per head, which is meant for networks whose heads differ more.
@@ -73,12 +67,10 @@ def assign_attention(
     recipe: Recipe,
     cross: bool,
     bias_of: Callable[[str], Tensor | None] = lambda name: None,
-    gain_of: Callable[[str], Tensor | None] = lambda name: None,
 ) -> LayerAssignment:
     """The row of the attention ``name``. ``assignment`` holds the rows of its linears.
 
-    ``cross``: key and value come from the text alone. ``weight_of``, ``bias_of`` and ``gain_of`` as in
-    ``derivation.derive``.
+    ``cross``: key and value come from the text alone. ``weight_of`` and ``bias_of`` as in ``derivation.derive``.
     """
     row = LayerAssignment(name, "attention", (heads.width,), reason=reason_kept("attention", recipe.quant_level))
     fmt = recipe.enable.attention
@@ -90,31 +82,29 @@ def assign_attention(
     if integers and cross:
         return replace(row, reason="it reads the text, whose first token is far larger than the others")
 
-    def samples(stream: Stream) -> list[Tensor]:
-        """Query, key and value [heads, rows, head_width] before rotation, for sampled inputs of their linears.
+    def output(layer: LayerAssignment, inputs: Tensor, norm: str | None) -> Tensor:
+        """The output [heads, rows, head_width] of one of the linears, before rotation.
 
         Query and key are divided by the fourth root of the head's width, as in torch's scaled_dot_product_attention.
         """
+        bias = bias_of(layer.name)
+        found = F.linear(inputs, weight_of(layer.name).float(), None if bias is None else bias.float())
+        if layer.output_scale is not None:
+            found = found * layer.output_scale
+        found = found.unflatten(1, (-1, heads.width))
+        if norm and heads.normed:
+            found = F.rms_norm(found, (heads.width,), weight_of(f"{name}.{norm}").float(), NORM_EPSILON)
+        return found.transpose(0, 1) * (heads.width**-0.25 if norm else 1.0)
+
+    sampled = []
+    for stream in (stream for stream in (IMAGE, TEXT) if f"{name}.{stream.query}" in assignment):
         layers = [assignment[f"{name}.{linear}"] for linear in (stream.query, stream.key, stream.value)]
-        gains = (gain_of(f"{name}.{stream.query_norm}"), gain_of(f"{name}.{stream.key_norm}"), None)
         rows = [statistics[layer.name].rows.values.float() for layer in layers]
         if not cross:  # the three linears read one tensor
             rows = [torch.cat(rows)] * 3
-        found = []
-        factors = (heads.width**-0.25, heads.width**-0.25, 1.0)
-        for layer, inputs, gain, factor in zip(layers, rows, gains, factors, strict=True):
-            bias = bias_of(layer.name)
-            output = F.linear(inputs, weight_of(layer.name).float(), None if bias is None else bias.float())
-            if layer.output_scale is not None:
-                output = output * layer.output_scale
-            output = output.unflatten(1, (-1, heads.width))
-            if gain is not None:
-                output = F.rms_norm(output, (heads.width,), gain.float(), NORM_EPSILON)
-            found.append(output.transpose(0, 1) * factor)
-        return found
-
-    sampled = [samples(stream) for stream in (IMAGE, TEXT) if f"{name}.{stream.query}" in assignment]
-    query, key, value = (torch.cat(each, dim=1) for each in zip(*sampled, strict=True))
+        norms = (stream.query_norm, stream.key_norm, None)
+        sampled.append([output(*each) for each in zip(layers, rows, norms, strict=True)])
+    query, key, value = (torch.cat(streams, dim=1) for streams in zip(*sampled, strict=True))
     largest = pair_norms if heads.rotary else torch.abs
     if not integers:
         ranges = tuple(FLOAT_HEADROOM * each.amax().view(1) for each in (largest(query), largest(key), value.abs()))
@@ -136,10 +126,10 @@ def pair_norms(heads: Tensor) -> Tensor:
 
 
 def at_positions(heads: Tensor, rotary: tuple[int, ...], random: torch.Generator) -> Tensor:
-    """``heads`` [heads, rows, head_width] as they are at several positions: [positions, heads, rows, head_width].
+    """``heads`` [heads, rows, head_width] at several positions: [positions, heads, rows, head_width].
 
-    First at position 0, where Flux has the text and nothing rotates, then ``DRAWS`` times each row at a random one of
-    SIDE x SIDE. ``rotary`` as in ``Heads``; where it is empty, the first is all.
+    First at position 0, where Flux has the text and nothing rotates, then, unless ``rotary`` (see ``Heads``) is empty,
+    ``DRAWS`` times each row at a random one of SIDE x SIDE.
     """
     if not rotary:
         return heads[None]
@@ -156,8 +146,8 @@ def at_positions(heads: Tensor, rotary: tuple[int, ...], random: torch.Generator
 def float_scales(layer: LayerAssignment) -> list[float]:
     """The scales of query, key, value and softmax of a row in a floating-point format.
 
-    A softmax lies in 0..1, so its range is 1 without calibration. (ModelOpt gives it the scale 1, which rounds numbers
-    below 2^-10 to zero in E4M3: half of all numbers from about 1000 tokens on.)
+    A softmax has the range 1 without calibration. (ModelOpt gives it the scale 1, which rounds numbers below 2^-10 to
+    zero in E4M3: half of all numbers from about 1000 tokens on.)
     """
     ranges = (*layer.attention_amax, torch.ones(1))
     return [FORMATS[layer.activation_format].scales(torch.empty(0), amax)[0].item() for amax in ranges]
@@ -165,7 +155,7 @@ def float_scales(layer: LayerAssignment) -> list[float]:
 
 @dataclass(frozen=True)
 class HeadFactors:
-    """Factors of the heads of an attention in integers, fp32 [heads, 1, 1] and exact in fp16, and its scales.
+    """Factors of the heads of an attention in integers, fp32 [heads, 1, 1] and exact in fp16, and scales of its codes.
 
     ``query * factor`` has the range 1 and is quantized with ``unit_scale``; so are scores and values.
     """

@@ -1,15 +1,14 @@
-"""Presets under a limit: those of layers with which the network errs least within a given cost, such as bytes.
+"""Presets of layers within a cost, such as bytes: the choice with which the network errs least.
 
 The squared errors of the network's output, each measured with one layer quantized, are assumed to add up, as in
 ``simulation.sensitivity``. Then every layer takes one of several presets in a multiple-choice knapsack problem
 (Kellerer et al. 2004, chapter 11), which HiGHS solves exactly for a few hundred layers in well under a second. The road
-not taken is a price per byte (Lagrangian relaxation): nearly as good, but it leaves up to a layer's bytes unused.
+not taken is a price per byte (Lagrangian relaxation), which leaves up to a layer's bytes unused.
 
-They do not quite add up, least where inputs are quantized: layers err on inputs that earlier layers have changed, and
-errors of one preset are alike. So the choice is measured whole, and all layers of each preset in it; what these are off
-the sum of their parts is the preset's rate, by which its errors are multiplied for a second choice. Both, and each
-preset for all layers, are compared as they were measured. The road not taken is an integer program over pairs of layers
-(Deng et al. 2023), which requires the square of this many passes.
+The errors do not quite add up, least where inputs are quantized. So the choice is measured whole, and so are all layers
+of each preset in it. The ratio to the sum of single layers is the preset's rate, which multiplies its errors for a
+second choice. Both choices, and each preset for all layers, are compared as measured. The road not taken is an integer
+program over pairs of layers (Deng et al. 2023), which requires the square of this many passes.
 
 Linears that read one tensor are smoothed together, so they take one preset together.
 """
@@ -21,7 +20,6 @@ from math import prod
 from sd_quant.process import without_output
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS, dividing
-from sd_quant.quantization.low_rank import rank_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
 HALF = 2  # bytes of a number in fp16
@@ -46,7 +44,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Labels of all units, and what they cost and change."""
+    """Labels of all units, with their cost and error."""
 
     labels: Sequence[str]  # of each unit
     cost: float
@@ -86,9 +84,8 @@ def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None, unquant
     """
     if recipe is None:
         return unquantized * prod(shape)
-    rank = 0 if role == "conv" else rank_of(recipe.rank, tuple(shape))
     fmt = dividing(recipe.formats_of(role).weight, prod(shape[1:]))
-    return weight_bytes(shape, fmt, recipe.per_channel, rank)
+    return weight_bytes(shape, fmt, recipe.per_channel, recipe.rank_of(role, tuple(shape)))
 
 
 def weight_bytes(shape: Sequence[int], name: str, per_channel: bool, rank: int) -> int:
@@ -114,10 +111,7 @@ def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment], u
 
 
 def choose(units: Sequence[Mapping[str, Choice]], limits: Sequence[Limit]) -> list[str]:
-    """The name of each unit's choice, with the least sum of squared errors within the ``limits`` of costs.
-
-    The smallest choices have to fit.
-    """
+    """The name of each unit's choice, with the least sum of squared errors within ``limits`` that the smallest fit."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -153,10 +147,9 @@ def solve(
 ) -> Solved:
     """Choose a label for each unit within the ``limits`` of costs, by errors that are corrected and then measured.
 
-    ``measure`` returns the error with these labels of all units, in a unit that all labels share; ``apart``, for the
-    same labels, by label that of its units together, all others in high precision. ``uniform`` has the error of each
-    label for all units that may have it. ``plain`` returns, of units with corrected errors, other candidates by name:
-    those that fit are compared too. Choices include ``KEPT``; the smallest ones have to fit.
+    ``measure`` returns the error for labels of all units; ``apart``, for the same labels, the error by label of its
+    units alone. ``uniform`` has the error of each label for all units that may have it. ``plain`` returns further
+    candidates by name for units with corrected errors; those that fit are compared. Choices include ``KEPT``.
     """
     measured = {tuple(all_in(units, label)): error for label, error in uniform.items()}
 
@@ -188,7 +181,7 @@ def is_within(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], limi
 
 
 def rate_of(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], label: str, error: float) -> float:
-    """The squared ``error`` of the units of a ``label`` together, by the sum of their own; 1 where they have none."""
+    """The squared ``error`` of a label's units together over the sum of their own; 1 where they have none."""
     alone = sum(unit[label].squared_error for unit, own in zip(units, labels, strict=True) if own == label)
     return error**2 / alone if alone else 1.0
 

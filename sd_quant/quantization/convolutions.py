@@ -1,8 +1,8 @@
 """The rows of convolutions. They are not smoothed; their inputs are shifted where that improves the output.
 
-Most of these inputs come from SiLU, which is never below -0.28, so symmetric codes would leave nearly half unused. A
-shifted input is quantized, with symmetric codes, minus a constant, and the convolution's response to that constant is
-added to its bias: asymmetric quantization (Jacob et al. 2018, equation 1) that runs wherever symmetric codes do.
+Most inputs come from SiLU, which is never below -0.28, so nearly half of symmetric codes would be unused. A shifted
+input is quantized, with symmetric codes, minus a constant, and the convolution's response to that constant is added to
+its bias: asymmetric quantization (Jacob et al. 2018, equation 1) that runs wherever symmetric codes do.
 """
 
 from dataclasses import replace
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
-from sd_quant.quantization.error_model import with_output_error
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges
 from sd_quant.quantization.recipe import Recipe
-from sd_quant.quantization.row_chunks import row_chunks
+from sd_quant.quantization.row_chunks import row_chunks, with_output_error
 from sd_quant.quantization.statistics import LayerStatistics
 
 SHIFT_PAYS = 0.95  # a shift must reduce the output's error to this part of it, to be worth its operations
@@ -26,10 +25,10 @@ TRIED_SCALES = 8  # of each output channel, neighbours in fp16
 def assign_convolution(
     layer: LayerAssignment, weight: Tensor, bias: Tensor | None, statistics: LayerStatistics, recipe: Recipe
 ) -> LayerAssignment:
-    """The row of a convolution. The observer may choose a smaller range than the percentile calibrator.
+    """The row of a convolution, with a shift if the recipe allows it and the output errs less by ``SHIFT_PAYS``.
 
-    The input is shifted if the recipe allows it and the output's error on the sampled inputs, including the rounding of
-    the bias to fp16, falls to ``SHIFT_PAYS`` of the error without the shift.
+    The error is on the sampled inputs and includes the rounding of the bias to fp16. The observer may choose a smaller
+    range than the percentile calibrator.
     """
     calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
     amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
@@ -48,9 +47,8 @@ def assign_convolution(
 def shifted_range(values: Tensor, amax: float, recipe: Recipe) -> InputRange:
     """The range of a convolution's input that maps the lowest code to the smallest of ``values``, at most zero.
 
-    ``values`` are a sample of the input, ``amax`` its largest magnitude in the whole calibration. The observer gets the
-    distances from that smallest value as magnitudes, with all levels on one side.
-    Raises OverflowError when fp16 cannot hold the scale.
+    Arguments as of ``observed_range``, whose observer gets distances from the smallest value as magnitudes, with all
+    levels on one side. Raises OverflowError when fp16 cannot hold the scale.
     """
     fmt = FORMATS[recipe.formats_of("conv").activation]
     lowest = max(min(values.min().item(), 0.0), -amax)
@@ -63,12 +61,12 @@ def shifted_range(values: Tensor, amax: float, recipe: Recipe) -> InputRange:
 
 
 def with_shifted_bias(layer: LayerAssignment, weight: Tensor, bias: Tensor | None) -> LayerAssignment:
-    """``layer``, whose input is shifted, with its new bias, and with weight scales for which fp16 holds that bias well.
+    """``layer``, whose input is shifted, with the response added to its bias, and scales for which fp16 holds it well.
 
-    The response to the shift may be thirty times as large as the output. Rounding it to fp16 would be a third of the
-    layer's error, and the same in every step. It varies with the scale, so per channel the smallest scale that clips
-    nothing and the next few in fp16, at most 0.8 % larger, are tried, and the one whose bias is nearest to fp16 is
-    taken. The road not taken is to add what fp16 loses separately: runtimes fold that into the first addition, in fp16.
+    The response to the shift may be thirty times as large as the output, and its rounding to fp16 a third of the
+    layer's error. So each channel takes, of the smallest scale that clips nothing and the next few in fp16, at most
+    0.8 % larger, the one whose bias is nearest to fp16. The road not taken is a second addition of the rounding error:
+    runtimes fold it into the first, in fp16.
     """
     fmt, scales, biases, row = FORMATS[layer.format], [], [], 0
     for chunk, part in row_chunks(weight, layer):
@@ -90,9 +88,9 @@ def with_shifted_bias(layer: LayerAssignment, weight: Tensor, bias: Tensor | Non
 
 
 def bias_of_shift(codes: Tensor, scale: Tensor, shift: float) -> Tensor:
-    """The response of a convolution, fp32 [out], to a constant input of ``shift``.
+    """The response of a convolution, fp32 [out], to a constant input of ``shift``, the same for every output.
 
-    ``codes`` of the weight are [out, ...], ``scale`` [out, 1...]. The response is the same for every output, because
-    padding has the code of zero. The sum of codes is exact in fp32: 2^24 is more than 100,000 codes.
+    ``codes`` of the weight are [out, ...], ``scale`` [out, 1...]. Padding has the code of zero. The sum of codes is
+    exact in fp32: 2^24 is more than 100,000 codes.
     """
     return shift * scale.flatten() * codes.flatten(1).sum(1)

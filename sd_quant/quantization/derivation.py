@@ -3,22 +3,23 @@
 Statistics know no recipe, so another quant_level, alpha or format costs no further calibration.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.models.parts import Heads, SharedInput, text_readers
+from sd_quant.progress import each as working_on
+from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.attention import assign_attention
 from sd_quant.quantization.convolutions import assign_convolution
-from sd_quant.quantization.error_model import with_output_error
 from sd_quant.quantization.linears import assign_linears
 from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe, reason_kept
-from sd_quant.quantization.recipe_check import is_excluded
 from sd_quant.quantization.rounding import with_refined_branches, with_rounded_weight
+from sd_quant.quantization.row_chunks import with_output_error
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.text import counted
@@ -30,79 +31,72 @@ def derive(
     statistics: Mapping[str, LayerStatistics],
     recipe: Recipe,
     inputs: Sequence[SharedInput],
-    kept: Collection[str] = (),
+    exceptions: Mapping[str, Recipe | str] = {},
     attentions: Mapping[str, Heads] = {},
-    exclude: Collection[str] = (),
     bias_of: Callable[[str], Tensor | None] = lambda name: None,
-    recipes: Mapping[str, Recipe] = {},
-    gain_of: Callable[[str], Tensor | None] = lambda name: None,
-    advance: Callable[[], object] = lambda: None,
-    kept_because: str = "among the most sensitive layers",
 ) -> dict[str, LayerAssignment]:
     """The assignment of every layer in ``roles`` (role by name).
 
-    ``weight_of`` reads a layer's weight by its name, ``bias_of`` its bias (None: it has none), ``gain_of`` the weight
-    of the norm of an attention's queries or keys (None: there is no such norm); the weights of one shared input are in
-    memory at a time. ``inputs`` are the family's shared inputs of linears, ``attentions`` the heads of its attentions
-    by name. The layers ``kept`` and those that match a pattern of ``exclude`` stay in high precision.
-    ``recipes`` overrides the recipe of some layers, alike for all quantized readers of a shared input unless none of
-    their recipes folds. ``kept_because`` is the reason of those kept. ``advance`` is called once for every layer, and
-    again when its codes have been chosen.
+    ``weight_of`` reads the weight of a layer or norm by its name, ``bias_of`` the bias (None: there is none); the
+    weights of one shared input are in memory at a time. ``inputs`` are the family's shared inputs of linears,
+    ``attentions`` the heads of its attentions by name. ``exceptions`` has, by layer, another recipe, or the reason why
+    the layer stays in high precision. Quantized readers of a shared input have one recipe unless no recipe folds.
     Raises SdQuantError for a layer to be quantized that calibration never reached or where it saw only zeros,
     ConfigError when no layer is left to quantize.
     """
-    assignment, readers = {}, {name for shared in inputs for name in shared.readers}
-    for name, role in roles.items():
-        reason = reason_kept(role, recipe.quant_level)
-        if reason is None and is_excluded(name, exclude):
-            reason = "excluded by the preset"
-        if reason is None and name in kept:
-            reason = kept_because
-        if reason is None and name not in statistics:
-            raise SdQuantError(
-                f"layer {name} was never reached during calibration, so it has no range to quantize with"
-            )
-        layer = LayerAssignment(name, role, (), reason=reason)
-        if name not in readers:  # whose weights are read later, once
-            layer = replace(layer, weight_shape=tuple((weight := weight_of(name)).shape))
-            if reason is None and role == "conv":
-                layer = assign_convolution(layer, weight, bias_of(name), statistics[name], recipes.get(name, recipe))
-            advance()
-        assignment[name] = layer
+    own, assignment = dict(exceptions), dict[str, LayerAssignment]()
+    readers = {name for shared in inputs for name in shared.readers}
 
-    def own_recipe(readers: Sequence[str]) -> Recipe:
-        quantized = [name for name in readers if assignment[name].reason is None]
-        return recipes.get((quantized or readers)[0], recipe)
+    def recipe_of(name: str) -> Recipe:
+        return given if isinstance(given := own.get(name), Recipe) else recipe
 
-    for each in inputs:
-        for shared in SMOOTHINGS[own_recipe(each.readers).smoothing]([each]):
-            weights, own = {name: weight_of(name) for name in shared.readers}, own_recipe(shared.readers)
-            for name, weight in weights.items():
-                assignment[name] = replace(assignment[name], weight_shape=tuple(weight.shape))
-            assignment |= assign_linears(shared, assignment, weights, weight_of, bias_of, statistics, own)
-            for _ in shared.readers:
+    def common_recipe(names: Sequence[str]) -> Recipe:
+        return recipe_of(next((name for name in names if assignment[name].reason is None), names[0]))
+
+    with progress(len(roles), "assign") as advance:
+        for name, role in roles.items():
+            given = own.get(name)
+            reason = reason_kept(role, recipe.quant_level) or (given if isinstance(given, str) else None)
+            if reason is None and name not in statistics:
+                raise SdQuantError(
+                    f"layer {name} was never reached during calibration, so it has no range to quantize with"
+                )
+            layer = LayerAssignment(name, role, (), reason=reason)
+            if name not in readers:  # whose weights are read later, once
+                layer = replace(layer, weight_shape=tuple((weight := weight_of(name)).shape))
+                if reason is None and role == "conv":
+                    layer = assign_convolution(layer, weight, bias_of(name), statistics[name], recipe_of(name))
                 advance()
+            assignment[name] = layer
+        for each in inputs:
+            for shared in SMOOTHINGS[common_recipe(each.readers).smoothing]([each]):
+                weights = {name: weight_of(name) for name in shared.readers}
+                for name, weight in weights.items():
+                    assignment[name] = replace(assignment[name], weight_shape=tuple(weight.shape))
+                common = common_recipe(shared.readers)
+                assignment |= assign_linears(shared, assignment, weights, weight_of, bias_of, statistics, common)
+                for _ in shared.readers:
+                    advance()
     if recipe.quant_level and not any(layer.format for layer in assignment.values()):
+        kept = sum(isinstance(given, str) for given in own.values())
         raise ConfigError(
-            f"quant_level={recipe.quant_level:g} with {counted(len(kept), 'layer')} kept leaves no layer to quantize; "
+            f"quant_level={recipe.quant_level:g} with {counted(kept, 'layer')} kept leaves no layer to quantize; "
             "raise quant_level or lower keep"
         )
-    for names in by_branch(assignment):
-        layers, own = [assignment[name] for name in names], recipes.get(names[0], recipe)
-        if layers[0].format is None or not own.chooses_codes(layers[0].format):
-            continue
-        for layer in with_refined_branches(layers, [weight_of(name) for name in names], statistics[names[0]], own):
-            name = layer.name
-            layer = with_rounded_weight(layer, weight_of(name), statistics[name], own)
-            assignment[name] = with_output_error(layer, weight_of(name), statistics[name])
-            advance()
+    searched = [
+        layers for layers in by_branch(assignment.values())
+        if layers[0].format and recipe_of(layers[0].name).chooses_codes(layers[0].format)
+    ]  # fmt: skip
+    for layers in working_on(searched, "choose codes"):
+        common, seen = recipe_of(layers[0].name), statistics[layers[0].name]
+        for layer in with_refined_branches(layers, [weight_of(each.name) for each in layers], seen, common):
+            layer = with_rounded_weight(layer, weight_of(layer.name), statistics[layer.name], common)
+            assignment[layer.name] = with_output_error(layer, weight_of(layer.name), statistics[layer.name])
     if recipe.enable.attention is not None:
         text = text_readers(inputs)
         for name, heads in attentions.items():
             cross = f"{name}.to_k" in text
-            assignment[name] = assign_attention(
-                name, heads, assignment, weight_of, statistics, recipe, cross, bias_of, gain_of
-            )
+            assignment[name] = assign_attention(name, heads, assignment, weight_of, statistics, recipe, cross, bias_of)
     return assignment
 
 
@@ -124,9 +118,9 @@ def derive_nearest(
     return assignment
 
 
-def by_branch(assignment: Mapping[str, LayerAssignment]) -> list[list[str]]:
-    """The names of layers, those together whose branches have one ``down``: the very same tensor."""
-    groups: dict[str | int, list[str]] = {}
-    for name, layer in assignment.items():
-        groups.setdefault(name if layer.low_rank is None else id(layer.low_rank[1]), []).append(name)
+def by_branch(layers: Iterable[LayerAssignment]) -> list[list[LayerAssignment]]:
+    """The layers, those together whose branches have the very same tensor ``down``."""
+    groups: dict[str | int, list[LayerAssignment]] = {}
+    for layer in layers:
+        groups.setdefault(layer.name if layer.low_rank is None else id(layer.low_rank[1]), []).append(layer)
     return list(groups.values())

@@ -1,12 +1,10 @@
-"""Hessians X^T X of layers' inputs over all rows that calibration sees, in diagonal blocks.
+"""Hessians X^T X of layers' inputs over all rows that calibration sees, in diagonal blocks, for GPTQ.
 
-A whole Hessian of SDXL's widest convolution has 11520 x 11520 numbers. GPTQ compensates within blocks of inputs that
-follow each other, and needs the diagonal blocks alone: of 256 inputs, they take 1 kB for each input of a layer.
-
-Layers that read one tensor have one Hessian, which is summed where the first of them reads it. The rows of a linear are
-all tokens, those of a convolution padded patches, as they are sampled too: up to ``MOST_POSITIONS`` in an image and
-call, every k-th position, of which each step takes the next. Sums are fp32 in the order of calls: other batches, other
-segments and several processes change them by about 1e-6 of the largest diagonal, which GPTQ's damping covers.
+A whole Hessian of SDXL's widest convolution has 11520 x 11520 numbers; diagonal blocks of 256 inputs take 1 kB for each
+input of a layer. Layers that read one tensor have one Hessian, summed where the first of them reads it. The rows of a
+linear are all tokens, those of a convolution padded patches: up to ``MOST_POSITIONS`` in an image and call, every k-th
+position, from another first one in each step. Sums are fp32 in the order of calls: other batches, segments and
+processes change them by about 1e-6 of the largest diagonal, which GPTQ's damping covers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,7 @@ LARGEST = 65504.0  # larger inputs are cut, as in the sample: fp16 has no larger
 
 @dataclass(frozen=True, slots=True)
 class Hessians:
-    """Which Hessians calibration sums."""
+    """The Hessians that calibration sums."""
 
     block: int  # inputs of a diagonal block, at most
     readers: tuple[tuple[str, ...], ...]  # the layers that read one tensor together, a convolution alone
@@ -47,8 +45,8 @@ def hessians_of(roles: Mapping[str, str], inputs: Sequence[SharedInput], recipe:
         name for name, role in roles.items() if role != "excluded" and FORMATS[recipe.formats_of(role).weight].searched
     ]
     together = [tuple(name for name in shared.readers if name in names) for shared in inputs]
-    shared = {name for readers in together for name in readers}
-    return Hessians(recipe.hessian, (*filter(None, together), *((name,) for name in names if name not in shared)))
+    alone = [(name,) for name in names if not any(name in readers for readers in together)]
+    return Hessians(recipe.hessian, (*filter(None, together), *alone))
 
 
 def blocks_of(width: int, block: int) -> tuple[int, int, int]:
@@ -73,9 +71,9 @@ def add_rows(hessian: Tensor, layer: nn.Module, x: Tensor, step: int) -> None:
 
 
 def rows_of(layer: nn.Module, x: Tensor, step: int) -> Tensor:
-    """The rows [n, width] of the matrix that ``layer`` multiplies; of a convolution up to ``MOST_POSITIONS`` an image.
+    """The rows [n, width] of the matrix that ``layer`` multiplies.
 
-    Where there are more, they are every k-th, from that on which ``step`` names.
+    Of a convolution up to ``MOST_POSITIONS`` an image: every k-th, from a position on that depends on the ``step``.
     """
     if not isinstance(layer, nn.Conv2d):
         return x.reshape(-1, x.shape[-1])
@@ -94,10 +92,10 @@ def rows_of(layer: nn.Module, x: Tensor, step: int) -> Tensor:
 
 
 def diagonal_blocks(hessian: Tensor, width: int, factors: Tensor | None, rotation: int) -> list[Tensor]:
-    """The blocks of a Hessian of ``width`` inputs x, as it is of rotated inputs (x * factors) R, each fp32 [n, n].
+    """The blocks, fp32 [n, n], of the Hessian R^T diag(factors) H diag(factors) R of smoothed and rotated inputs.
 
-    ``factors`` [width] are of smoothing, None: there are none. R rotates groups of ``rotation`` inputs, which divides
-    the size of every block: R^T diag(factors) H diag(factors) R.
+    H is the ``hessian`` of ``width`` inputs, ``factors`` [width] are of smoothing (None: none). R rotates groups of
+    ``rotation`` inputs, which divides the size of every block.
     """
     blocks = []
     for index, block in enumerate(hessian):

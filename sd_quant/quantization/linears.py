@@ -1,14 +1,13 @@
 """The rows of linears that read one tensor, and of the module that produces it and absorbs their smoothing.
 
-All readers of a tensor share one smoothing vector, so that the tensor's producer can absorb it. Its alpha is given by
-the recipe, or searched among ``ALPHAS`` for the smallest output errors of the readers.
+All readers of a tensor share one smoothing vector, so that the producer can absorb it. The recipe gives its alpha, or
+it is searched among ``ALPHAS`` for the smallest output errors of the readers.
 
-A static range has to serve prompts that calibration has not seen. Ranges of one fold of its prompts clip the inputs of
-the other fold as those of all clip an unseen prompt's, and this error counts in the search: where prompts differ much,
-it takes a smaller alpha, or more channels for quiet (``smoothing.QUIET``). Judged by the sample alone, it took what
-fits the calibrated prompts: on a trained checkpoint the network's error was 3.5 % with them and 4.9 % with others,
-nearly all of the difference by clipping in the second linears of feed-forwards. The roads not taken: wider ranges,
-which cost more than they gain where prompts are alike, and ranges that hold the other fold whole, which few rows reach.
+A static range has to serve prompts that calibration has not seen. Ranges of one fold of the calibrated prompts clip the
+other fold as the whole range clips unseen prompts, and this error counts in the search. Without it, the network's error
+on a trained checkpoint was 3.5 % with calibrated prompts and 4.9 % with others, by clipping in the second linears of
+feed-forwards. The roads not taken: wider ranges, which cost more than they gain where prompts are alike, and ranges
+that hold the other fold whole, which few rows reach.
 """
 
 import itertools
@@ -20,11 +19,10 @@ from torch import Tensor
 
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import FIXED_ALPHA, LayerAssignment, rewritten
-from sd_quant.quantization.error_model import with_output_error
-from sd_quant.quantization.low_rank import low_rank_of, rank_of
+from sd_quant.quantization.low_rank import low_rank_of
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges, with_weight_range
 from sd_quant.quantization.recipe import Recipe
-from sd_quant.quantization.row_chunks import fits_half, input_amax
+from sd_quant.quantization.row_chunks import fits_half, input_amax, with_output_error
 from sd_quant.quantization.smoothing import QUIET, awake, pre_quant_scale, range_keeping_scale
 from sd_quant.quantization.statistics import LayerStatistics
 
@@ -42,7 +40,7 @@ def assign_linears(
     statistics: Mapping[str, LayerStatistics],
     recipe: Recipe,
 ) -> dict[str, LayerAssignment]:
-    """The rows that change: those of the quantized readers; with folding, of all readers and of the producer.
+    """The changed rows: of the quantized readers; with folding, of all readers and of the producer.
 
     ``assignment`` holds the rows so far, with a ``reason`` where a reader stays in high precision. ``weights`` are the
     readers'; ``weight_of`` and ``bias_of`` read the producer's.
@@ -52,8 +50,7 @@ def assign_linears(
         return {}
     if recipe.alpha == "auto":
         alpha, quiet = readers.best_smoothing(recipe)
-        searched, fixed = replace(readers, quiet=quiet).assigned(alpha, recipe), readers.assigned(FIXED_ALPHA, recipe)
-        pairs = zip(searched, fixed, strict=True)
+        pairs = zip(readers.assigned(alpha, recipe, quiet), readers.assigned(FIXED_ALPHA, recipe), strict=True)
         assigned = [replace(layer, fixed_alpha_error=at_fixed.output_error) for layer, at_fixed in pairs]
     else:
         assigned = readers.assigned(None if recipe.alpha is None else float(recipe.alpha), recipe)
@@ -75,22 +72,22 @@ class Readers:
     weight_amax: Tensor  # fp32 [in_features], the range of each column over the weights of the quantized layers
     statistics: LayerStatistics  # of the tensor
     vector: Callable[[Tensor, Tensor, float], Tensor]  # ``pre_quant_scale`` or ``range_keeping_scale``
-    quiet: float = 0.0  # the part of the channels that count as loud as the next one, see ``awake``
 
     @property
     def quantized(self) -> list[LayerAssignment]:
         return [layer for layer in self.layers if layer.reason is None]
 
-    def scale(self, channel_amax: Tensor, alpha: float) -> Tensor:
-        """The smoothing vector, fp32 [in_features], for these ranges of the channels."""
-        return self.vector(awake(channel_amax, self.quiet), self.weight_amax, alpha)
+    def scale(self, channel_amax: Tensor, alpha: float, quiet: float) -> Tensor:
+        """The smoothing vector, fp32 [in_features], for these ranges of the channels; ``quiet`` as in ``awake``."""
+        return self.vector(awake(channel_amax, quiet), self.weight_amax, alpha)
 
-    def assigned(self, alpha: float | None, recipe: Recipe) -> list[LayerAssignment]:
+    def assigned(self, alpha: float | None, recipe: Recipe, quiet: float = 0.0) -> list[LayerAssignment]:
         """The rows with one smoothing vector; layers in high precision get only the vector."""
-        channel_amax, sample = self.statistics.amax.amax(dim=0), self.statistics.rows.values
-        scale = None if alpha is None else self.scale(channel_amax, alpha)
-        smoothed = (sample.float(), channel_amax) if scale is None else (sample.float() * scale, channel_amax * scale)
-        chosen = InputRange(observed_range(smoothed[0], smoothed[1].max().item(), self.layers[0].role, recipe))
+        channel_amax, sample = self.statistics.amax.amax(dim=0), self.statistics.rows.values.float()
+        scale = None if alpha is None else self.scale(channel_amax, alpha, quiet)
+        if scale is not None:
+            channel_amax, sample = channel_amax * scale, sample * scale
+        chosen = InputRange(observed_range(sample, channel_amax.max().item(), self.layers[0].role, recipe))
         layers = [replace(layer, pre_quant_scale=scale, alpha=alpha) for layer in self.layers]
         branches = self.branches(layers, recipe) if recipe.rank else {}
         assigned = []
@@ -102,9 +99,10 @@ class Readers:
         return assigned
 
     def branches(self, layers: Sequence[LayerAssignment], recipe: Recipe) -> dict[str, tuple[Tensor, Tensor]]:
-        """The branches of the quantized layers. With a part of its outputs a layer has that part of the rank.
+        """The branches of the quantized layers; all of the role ``qkv`` may share ``down``.
 
-        With the whole rank the search moved too much into the weights: w4a4 lost 0.7 dB on the shipped checkpoint.
+        With a part of its outputs a layer has that part of the rank. With the whole rank the search moved too much into
+        the weights: w4a4 lost 0.7 dB on the shipped checkpoint.
         """
         groups: dict[str, list[LayerAssignment]] = {}
         for layer in (layer for layer in layers if layer.reason is None):
@@ -113,7 +111,7 @@ class Readers:
         for group in groups.values():
             parts = {layer.name: rewritten(self.weights[layer.name], layer) for layer in group}
             outputs, tried = sum(layer.weight_shape[0] for layer in group), sum(map(len, parts.values()))
-            rank = rank_of(recipe.rank, (outputs, self.weight_amax.numel()))
+            rank = recipe.rank_of(group[0].role, (outputs, self.weight_amax.numel()))
             shared = low_rank_of(list(parts.values()), max(1, round(rank * tried / outputs)))
             branches |= zip(parts, shared, strict=True)
         return branches
@@ -126,12 +124,11 @@ class Readers:
         return min(tried, key=lambda each: (error(*each), abs(each[0] - FIXED_ALPHA)))
 
     def expected_error(self, recipe: Recipe) -> Callable[[float, float], float]:
-        """The sum of the layers' squared errors by alpha and ``quiet``.
+        """The sum of the layers' squared errors of outputs by alpha and ``quiet``.
 
-        These are the output's error, evaluated on ``SEARCHED_OUTPUTS`` outputs of each layer, evenly spaced, and the
-        first ``SEARCHED_ROWS`` sampled inputs, with the layer's own low-rank branch and without clipping; and for a
-        static range that of ``clipped_squares`` in ``UNSEEN`` of the rows. Whole layers, or an observer for each alpha,
-        would cost more than everything else in a recipe.
+        Without clipping, on ``SEARCHED_OUTPUTS`` outputs of each layer, evenly spaced, and the first ``SEARCHED_ROWS``
+        sampled inputs; for a static range plus that of ``clipped_squares`` in ``UNSEEN`` of the rows. Whole layers, or
+        an observer for each alpha, would cost more than everything else in a recipe.
         """
         rows = replace(self.statistics.rows, values=self.statistics.rows.values[:SEARCHED_ROWS])
         step = {name: -(-len(weight) // SEARCHED_OUTPUTS) for name, weight in self.weights.items()}
@@ -144,24 +141,23 @@ class Readers:
             gain += weight.square().sum(0) / squares.mean() if squares.any() else 0.0
 
         def error(alpha: float, quiet: float) -> float:
-            readers = replace(searched, quiet=quiet)
-            found = sum((layer.output_error or 0) ** 2 for layer in readers.assigned(alpha, unclipped))
+            found = sum((layer.output_error or 0) ** 2 for layer in searched.assigned(alpha, unclipped, quiet))
             if static and found:
-                found += UNSEEN * (readers.clipped_squares(alpha) * gain).sum().item()
+                found += UNSEEN * (self.clipped_squares(alpha, quiet) * gain).sum().item()
             return found
 
         return error
 
-    def clipped_squares(self, alpha: float) -> Tensor:
-        """The squares of what each channel of one fold of the prompts has beyond the range of the other fold's.
+    def clipped_squares(self, alpha: float, quiet: float) -> Tensor:
+        """The squared excess of each channel of one fold of the prompts over the range of the other.
 
-        Their mean over both folds, fp32 [in_features], in units of the input; 0 where calibration had one prompt.
+        The mean of both folds, fp32 [in_features], in units of the input; 0 where calibration had one prompt.
         """
         folds, squares = self.statistics.folds, torch.zeros_like(self.weight_amax)
         if folds is None or not folds.amax(1).all():
             return squares
         for seen, unseen in (folds, folds.flip(0)):
-            scale = self.scale(seen, alpha)
+            scale = self.scale(seen, alpha, quiet)
             squares += (unseen - (seen * scale).max() / scale).clamp(min=0).square() / 2
         return squares
 
@@ -175,11 +171,10 @@ def readers_of(
     """The readers of a shared input; None where all stay in high precision."""
     layers = [assignment[name] for name in shared.readers]
     quantized = [layer.name for layer in layers if layer.reason is None]
+    vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
     if not quantized:
         return None
-    weight_amax = input_amax([weights[name] for name in quantized])
-    vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
-    return Readers(layers, weights, weight_amax, statistics[quantized[0]], vector)
+    return Readers(layers, weights, input_amax([weights[each] for each in quantized]), statistics[quantized[0]], vector)
 
 
 def absorb_scale(
@@ -189,9 +184,9 @@ def absorb_scale(
     bias_of: Callable[[str], Tensor | None],
     scale: Tensor,
 ) -> LayerAssignment | None:
-    """The producer's row, whose outputs that make the tensor absorb ``scale`` in addition to earlier factors.
+    """The producer's row with ``scale`` absorbed, in addition to earlier factors, by the outputs that make the tensor.
 
-    ``producer`` is its row so far, None for a norm. Returns None for a modulation without a bias, and when fp16 cannot
+    ``producer`` is the row so far, None for a norm. Returns None for a modulation without a bias, and when fp16 cannot
     hold the rewritten weight or bias.
     """
     weight = weight_of(shared.producer)

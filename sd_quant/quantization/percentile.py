@@ -1,29 +1,29 @@
-"""One activation range from many UNet calls: the percentile calibrator of NVIDIA ModelOpt's diffusion example.
+"""Ranges of inputs by denoising step, and one range from all: the percentile calibrator of ModelOpt's diffusion
+example.
 
 Calibration gives a range for every prompt and denoising step. ``corrected`` reduces them over the prompts of a step,
 and then over the first ``int(n_steps * percentile)`` steps, the noisiest, with the two reductions of
 ``COLLECT_METHODS``.
 
 ``modelopt`` reproduces ``PercentileCalibrator`` of NVIDIA/Model-Optimizer's
-``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47), including two of its defects:
-
-- It reduces over UNet calls, not over prompts, so min and mean depend on the batch size and on which prompts share a
-  call.
-- Its ``min-mean`` divides the sum over calls by n_steps: 32 calls on 20 steps give 1.6 times the mean.
-
-NeMo 2.0 to 2.4 has no collect_method and computes what ``modelopt`` does for ``min-mean``. Two more defects are not
-reproduced: the original counts calls for the wrong steps with samplers that call twice per step, and sums in the dtype
-of the activations, which overflows in fp16. With ``default``, the plain maximum, ModelOpt's command line uses another
-calibrator, so ``modelopt`` then looks at all steps.
+``examples/diffusers/quantization/calib/plugin_calib.py`` (0.23 to 0.47), including two of its defects: it reduces over
+UNet calls, not over prompts, so min and mean depend on the batches; and its ``min-mean`` divides the sum over calls by
+n_steps: 32 calls on 20 steps give 1.6 times the mean. NeMo 2.0 to 2.4 computes the same as ``min-mean``. Two more
+defects are not reproduced: the original counts calls for the wrong steps with samplers that call twice per step, and
+sums in the dtype of the activations, which overflows in fp16. With ``default``, the plain maximum, ModelOpt's command
+line uses another calibrator, over all steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the tables of this file are read before torch is loaded
     from torch import Tensor
+
+    from sd_quant.quantization.assignment import LayerAssignment
+    from sd_quant.quantization.statistics import LayerStatistics
 
 COLLECT_METHODS = {  # torch's reductions over the prompts of a step, and over the steps
     "global_min": ("amin", "amin"),
@@ -32,13 +32,14 @@ COLLECT_METHODS = {  # torch's reductions over the prompts of a step, and over t
     "mean-max": ("amax", "mean"),
     "default": ("amax", "amax"),
 }
+QUARTILES = {"least": 0.0, "first_quartile": 0.25, "median": 0.5, "third_quartile": 0.75, "largest": 1.0}
 
 
 def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
     """The range to quantize with, reduced over the prompts and then over the steps.
 
-    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored: ranges are per prompt,
-    however calibration was batched. Raises ValueError when ``percentile`` selects no step.
+    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored. Raises ValueError when
+    ``percentile`` selects no step.
     """
     n_steps = amax.shape[1]
     selected = int(n_steps * percentile)
@@ -55,9 +56,8 @@ def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_s
 def modelopt_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
     """The range that ModelOpt's example computes with a sampler that calls the UNet once per step.
 
-    ``amax`` as for ``corrected_amax``. Every ``batch_size`` (at least 1) consecutive prompts were one call at each
-    step; the last call may have had fewer. The range of a call is the largest of its prompts.
-    Raises ValueError when ``percentile`` selects no step, where the original fails with a RuntimeError.
+    Arguments and errors as of ``corrected_amax``. Every ``batch_size`` (at least 1) consecutive prompts were one call,
+    whose range is the largest of its prompts.
     """
     import torch
 
@@ -73,3 +73,24 @@ PERCENTILE_CALIBRATORS: dict[str, Callable[[Tensor, float, str, int], float]] = 
     "corrected": corrected_amax,
     "modelopt": modelopt_amax,
 }
+
+
+def ranges_by_step(
+    assignment: Mapping[str, LayerAssignment], statistics: Mapping[str, LayerStatistics]
+) -> list[dict[str, object]]:
+    """A row for each denoising step of each layer whose input is quantized: quartiles of the magnitudes.
+
+    Quartiles are over a linear's channels, each the largest of all prompts, or over a convolution's prompts. ``kept``
+    is the largest magnitude without clipping; None for an input that is smoothed, rotated or scaled at run time.
+    """
+    rows: list[dict[str, object]] = []
+    for name, layer in assignment.items():
+        if layer.activation_format is None or name not in statistics:
+            continue
+        seen = statistics[name].amax if statistics[name].kind == "linear" else statistics[name].amax.T
+        levels = seen.float().new_tensor(list(QUARTILES.values()))
+        as_it_is = layer.pre_quant_scale is None and layer.activation_scale and not (layer.per_token or layer.rotation)
+        kept = layer.activation_amax + abs(layer.shift) if as_it_is else None  # type: ignore[operator]
+        for step, numbers in enumerate(seen.float().quantile(levels, dim=1).T.tolist(), start=1):
+            rows.append({"name": name, "step": step, **dict(zip(QUARTILES, numbers, strict=True)), "kept": kept})
+    return rows

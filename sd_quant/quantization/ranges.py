@@ -30,9 +30,8 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
     """The range that the recipe's observer chooses for the input of a layer of this role.
 
     ``values`` are a sample of the input, ``amax`` is its largest magnitude in the whole calibration, and the result
-    when inputs of this role stay in high precision. Inputs scaled per token have the range 1. Rotated inputs are known
-    from the sample alone, so their range has headroom; without a sample it is the theoretical maximum. ``options`` are
-    passed to the observer.
+    where inputs of this role stay in high precision. Rotated inputs are known from the sample alone, so their range has
+    headroom; without a sample it is the theoretical maximum. ``options`` are the observer's.
     """
     name = recipe.formats_of(role).activation
     if name is None:

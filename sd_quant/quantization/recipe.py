@@ -1,6 +1,7 @@
 """A recipe: what is quantized, to which formats, and how its ranges and factors are chosen.
 
-No torch is imported here, because the command line checks a recipe before anything heavy is loaded.
+No torch is imported here, because the command line checks a recipe, and that it fits a model's layers, before anything
+heavy is loaded.
 
 ``quant_level`` selects layers by role, as in the diffusion recipes of ModelOpt and NeMo. Each level adds to the one
 before: 0 nothing; 1 convolutions; 2 feed-forward; 2.5 query, key and value; 3 every other linear; 4 the two matrix
@@ -8,11 +9,14 @@ products of attention. A layer that the family excludes has the role ``excluded`
 """
 
 import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import Annotated
 
+from sd_quant.errors import ConfigError
 from sd_quant.knobs import COUNT, FROM_0, Called, Limit, one_of
-from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats import FORMATS, dividing
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import COLLECT_METHODS, PERCENTILE_CALIBRATORS
 from sd_quant.quantization.smoothing import SMOOTHINGS
@@ -173,13 +177,16 @@ class Recipe:
         return name is not None and FORMATS[name].static_scale and not self.scaled_per_token(role)
 
     def rotation_of(self, role: str, inputs: int) -> int:
-        """How many of its ``inputs`` a layer of this role rotates together; 0: none.
-
-        Up to ``rotation``, the largest power of 4 that divides them.
-        """
+        """How many of its ``inputs`` a layer of this role rotates together; 0: none."""
         if role == "conv" or self.enable.linear.activation is None:
             return 0
         return max((group for group in ROTATIONS[1:] if group <= self.rotation and inputs % group == 0), default=0)
+
+    def rank_of(self, role: str, shape: tuple[int, ...]) -> int:
+        """The rank of the low-rank branch of a weight of this shape."""
+        if role == "conv" or not self.rank:
+            return 0
+        return self.rank if isinstance(self.rank, int) else max(1, round(self.rank * min(shape)))
 
     def formats_of(self, role: str) -> Pair:
         """The formats for a layer of this role."""
@@ -187,9 +194,8 @@ class Recipe:
 
     def observer_of(self, role: str) -> str:
         """The observer for the input of a layer of this role."""
-        if self.observer != BY_ROLE:
-            return self.observer
-        return "mse" if role == "conv" else "min_max"
+        by_role = "mse" if role == "conv" else "min_max"
+        return by_role if self.observer == BY_ROLE else self.observer
 
 
 def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
@@ -214,11 +220,84 @@ def reason_kept(role: str, quant_level: float) -> str | None:
 def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
     """The knobs that have no effect on this recipe, as null, so that equal assignments have equal recipes.
 
-    Smoothing, the low-rank branch, scales per token and rotation apply to linears, which level 1 does not quantize.
-    Level 0 quantizes nothing.
+    Level 0 quantizes nothing, and level 1 no linears.
     """
     if recipe.quant_level == 0:
         return dict.fromkeys(each.name for each in fields(Recipe) if each.name != "quant_level")
     if recipe.quant_level > 1:
         return {}
     return dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "shared_branch", "per_token", "rotation"))
+
+
+def check_layers(
+    roles: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    recipe: Recipe,
+    attentions: Collection[str] = (),
+    exclude: Collection[str] = (),
+    recipes: Mapping[str, Recipe] = {},
+) -> None:
+    """Raises ConfigError when the recipe does not fit the layers that it quantizes.
+
+    ``roles`` has the role of every layer, ``shapes`` the shape of its weight and ``recipes`` the layer's own recipe, if
+    it has one, all by name. ``attentions`` are the names of attentions that can be quantized.
+    """
+    for name in check_selection(roles, recipe, attentions, exclude):
+        if found := misfit(name, roles[name], shapes[name], recipes.get(name, recipe)):
+            raise ConfigError("; ".join(found))
+
+
+def check_selection(
+    roles: Mapping[str, str], recipe: Recipe, attentions: Collection[str] = (), exclude: Collection[str] = ()
+) -> list[str]:
+    """The layers that the recipe's level selects and the patterns of ``exclude`` leave. Raises ConfigError for none."""
+    level = recipe.quant_level
+    if level == 0:
+        return []
+    selected = [name for name, role in roles.items() if reason_kept(role, level) is None]
+    if not selected:
+        raise ConfigError(
+            f"quant_level is {level:g}, expected at least 2: all convolutions of this model stay in high precision"
+        )
+    left = [name for name in selected if not is_excluded(name, exclude)]
+    if not left:
+        raise ConfigError(
+            f"quantize.exclude matches all {len(selected)} layers that quant_level={level:g} selects, expected fewer: "
+            "nothing would be quantized"
+        )
+    if level >= 4 and not attentions:
+        raise ConfigError(f"quant_level is {level:g}, expected at most 3: this model's attention is never quantized")
+    return left
+
+
+def misfit(name: str, role: str, shape: tuple[int, ...], recipe: Recipe) -> tuple[str, str] | None:
+    """Why a recipe does not fit a layer of this role and shape of weight, and what can be done; None: it fits."""
+    formats, numbers = recipe.formats_of(role), math.prod(shape[1:])
+    if recipe.rank_of(role, shape) > min(shape):
+        return (
+            f"quantize.rank is {recipe.rank}, expected at most {min(shape)}, the shorter side of {name}",
+            "give a fraction below 1 instead, which is taken of every layer",
+        )
+    if recipe.rotation_of(role, 0) and not recipe.rotation_of(role, shape[1]):
+        return (
+            f"quantize.rotation is {recipe.rotation}, and no power of 4 divides the {shape[1]} inputs of {name}",
+            "exclude it with quantize.exclude, or set quantize.rotation=0",
+        )
+    for fmt in filter(None, (formats.weight, formats.activation)):
+        block = FORMATS[dividing(fmt, numbers)].block
+        if block is not None and numbers % block:
+            return (
+                f"{fmt} has blocks of {block}, which do not divide the {numbers} inputs of {name}",
+                "exclude it with quantize.exclude, or choose a preset whose blocks divide them",
+            )
+    return None
+
+
+def is_excluded(name: str, exclude: Collection[str]) -> bool:
+    """Whether a layer's name matches one of the ``fnmatch`` patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def excluded(names: Iterable[str], exclude: Collection[str]) -> dict[str, str]:
+    """The reason why layers stay in high precision whose names match a pattern, by name."""
+    return {name: "excluded by the preset" for name in names if is_excluded(name, exclude)}

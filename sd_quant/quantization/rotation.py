@@ -2,10 +2,10 @@
 
     y = x W^T = (x H) (W H)^T        with H orthogonal; x H and W H are quantized
 
-The scale of a block is set by its largest number, so in four bits one outlier leaves its neighbours few codes. QuaRot
-(Ashkboos et al. 2024) rotates with Hadamard matrices, ConvRot (Huang et al. 2025) groups of channels with regular ones,
-whose rows have equal sums: the first row of Sylvester's would turn the channels' mean into an outlier. H is symmetric,
-so rotating twice restores ``x``, and its entries are powers of two, exact in fp16.
+In four bits an outlier leaves the other numbers of its block few codes. QuaRot (Ashkboos et al. 2024) rotates with
+Hadamard matrices, ConvRot (Huang et al. 2025) groups of channels with regular ones, whose rows have equal sums: the
+first row of Sylvester's would turn the channels' mean into an outlier. H is symmetric, so rotating twice restores
+``x``, and its entries are powers of two, exact in fp16.
 
 Not taken: absorbing a rotation into the layer in front, because a norm's factors differ per channel, and of a block's
 four linears only the attention's value could absorb one; and random signs, which make results depend on a seed.

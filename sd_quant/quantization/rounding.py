@@ -1,18 +1,14 @@
 """The codes and scales of a weight of four bits: a search for the best scales, and GPTQ.
 
-**Scales.** The scale that just holds a block's largest number is best for that number. A smaller one clips it and has
-finer steps for all others; NVFP4's steps between 3, 4 and 6 are so coarse that some blocks err less when their largest
-number becomes 4 (four over six, Cook et al. 2025). Every block takes the best of the format's ``tried_scales``, and of
-a format without blocks every row.
+**Scales.** A scale that clips a block's largest number has finer steps for all others; NVFP4's steps between 3, 4 and 6
+are so coarse that some blocks err less when their largest number becomes 4 (four over six, Cook et al. 2025). Every
+block, or every row of a format without blocks, takes the best of the format's ``tried_scales``.
 
-**GPTQ** (Frantar et al. 2022) rounds one input after the other and compensates the error of the output in the inputs
-that follow. With the inverse of the Hessian H = X^T X of the layer's inputs, and U its upper Cholesky factor, rounding
-w_j to q_j changes w_k by -(w_j - q_j) U_jk / U_jj for all k > j. Compensation stays within ``COLUMNS`` inputs, which
-bounds time and memory: the Hessian of a whole convolution in SDXL would be 11520 x 11520.
-
-X are the sampled rows, fewer than the inputs, so H is damped far more than with a whole calibration set. With
-``Recipe.hessian`` it is that of all rows, which calibration has summed in diagonal blocks (``hessians``); compensation
-then stays within these blocks.
+**GPTQ** (Frantar et al. 2022) compensates the rounding of one input in the inputs that follow. With the inverse of the
+Hessian H = X^T X of the layer's inputs, and U its upper Cholesky factor, rounding w_j to q_j changes w_k by
+-(w_j - q_j) U_jk / U_jj for all k > j, within ``COLUMNS`` inputs, which bounds time and memory. X are the sampled rows,
+fewer than the inputs, so H is damped far more than with a whole calibration set. With ``Recipe.hessian`` H is of all
+rows, in diagonal blocks (``hessians``), within which compensation then stays.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,14 +43,8 @@ def with_rounded_weight(
     """``layer``, whose weight is of four bits or in blocks, with the codes and scales that the recipe chooses.
 
     ``weight`` [out, in...] is the checkpoint's. Raises SdQuantError when GPTQ has fewer than ``FEWEST_ROWS`` rows,
-    ConfigError when the statistics lack the Hessian that the recipe asks for.
+    ConfigError when the statistics lack the recipe's Hessian.
     """
-    count = len(statistics.rows.values)
-    if recipe.rounding == "gptq" and count < FEWEST_ROWS:
-        raise SdQuantError(
-            f"calibration has {count} rows of the input of {layer.name}, and GPTQ needs {FEWEST_ROWS} at least; "
-            "raise calib_size or set quantize.rounding=nearest"
-        )
     fmt, residual = FORMATS[layer.format], rotated(rewritten(weight, layer).flatten(1), layer.rotation)
 
     def scales_of(columns: Tensor) -> tuple[Tensor, ...]:
@@ -71,8 +61,8 @@ def with_refined_branches(
 ) -> list[LayerAssignment]:
     """Layers that share a branch's ``down``, refitted ``recipe.branch_rounds`` times to the rounding errors of all.
 
-    ``statistics`` are those of their common input. The rank stays, and a layer without a branch has none afterwards.
-    The residual is rounded to nearest here: GPTQ in every round gained nothing and took four times as long.
+    ``statistics`` are of the common input. The residual is rounded to nearest here: GPTQ in every round gained nothing
+    and took four times as long.
     """
     layers, first = list(layers), layers[0]
     if first.low_rank is None or not recipe.branch_rounds:
@@ -85,8 +75,7 @@ def with_refined_branches(
             residual = rotated(rewritten(weight, layer), layer.rotation)
             scales = chosen_scales(fmt, residual, layer.weight_amax, recipe)
             rounded = rotated(fmt.dequantize(fmt.quantize(residual, *scales), *scales), layer.rotation)
-            whole = rewritten(weight, replace(layer, low_rank=None))
-            left.append(whole - rounded)
+            left.append(rewritten(weight, replace(layer, low_rank=None)) - rounded)
         branches = low_rank_of(left, rank, factor)
         layers = [
             with_weight_range(replace(layer, low_rank=branch), weight)
@@ -98,15 +87,15 @@ def with_refined_branches(
 def smoothed_rows(layer: LayerAssignment, statistics: LayerStatistics) -> Tensor:
     """The sampled inputs as the layer's weight is multiplied with them, fp32 [n, in]."""
     rows = statistics.rows.values.float()
-    if layer.pre_quant_scale is not None:
-        rows = rows * layer.pre_quant_scale
-    return rows
+    if layer.pre_quant_scale is None:
+        return rows
+    return rows * layer.pre_quant_scale
 
 
 def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
-    """The scales of some columns [out, n]; with ``scale_search``, those with each block's smallest squared error.
+    """The scales of some columns [out, n]; with ``scale_search``, with the smallest squared error of each block.
 
-    Without blocks a scale is that of a row, or of all of them where there is one ``amax``.
+    Without blocks there is a scale for each row, or one for all where there is one ``amax``.
     """
     if fmt.static_scale:
         amax = amax[:, None] if len(amax) > 1 else amax[0]
@@ -122,23 +111,26 @@ def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) ->
     for scales in others:
         errors = errors_of(scales)
         better, least = errors < least, torch.minimum(errors, least)
-        best = tuple(  # what blocks have in common is the same in all
-            torch.where(spread(better, new), new, old) if new.shape[-1:] >= better.shape[-1:] else old
+        best = tuple(  # what blocks have in common is the same in all; a block may have several scales
+            torch.where(per_number(better, new.shape[-1]) if better.ndim else better, new, old)
+            if new.shape[-1:] >= better.shape[-1:]
+            else old
             for new, old in zip(scales, best, strict=True)
         )
     return best
 
 
-def spread(of_block: Tensor, scale: Tensor) -> Tensor:
-    """A truth per block, repeated for each of the block's scales; unchanged, [], where all numbers have one scale."""
-    return per_number(of_block, scale.shape[-1]) if of_block.ndim else of_block
-
-
 def hessians_of_layer(layer: LayerAssignment, statistics: LayerStatistics, recipe: Recipe) -> list[Tensor]:
-    """The damped Hessians of the inputs of a layer's codes, in diagonal blocks of inputs that follow each other.
+    """The damped Hessians, fp32 [n, n], of a layer's inputs as its codes multiply them, in diagonal blocks.
 
-    Each is fp32 [n, n]. Raises ConfigError when the statistics lack the Hessian that the recipe asks for.
+    Raises as ``with_rounded_weight``.
     """
+    count = len(statistics.rows.values)
+    if count < FEWEST_ROWS:
+        raise SdQuantError(
+            f"calibration has {count} rows of the input of {layer.name}, and GPTQ needs {FEWEST_ROWS} at least; "
+            "raise calib_size or set quantize.rounding=nearest"
+        )
     if not recipe.hessian:
         rows = rotated(smoothed_rows(layer, statistics), layer.rotation)
         return [damped_hessian(part) for part in rows.split(COLUMNS, dim=1)]
@@ -156,8 +148,8 @@ def hessians_of_layer(layer: LayerAssignment, statistics: LayerStatistics, recip
 def gptq(weight: Tensor, hessians: Iterable[Tensor], fmt: Format, scales_of: ScalesOf) -> tuple[Tensor, ...]:
     """Codes [out, in] of ``weight`` fp32 [out, in] and their scales.
 
-    ``hessians`` [n, n] are those of the inputs, in blocks of n that follow each other, which compensate for each other.
-    The scales of a block are chosen after the compensation of all earlier inputs, those that a row has before any.
+    ``hessians`` [n, n] are of n inputs that compensate for each other, block by block. A block's scales are chosen
+    after the compensation of all earlier inputs, a row's before any.
     """
     codes, scales, step = [], list[tuple[Tensor, ...]](), fmt.block or STEP
     known, start = scales_of(weight) if fmt.static_scale or fmt.row_scale else (), 0
@@ -177,10 +169,7 @@ def gptq(weight: Tensor, hessians: Iterable[Tensor], fmt: Format, scales_of: Sca
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of a damped Hessian [n, n].
-
-    Raises SdQuantError where it is not positive definite, which no sum of squares is.
-    """
+    """The upper Cholesky factor of the inverse of a damped Hessian [n, n]. Raises SdQuantError for a forged one."""
     try:
         return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
     except torch.linalg.LinAlgError as error:
@@ -202,7 +191,7 @@ def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor
 
 
 def of_input(scale: Tensor, index: int, inputs: int) -> Tensor:
-    """Of a block's scales [out, n] those of one of its ``inputs``, [out, 1]; a global scale [] as it is."""
+    """The scales [out, 1] of one of a block's ``inputs`` from the block's [out, n]; a global scale [] unchanged."""
     return scale[:, index * scale.shape[1] // inputs, None] if scale.ndim else scale
 
 
@@ -212,10 +201,7 @@ def damped_hessian(rows: Tensor) -> Tensor:
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """``hessian`` [in, in] in units of its mean diagonal, plus the damping.
-
-    An input that is always zero has only the damping, and compensates nothing.
-    """
+    """``hessian`` [in, in] in units of its mean diagonal, plus the damping, which is all that inputs of zeros have."""
     hessian = hessian / hessian.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
     hessian.diagonal().add_(damping)
     return hessian

@@ -6,16 +6,14 @@ Here ``a`` is the largest magnitude of each input channel, ``w`` that of each co
 ``pre_quant_scale = 1 / s`` is stored, which multiplies the input, and clamped as in ``model_calib.smoothquant``. A
 channel that is never active gets 1, where ModelOpt's mask usually keeps the clamp's limit.
 
-The multiplication costs nothing when the module that produces the input absorbs the factors: a norm in its gain and
-bias, a linear in the rows of its weight. Where the input is ``norm * (1 + scale) + shift``, the linear that makes scale
-and shift absorbs them: with p for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift. All readers
-of the input then share one vector, and ``w`` is taken over all their weights. ModelOpt multiplies before every layer
-instead, each with its own vector. ``SMOOTHINGS`` has both.
+The module that produces the input can absorb the factors: a norm in its gain and bias, a linear in the rows of its
+weight. Where the input is ``norm * (1 + scale) + shift``, the linear that makes scale and shift absorbs them: with p
+for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift. All readers of the input then share one
+vector, and ``w`` is taken over all their weights. ModelOpt multiplies before every layer, each with its own vector.
 
-Equation 4 amplifies the channels that calibration saw quiet. Where another prompt wakes one, it is clipped by a static
-range: in the worst image of a trained checkpoint, a channel of a feed-forward had nine times its calibrated amplitude,
-less than the loudest channel's, but 4.8 times the smoothed range. So where alpha is searched for a static range, how
-many channels count as quiet (``awake``) is searched with it, see ``linears``.
+Equation 4 amplifies quiet channels, and a static range clips one that another prompt wakes: in the worst image of a
+trained checkpoint, a channel reached 4.8 times the smoothed range. So where alpha is searched for a static range, the
+number of quiet channels (``awake``) is searched with it, see ``linears``.
 """
 
 from __future__ import annotations
@@ -57,17 +55,12 @@ def range_keeping_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: flo
     """The multiple of ``pre_quant_scale`` that leaves the largest magnitude of the input unchanged.
 
     For a modulation, whose bias stores p - 1 in fp16 (p as above): the rounding error, up to 2^-12, would be large
-    relative to a small p. With this multiple the largest channels have a p of about 1, and for all others the error is
-    far below a step of eight bits. A common factor changes codes only through the rounding of scales to fp16.
+    relative to a small p. With this multiple loud channels have a p of about 1, and the error is far below a step of
+    eight bits. A common factor changes codes only through the rounding of scales to fp16.
     """
     scale = pre_quant_scale(activation_amax, weight_amax, alpha)
     largest, smoothed = activation_amax.max(), (activation_amax * scale).max()
     return (scale * largest / smoothed).clamp(SMALLEST_FACTOR, LARGEST_FACTOR) if smoothed > 0 else scale
-
-
-def folded(inputs: Sequence[SharedInput]) -> list[SharedInput]:
-    """The inputs unchanged: one vector each, which the module that produces the input absorbs."""
-    return list(inputs)
 
 
 def per_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
@@ -77,7 +70,7 @@ def per_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
 
 
 SMOOTHINGS: dict[str, Callable[[Sequence[SharedInput]], list[SharedInput]]] = {
-    "folded": folded,
+    "folded": list,  # one vector for each input, absorbed by the producer
     "modelopt": per_layer,
     "none": per_layer,  # for alpha=null, which gives no vector
 }

@@ -1,11 +1,10 @@
 """Calibration statistics of every layer's inputs. An assignment is derived from them and from the weights.
 
 They hold ranges for each denoising step, per channel for a linear and per prompt for a convolution, which suffices for
-every recipe; for a linear those of two folds of the prompts, which say how far unseen prompts reach; and a small
-sample of real inputs to measure errors on. A row of the sample is what one output element multiplies: a token for a
-linear, a padded patch for a convolution. Rows have random priorities, and those of lowest priority are kept, so
-statistics of disjoint prompts merge exactly, in any order. Hessians, which only a recipe with ``hessian`` takes, are
-sums, and merge to rounding.
+every recipe; for a linear also the ranges of two folds of the prompts, an estimate of unseen prompts' ranges; and a
+small sample of inputs to measure errors on. A row of the sample is the input of one output element: a token for a
+linear, a padded patch for a convolution. Rows of the lowest random priorities are kept, so statistics of disjoint
+prompts merge exactly, in any order; Hessians, which only a recipe with ``hessian`` takes, to rounding.
 """
 
 from collections.abc import Mapping, Sequence

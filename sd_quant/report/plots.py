@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
-from sd_quant.quantization.ranges_by_step import QUARTILES
+from sd_quant.quantization.percentile import QUARTILES
 from sd_quant.report.drawing import ACCENT, BAND, COLOURS, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
 from sd_quant.report.noise_floor import floor_lines, words_of
 from sd_quant.report.readings import WORKING, held, names, number_at, score_of

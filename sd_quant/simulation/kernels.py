@@ -1,20 +1,18 @@
 """Matrix products of codes on a GPU in one Triton kernel, with scales, bias and the cast to the model's dtype.
 
 torch's INT8 product leaves int32 sums to write and read again, and torch has no convolution of codes. Here a
-convolution is an implicit GEMM: the left operand is gathered while it is multiplied, so nothing is unfolded in memory.
-A linear is a 1 x 1 convolution.
-
-Of FP8 in blocks, each product of 128 inputs is multiplied by the scales of both sides before it is added, as in
-DeepSeek-V3 (arXiv 2412.19437, section 3.3): ``block_product``.
+convolution is an implicit GEMM, with nothing unfolded in memory, and a linear a 1 x 1 convolution. For FP8 in blocks,
+each product of 128 inputs is multiplied by the scales of both sides before it is added, as in DeepSeek-V3 (arXiv
+2412.19437, section 3.3).
 
 Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once. The roads
-not taken: CUTLASS, which is better tuned but needs a build system; and a second kernel that dequantizes weights of four
-bits while it multiplies them, which an H200 computed 1.6 to 4 times slower than the weight dequantized as a whole
-before torch's product, except for a few rows of inputs. On Hopper, Triton waits for every INT8 product before it begins
-the next (FP8's overlap), so torch multiplies INT8 there, and FP8 is the format for these GPUs.
+not taken: CUTLASS, which is better tuned but needs a build system; and a kernel that dequantizes weights of four bits
+while it multiplies, on an H200 1.6 to 4 times slower than torch's product of dequantized weights, except for a few rows
+of inputs. On Hopper, Triton waits for every INT8 product before it begins the next (FP8's overlap), so torch multiplies
+INT8 there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -120,30 +118,20 @@ def product_kernel(
     )  # fmt: skip
 
 
-def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Height or width of a convolution's output."""
-    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-
-
 @torch.library.custom_op("sd_quant::product", mutates_args=())
 def product(
-    codes: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
-    stride: int, padding: int, dilation: int, zero_point: int, dtype: torch.dtype,
+    codes: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, geometry: Sequence[int], zero_point: int,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The convolution of ``codes`` [B, H, W, C] with ``weight`` [N, KH, KW, C], in ``dtype`` [B, OH, OW, N].
 
     Both are int8 with exact sums, or both float8_e4m3fn with fp32 sums. ``scale`` fp32 [N] is the scale of the codes
-    times that of the weight; ``bias`` is [N]. int8 codes are padded with ``zero_point``. Raises ValueError for tensors
-    of 2^31 numbers and more.
+    times that of the weight; ``bias`` is [N]. ``geometry`` is stride, padding and dilation. int8 codes are padded with
+    ``zero_point``. Raises ValueError for tensors of 2^31 numbers and more.
     """
-    batch, height, width, channels = codes.shape
-    outputs, kernel_height, kernel_width, _ = weight.shape
-    shape = (
-        batch,
-        output_size(height, kernel_height, stride, padding, dilation),
-        output_size(width, kernel_width, stride, padding, dilation),
-        outputs,
-    )
+    (_, height, width, channels), (outputs, kernel_height, kernel_width, _) = codes.shape, weight.shape
+    stride, padding, dilation = geometry
+    shape = product_shape(codes, weight, geometry)
     output = torch.empty(shape, dtype=dtype, device=codes.device)
     check_size(max(codes.numel(), output.numel()))
     rows, integer = output.numel() // outputs, codes.dtype == torch.int8
@@ -158,9 +146,17 @@ def product(
 
 
 @product.register_fake
-def product_shape(codes, weight, scale, bias, stride, padding, dilation, zero_point, dtype):
-    sizes = [output_size(codes.shape[axis], weight.shape[axis], stride, padding, dilation) for axis in (1, 2)]
-    return codes.new_empty((codes.shape[0], *sizes, weight.shape[0]), dtype=dtype)
+def product_like(codes, weight, scale, bias, geometry, zero_point, dtype):
+    return codes.new_empty(product_shape(codes, weight, geometry), dtype=dtype)
+
+
+def product_shape(codes: Tensor, weight: Tensor, geometry: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a convolution's output, [B, OH, OW, N]."""
+    stride, padding, dilation = geometry
+    sizes = (
+        (codes.shape[axis] + 2 * padding - dilation * (weight.shape[axis] - 1) - 1) // stride + 1 for axis in (1, 2)
+    )
+    return codes.shape[0], *sizes, weight.shape[0]
 
 
 @triton.autotune(BLOCK_TILES, key=["rows", "outputs", "blocks"], do_bench=tile_time)
@@ -212,5 +208,5 @@ def block_product(
 
 
 @block_product.register_fake
-def block_product_shape(codes, weight, input_scale, weight_scale, bias, scale_rows, dtype):
+def block_product_like(codes, weight, input_scale, weight_scale, bias, scale_rows, dtype):
     return codes.new_empty((codes.shape[0], weight.shape[0]), dtype=dtype)

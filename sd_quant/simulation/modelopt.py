@@ -1,8 +1,8 @@
 """The assignment simulated in torch by NVIDIA ModelOpt's quantizers with our scales, without a calibration.
 
 ModelOpt computes INT8 and FP8. Its four-bit formats require CUDA, so its quantizers call our arithmetic as a backend. A
-shift is what ModelOpt calls a quantizer's bias. A low-rank branch is a forward hook, quantized attention an attention
-processor. Without these two the result is an ordinary ModelOpt model for ``mto.save`` and ``mto.restore``.
+shift is a quantizer's bias there, a low-rank branch a forward hook, quantized attention an attention processor. Without
+hooks, processors and backend the result is an ordinary ModelOpt model for ``mto.save`` and ``mto.restore``.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sd_quant.files import atomic_path
 from sd_quant.quantization.assignment import LayerAssignment, rounded_by
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.formats.blocks import per_channel
 from sd_quant.quantization.rotation import rotated
 from sd_quant.simulation.rewrite import rewrite
 
@@ -47,7 +47,7 @@ class LayerQuantizer:
         return {"num_bits": 8, "axis": axis, "backend": BACKEND, "backend_extra_args": asdict(self)}
 
     def amax(self, amax, scale):
-        """The amax with which ModelOpt's quantizer uses our ``scale``; our backend takes ``amax`` itself."""
+        """The amax for ModelOpt's quantizer to use our ``scale``; for our backend, ``amax``."""
         return scale * FORMATS[self.format].largest_code if self.modelopts else amax
 
 
@@ -100,8 +100,7 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
     """Insert ModelOpt's quantizers into ``module``, in place, and return it.
 
     Its weights are smoothed; the quantizers round them in every call. On the meta device only quantizers have values.
-    ModelOpt is told to quantize nothing, and each quantizer is configured here: ModelOpt compares the name in every
-    rule with the names of all modules, which takes longer than all else where each layer has a rule.
+    Quantizers are configured here, because ModelOpt compares every rule of its own with the names of all modules.
     """
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints how many it inserted
         warnings.filterwarnings("ignore", "transformers .* is not tested")
@@ -146,8 +145,8 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
 def without_ties(weight: Tensor, rounded: Tensor, quantizer) -> Tensor:
     """``weight`` with the values in ``rounded`` where ModelOpt's ``quantizer`` takes another code.
 
-    It multiplies by the reciprocal of a scale, so a weight half-way between two codes may get the other one. In FP8
-    that moves it by an eighth, and a channel with one scale and few large weights by as much as a wrong scale would.
+    ModelOpt multiplies by the reciprocal of a scale, so a weight half-way between two codes may get the other one: an
+    eighth off in FP8, as much as by a wrong scale in a channel with few large weights.
     """
     other = (quantizer(weight) - rounded).abs() > rounded.abs() / 64  # less than a step, and more than fp32's rounding
     return torch.where(other, rounded, weight)
@@ -171,10 +170,8 @@ def unrounded(quantizer) -> Iterator[None]:
 
 
 def between_roundings(layer: nn.Module, x: Tensor) -> Tensor:
-    """``x``, an input of a simulated layer, with each number moved half-way to its dequantized value.
-
-    Its codes stay the same, and a rounding error in fp16 changes none.
-    """
+    """``x``, an input of a simulated layer, moved half-way to its dequantized value: no error of fp16 changes a
+    code."""
     quantizer = layer.input_quantizer
     if not quantizer.is_enabled:
         return x

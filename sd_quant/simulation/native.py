@@ -1,10 +1,9 @@
 """Quantized layers that torch computes from codes, without an exported file.
 
-They show what a format costs and gains with torch alone, and with ``torch.compile``. A layer holds codes, scales and a
-function that multiplies codes: torch's own (``torch._int_mm``, ``torch._scaled_mm``) or a Triton kernel (``kernels``)
-on a GPU, where torch has no such product or leaves int32 sums. ``PRODUCTS`` lists them by device and format. A
-convolution is a matrix product of unfolded codes, or, where that is slower, a convolution of dequantized numbers in the
-model's own precision, which gains nothing. The road not taken is torchao, whose quantizers choose their own scales.
+A layer holds codes, scales and a function that multiplies codes: torch's own (``torch._int_mm``, ``torch._scaled_mm``)
+or a Triton kernel (``kernels``), see ``PRODUCTS``. A convolution is a matrix product of unfolded codes, or, where that
+is slower, a convolution of dequantized numbers in the model's own precision, which gains nothing. The road not taken is
+torchao, whose quantizers choose their own scales.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +25,6 @@ from sd_quant.quantization.rotation import rotated, rotation_matrix
 from sd_quant.simulation.rewrite import rewrite
 
 INT8_MIN_ROWS = 17  # of CUDA's INT8 product
-INT8_ALIGNMENT, FP8_ALIGNMENT = 8, 16  # CUDA's products require sizes that are multiples of these
 HOPPER = 9  # the major number of its compute capability
 
 
@@ -35,13 +33,8 @@ def own_factors(layer: LayerAssignment, weight: Tensor) -> Tensor | None:
     return layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
 
 
-def geometry_of(conv: nn.Conv2d) -> tuple[Any, ...]:
-    """The last arguments of ``F.conv2d``."""
-    return conv.stride, conv.padding, conv.dilation, conv.groups
-
-
 class NativeLayer(nn.Module):
-    """Codes and scales of a weight, and the ``product`` that multiplies the codes with those of the input.
+    """Codes and scales of a ``weight``, and the ``product`` that multiplies the codes with those of the input.
 
     Here and below, a constructor's ``weight``, fp32 [N, C, ...], is smoothed and not yet rounded.
     """
@@ -89,7 +82,6 @@ class NativeLinear(NativeLayer):
         return self.multiplied(self.smoothed(x), x.dtype)
 
     def multiplied(self, smoothed: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output for a smoothed input."""
         return self.product(self.quantized(smoothed).flatten(0, -2), self, dtype).unflatten(0, smoothed.shape[:-1])
 
 
@@ -154,11 +146,9 @@ class RoundedConv(nn.Module):
 
     def __init__(self, conv, weight: Tensor, layer: LayerAssignment):
         super().__init__()
-        fmt, scales = FORMATS[layer.format], layer.weight_scales(weight)
         self.format, self.bias, self.shift = layer.activation_format, conv.bias, layer.shift
-        rounded = fmt.dequantize(fmt.quantize(weight, *scales), *scales).to(conv.weight)
-        self.weight = nn.Parameter(rounded, requires_grad=False)
-        self.geometry = geometry_of(conv)
+        self.weight = nn.Parameter(layer.rounded_weight(weight).to(conv.weight), requires_grad=False)
+        self.geometry = conv.stride, conv.padding, conv.dilation, conv.groups
         self.register_buffer("input_scale", torch.tensor(layer.activation_scale, device=weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,7 +174,8 @@ class WeightOnly(nn.Module):
         for scale, kind, dtype in zip(scales, fmt.onnx_scale_types, fmt.scale_dtypes, strict=True):
             self.register_buffer(f"{kind.lower()}_scale", scale.to(dtype))
         self.register_buffer("pre_quant_scale", own_factors(layer, weight))
-        self.geometry = geometry_of(module) if isinstance(module, nn.Conv2d) else None
+        is_conv = isinstance(module, nn.Conv2d)
+        self.geometry = (module.stride, module.padding, module.dilation, module.groups) if is_conv else None
 
     def dequantized(self) -> Tensor:
         """The weight from its codes, fp32."""
@@ -225,8 +216,8 @@ def int_mm_saturates() -> bool:
 def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     """The product of FP8 codes by torch, summed in fp32 or by the GPU's fast accumulation, then rounded to ``dtype``.
 
-    For a weight with a scale per row, torch multiplies with the largest and the ratios are applied afterwards, because
-    torch supports scales per row on few GPUs and in bfloat16 only.
+    torch supports scales per row on few GPUs and in bfloat16 only, so it multiplies with the largest, and the ratios
+    are applied afterwards.
     """
     per_row = layer.weight_scale.numel() > 1
     fused_bias = layer.bias if dtype != torch.float32 and not per_row else None  # CUDA adds none to fp32
@@ -240,8 +231,7 @@ def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
 def dequantized_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     """The product of dequantized codes in fp32, at no gain in speed.
 
-    torch's own FP8 product does the same on a processor, except with AMX, where oneDNN's reference takes a thousand
-    times as long.
+    torch's own FP8 product on a processor is the same, but with AMX a thousand times as slow (oneDNN's reference).
     """
     return add_bias((codes.float() @ layer.codes.float().T) * layer.scale, layer).to(dtype)
 
@@ -256,8 +246,8 @@ def dequantized_block_mm(codes: Tensor, scale: Tensor, layer: BlockLinear, dtype
 
 def kernel_block_mm(codes: Tensor, scale: Tensor, layer: BlockLinear, dtype: torch.dtype) -> Tensor:
     """The product of codes in blocks by the Triton kernel."""
-    factors = scale, layer.weight_scale
-    return torch.ops.sd_quant.block_product(codes, layer.codes, *factors, layer.bias, layer.scale_rows, dtype)
+    given = codes, layer.codes, scale, layer.weight_scale, layer.bias, layer.scale_rows, dtype
+    return torch.ops.sd_quant.block_product(*given)
 
 
 def add_bias(output: Tensor, layer: Any) -> Tensor:
@@ -278,25 +268,26 @@ def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tens
 def kernel_linear(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
     """The product of codes by the Triton kernel, as a 1 x 1 convolution."""
     rows, weight = codes[:, None, None], layer.codes[:, None, None]
-    return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, 1, 0, 1, 0, dtype)[:, 0, 0]
+    return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, (1, 0, 1), 0, dtype)[:, 0, 0]
 
 
 def kernel_convolution(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
     """A convolution of codes by the Triton kernel."""
     weight, geometry = conv.codes.unflatten(1, (*conv.kernel_size, -1)), (conv.stride, conv.padding, conv.dilation)
-    return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, *geometry, conv.zero_point, dtype)
+    return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, geometry, conv.zero_point, dtype)
 
 
-def aligned_scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """``scaled_mm`` where CUDA supports the layer's sizes, else the Triton kernel."""
-    unaligned = any(size % FP8_ALIGNMENT for size in layer.codes.shape)
-    return kernel_linear(codes, layer, dtype) if unaligned else scaled_mm(codes, layer, dtype)
+def aligned(product: Product, alignment: int) -> Product:
+    """``product`` for layers whose sizes are multiples of ``alignment``, as CUDA requires, else the Triton kernel."""
+
+    def multiplied(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
+        unaligned = any(size % alignment for size in layer.codes.shape)
+        return (kernel_linear if unaligned else product)(codes, layer, dtype)
+
+    return multiplied
 
 
-def aligned_int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """``int_mm`` where CUDA supports the layer's sizes, else the Triton kernel."""
-    unaligned = any(size % INT8_ALIGNMENT for size in layer.codes.shape)
-    return kernel_linear(codes, layer, dtype) if unaligned else int_mm(codes, layer, dtype)
+aligned_int_mm, aligned_scaled_mm = aligned(int_mm, 8), aligned(scaled_mm, 16)
 
 
 @dataclass(frozen=True)
@@ -354,15 +345,13 @@ def with_native_layers(
 ) -> nn.Module:
     """Smooth ``unet`` and replace its quantized layers by layers of codes, in place, and return it.
 
-    ``products`` replaces those of ``device``. The result of ``simulate`` does not serve as a start:
-    ModelOpt's modules, even idle ones, keep a compiler from fusing.
+    ``products`` replaces those of ``device``. ModelOpt's modules of ``simulate``, even idle ones, keep a compiler from
+    fusing.
     """
     if device.type == "cuda":
         import sd_quant.simulation.kernels  # noqa: F401  # registers its operators
     rewrite(unet, assignment)
-    for layer in assignment.values():
-        if layer.format is None:
-            continue
+    for layer in (layer for layer in assignment.values() if layer.format is not None):
         parent, _, name = layer.name.rpartition(".")
         native = layer_of(unet.get_submodule(layer.name), layer, products or products_on(device))
         setattr(unet.get_submodule(parent), name, native)
@@ -370,7 +359,8 @@ def with_native_layers(
 
 
 def share_weights(network: nn.Module, other: nn.Module) -> None:
-    """Let a ``network`` have the ``other`` one's tensors where all bytes are equal, so that memory holds them once."""
+    """Replace tensors of a ``network`` by those of the ``other`` with the same bytes, so that memory holds them
+    once."""
 
     def tensors(of: nn.Module) -> dict[str, Tensor]:
         named = chain(of.named_parameters(), of.named_buffers())
@@ -386,13 +376,11 @@ def share_weights(network: nn.Module, other: nn.Module) -> None:
 
 
 def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignment]) -> dict[str, str]:
-    """The type that each quantized layer of a ``network`` with native layers multiplies, a name of onnx.TensorProto.
+    """The type, a name of onnx.TensorProto, that each quantized layer of a ``network`` with native layers multiplies.
 
     Attention's products multiply dequantized numbers, as in the simulation.
     """
-    dequantized = set()
-    if best_device().type == "cpu":
-        dequantized = {"FLOAT8E4M3FN", "INT8"} if int_mm_saturates() else {"FLOAT8E4M3FN"}
+    dequantized = {"FLOAT8E4M3FN", *(["INT8"] if int_mm_saturates() else [])} if best_device().type == "cpu" else set()
     types = {product: "FLOAT" for layer in assignment.values() for product in layer.attention_products}
     for name, layer in assignment.items():
         if layer.format is not None:

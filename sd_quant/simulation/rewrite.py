@@ -63,17 +63,10 @@ class QuantizedAttention(nn.Module):
 class QuantizedJointAttention(QuantizedAttention):
     """The computation of diffusers' JointAttnProcessor2_0: tokens of image, then of text, attend to each other.
 
-    Without text it is a self-attention. The last block does not use the text's output, which has no projection there.
+    Without text it is a self-attention. The text's output has no projection in the last block.
     """
 
-    def forward(
-        self,
-        attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **_,
-    ):
+    def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_, **__):
         if encoder_hidden_states is None:
             return super().forward(attention, hidden_states)
         streams = heads_of(attention, IMAGE, hidden_states), heads_of(attention, TEXT, encoder_hidden_states)
@@ -86,7 +79,7 @@ class QuantizedJointAttention(QuantizedAttention):
 class QuantizedFluxAttention(QuantizedAttention):
     """The computation of diffusers' FluxAttnProcessor: tokens of text, then of image; queries and keys are rotated.
 
-    Without text it is the attention of a single block, which has no output projection of its own.
+    Without text it is the attention of a single block, without an output projection.
     """
 
     def forward(
@@ -122,7 +115,7 @@ PROCESSORS = {  # by the name of diffusers' own, which they replace; QuantizedAt
 def heads_of(attention, stream: Stream, tokens: Tensor, context: Tensor | None = None) -> list[Tensor]:
     """Query, key and value [B, heads, tokens, head_width] of one stream, from diffusers' Attention.
 
-    Key and value are those of ``context``, by default of ``tokens``.
+    Key and value are of ``context``, by default of ``tokens``.
     """
     found, context = [], tokens if context is None else context
     for linear, norm, read in (

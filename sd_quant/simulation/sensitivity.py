@@ -1,11 +1,10 @@
-"""The sensitivity of layers to quantization, and which of them to keep in fp16 under a budget.
+"""The sensitivity of layers to quantization, for a choice of layers to keep in fp16.
 
 A layer's sensitivity is the relative error of the whole network's output when only that layer is quantized, on network
-inputs sampled during calibration, after guidance: an error common to both halves counts once, an error in their
-difference is multiplied by the guidance scale. Squared errors of single layers are assumed to add up, which holds while
-they are small and independent; then the best n layers to keep are the n most sensitive ones. A curve measured with
-several layers kept at once shows how well that holds. The road not taken is an integer program over pairs of layers,
-which requires the square of this many passes.
+inputs sampled during calibration, after guidance. Squared errors of single layers are assumed to add up, as small and
+independent ones do; then the best n layers to keep are the n most sensitive ones. A measured curve with several layers
+kept at once tests that. The road not taken is an integer program over pairs of layers, which requires the square of
+this many passes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -62,10 +61,9 @@ def guided(output: Tensor, guidance_scale: float) -> Tensor:
 
 
 class Switched:
-    """The ModelOpt model ``simulated`` with ``layers`` that are quantized one by one or together.
+    """The ModelOpt model ``simulated`` with ``layers`` that are quantized one by one or together in a measurement.
 
-    ``run`` returns the output of the network that contains the model, for the sampled inputs. All layers are quantized
-    except in a measurement.
+    ``run`` returns the output of the network that contains the model, for the sampled inputs.
     """
 
     def __init__(self, simulated: nn.Module, run: Callable[[], Tensor], layers: Sequence[str]):
@@ -109,10 +107,10 @@ def one_by_one(choices: Mapping[str, Collection[str]], error: Callable[[Collecti
 def sensitivity_of(
     error: Callable[[Collection[str]], float], layers: Sequence[str], kept: int, measure: Measure = one_by_one
 ) -> Sensitivity:
-    """Sensitivity of ``layers`` by the network's ``error`` with some of them quantized.
+    """Sensitivity of ``layers`` by the network's ``error`` with some of them quantized; ``kept`` is one curve point.
 
-    ``kept`` is one point of its curve. The errors of single layers are measured first, ``len(layers)``, and then those
-    of the curve, ``len(curve_points(...))``. ``measure`` lets them be measured, here or elsewhere.
+    ``measure`` gets ``len(layers)`` choices of single layers first, and then the ``len(curve_points(...))`` of the
+    curve.
     """
     errors = measure({name: [name] for name in layers}, error)
     ranked = dict(sorted(errors.items(), key=lambda item: -item[1]))

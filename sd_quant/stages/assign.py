@@ -15,11 +15,11 @@ from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_part, roles_of_part
 from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.progress import progress
-from sd_quant.quantization.adapters import with_adapter
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive, derive_nearest
 from sd_quant.quantization.linears import readers_of
-from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.low_rank import with_adapter
+from sd_quant.quantization.recipe import Recipe, excluded
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
@@ -50,26 +50,13 @@ def assign(
     kept_because: str = "among the most sensitive layers",
 ) -> dict[str, LayerAssignment]:
     """Derive how each layer is quantized, by the recipe or its own of ``recipes``; those ``kept`` stay in fp16."""
-    weights, recipe, roles = denoiser_weights(loaded.base), loaded.recipe, loaded.roles
+    weights, recipe = denoiser_weights(loaded.base), loaded.recipe
     recipes = {name: loaded.own(name, recipe) for name in loaded.weights_alone} | recipes
-    own = {name: (recipes.get(name, recipe), role) for name, role in roles.items()}
-    searched = sum(each.chooses_codes(each.formats_of(role).weight) for each, role in own.values())
-    with progress(len(roles) + searched, "assign") as advance:
-        made = derive(
-            loaded.roles,
-            lambda name: weights[f"{name}.weight"],
-            statistics.layers,
-            recipe,
-            loaded.shared_inputs,
-            kept,
-            loaded.attentions,
-            loaded.exclude,
-            optional(weights, "bias"),
-            recipes,
-            optional(weights, "weight"),
-            advance,
-            kept_because,
-        )
+    exceptions = recipes | dict.fromkeys(kept, kept_because) | excluded(loaded.roles, loaded.exclude)
+    made = derive(
+        loaded.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, loaded.shared_inputs,
+        exceptions, loaded.attentions, biases(weights),
+    )  # fmt: skip
     return made if loaded.base is loaded.checkpoint else with_loras_beside(loaded.checkpoint, loaded.denoiser, made)
 
 
@@ -116,9 +103,9 @@ def with_loras_beside(
     return dict(assignment) | {name: with_adapter(assignment[name], *factors_of(adapted[name])) for name in beside}
 
 
-def optional(weights: Mapping[str, Tensor], kind: str) -> Callable[[str], Tensor | None]:
-    """A reader of a layer's ``kind`` of weight, such as its bias; None where it has none."""
-    return lambda name: weights[parameter] if (parameter := f"{name}.{kind}") in weights else None
+def biases(weights: Mapping[str, Tensor]) -> Callable[[str], Tensor | None]:
+    """A reader of a layer's bias; None where it has none."""
+    return lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None
 
 
 def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
@@ -158,7 +145,7 @@ def assign_calibrated(
     unread = {name for name, role in roles.items() if role != "excluded" and name not in statistics.layers}
     made = derive(
         roles | dict.fromkeys(unread, "excluded"), lambda name: own[f"{name}.weight"], statistics.layers, recipe,
-        inputs, bias_of=optional(own, "bias"), recipes=recipes,
+        inputs, recipes, bias_of=biases(own),
     )  # fmt: skip
     return made | {name: replace(made[name], reason=UNREAD) for name in unread}
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from sd_quant.calibration.call_tables import Row
 from sd_quant.calibration.collected_elsewhere import read_statistics
-from sd_quant.calibration.collection import calibrate, origin
+from sd_quant.calibration.collection import Pass, calibrate, fabric_for, origin
 from sd_quant.calibration.overflow import too_large
 from sd_quant.calibration.parts import DECODER, calibrate_parts
 from sd_quant.config import BESIDE, Quantize, RecipeJob, prompts_of
@@ -64,7 +64,7 @@ def statistics_of(
         )  # fmt: skip
     model, latents = load_model(checkpoint), dict[int, torch.Tensor]()
     calibrated = [part for part, recipe in loaded.part_recipes.items() if recipe.needs_inputs]
-    kept = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # they are as many as the prompts
+    heard: dict[str, Any] = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # as many as prompts
     prompts = prompts_of(rows)
     cache = output_path(job.cache.dir) / "statistics" if job.cache.dir else None
     for part, other in loaded.others.items():
@@ -72,31 +72,19 @@ def statistics_of(
         own = denoiser_hessians(other.base, other.roles, other.recipe)
         readers = tuple(tuple(f"{part}:{name}" for name in each) for each in own.readers)
         hessians = Hessians(own.block or hessians.block, (*hessians.readers, *readers))
-    statistics = calibrate(
-        model,
-        watched,
-        prompts,
-        sampling,
-        checkpoint_sha256=checkpoint_sha256,
-        snapshots=knobs.snapshots,
-        cache=cache,
-        accelerator=knobs.accelerator,
-        devices=knobs.devices,
-        announce=partial(announce_calibration, knobs, sampling.steps_taken),
-        hessians=hessians,
-        **kept,
-    )
+    wanted, fabric = Pass(model, watched, prompts, sampling, hessians), fabric_for(knobs.accelerator, knobs.devices)
+    kept: dict[str, Any] = {"checkpoint_sha256": checkpoint_sha256, "cache": cache}
+    announce = partial(announce_calibration, knobs, sampling.steps_taken)
+    statistics = calibrate(wanted, fabric, snapshots=knobs.snapshots, announce=announce, **kept, **heard)
     if calibrated:
-        of_parts = {part: roles_of_part(checkpoint, part) for part in calibrated}
-        layers = {part: [name for name, role in of_parts[part].items() if role != "excluded"] for part in calibrated}
-        summed = {
-            part: hessians_of(roles, inputs_of_part(empty_part(checkpoint, part), roles), loaded.part_recipes[part])
-            for part, roles in of_parts.items()
-        }
-        statistics.parts |= calibrate_parts(
-            model, layers, prompts, sampling, checkpoint_sha256=checkpoint_sha256, latents=latents, cache=cache,
-            accelerator=knobs.accelerator, hessians=summed,
-        )  # fmt: skip
+        parts = {}
+        for part in calibrated:
+            roles = roles_of_part(checkpoint, part)
+            layers = [name for name, role in roles.items() if role != "excluded"]
+            inputs = inputs_of_part(empty_part(checkpoint, part), roles)
+            summed = hessians_of(roles, inputs, loaded.part_recipes[part])
+            parts[part] = Pass(model, layers, prompts, sampling, summed)
+        statistics.parts |= calibrate_parts(parts, fabric_for(knobs.accelerator), latents=latents, **kept)
         statistics.peaks = highest([statistics.peaks, *(each.peaks for each in statistics.parts.values())])
     if statistics.peaks and (warning := too_large(statistics.peaks, contracts_of(checkpoint))):
         LOG.warning("%s", warning)

@@ -8,7 +8,7 @@ from pathlib import Path
 from sd_quant.config.assignment_file import ASSIGNMENT, FP16, text_of
 from sd_quant.files import write_text
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.ranges_by_step import ranges_by_step
+from sd_quant.quantization.percentile import ranges_by_step
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import AutoCompared

@@ -16,8 +16,7 @@ from sd_quant.knobs import check, near
 from sd_quant.models.checkpoint import Checkpoint, InPlace, empty_denoiser, empty_part, in_place, roles_of_part
 from sd_quant.models.parts import Heads, SharedInput, exported, text_readers
 from sd_quant.quantization.budget import inputs_left_alone
-from sd_quant.quantization.recipe import Recipe, reason_kept
-from sd_quant.quantization.recipe_check import check_layers, check_selection, is_excluded, misfit
+from sd_quant.quantization.recipe import Recipe, check_layers, check_selection, is_excluded, misfit, reason_kept
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.simulation.sensitivity import layers_to_keep
 from sd_quant.stages.resources import Needs

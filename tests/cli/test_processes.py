@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.collection import Pass, calibrate, fabric_for
 from sd_quant.calibration.store import pack
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.errors import SdQuantError
@@ -26,9 +26,10 @@ def fresh() -> LoadedModel:
     return load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
 
 
-def collected(model: LoadedModel, prompts=PROMPTS, **options) -> Statistics:
+def collected(model: LoadedModel, prompts=PROMPTS, devices: int = 1, **options) -> Statistics:
     names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
-    return calibrate(model, names, prompts, SAMPLING, checkpoint_sha256="", accelerator="cpu", **options)
+    wanted = Pass(model, names, prompts, SAMPLING)
+    return calibrate(wanted, fabric_for("cpu", devices), checkpoint_sha256="", **options)
 
 
 def test_two_processes_find_exactly_what_one_finds(tmp_path):

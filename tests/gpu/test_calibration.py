@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.collection import Pass, calibrate, fabric_for
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
@@ -27,9 +27,7 @@ def statistics():
 
     def collect(accelerator: str, devices: int = 1):
         sampling = Sampling(2, 5.0, 64, 64, 1, 42)
-        return calibrate(
-            model, names, PROMPTS, sampling, checkpoint_sha256="", accelerator=accelerator, devices=devices
-        )
+        return calibrate(Pass(model, names, PROMPTS, sampling), fabric_for(accelerator, devices), checkpoint_sha256="")
 
     return collect
 

@@ -26,7 +26,7 @@ from sd_quant.models.parts import axes
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.recipe import Recipe
+from sd_quant.quantization.recipe import Recipe, excluded
 from sd_quant.quantization.statistics import Statistics
 
 from ..zoo.families import TINY, WIDE
@@ -138,7 +138,7 @@ class Tiny:
         return derive(
             self.roles, lambda name: denoiser.get_submodule(name).weight, self.statistics.layers, recipe,
             self.checkpoint.family.shared_inputs(self.roles), bias_of=lambda name: denoiser.get_submodule(name).bias,
-            exclude=exclude,
+            exceptions=excluded(self.roles, exclude),
         )  # fmt: skip
 
     def assignment(self, recipe: Recipe, target: str, exclude: Collection[str] = ()) -> dict[str, LayerAssignment]:

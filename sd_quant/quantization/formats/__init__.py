@@ -1,8 +1,8 @@
 """Number formats: how real numbers are stored in few bits.
 
-A format is one row of ``FORMATS``, which imports no torch, so that an impossible recipe is refused at once, and one
-module of pure functions beside this file. Other rooms read these facts and name no format. docs/extending.md says how
-to add one.
+A format is one row of ``FORMATS``, which imports no torch, so that an impossible recipe is refused at once, and a
+module of pure functions or an object in one. Other rooms read these facts and name no format. docs/extending.md says
+how to add one.
 
 | format       | codes                | scales                                              | published in             |
 |--------------|----------------------|-----------------------------------------------------|--------------------------|
@@ -48,10 +48,10 @@ class Format:
     opset: int  # the first whose DequantizeLinear takes these types
     min_compute_capability: int  # GPUs that TensorRT can build a plan for, 89 for 8.9, even with weights alone
     layer_tolerance: float  # of the output of a layer with weights in it, in an engine; see ``inference.parity``
+    module: str = ""  # with the functions, or an object in one; by default the one of the format's name in this folder
     attention: bool = False  # whether attention's matrix products can be computed in it
     modelopt_num_bits: int | tuple[int, int] | None = None  # for ModelOpt's quantizers; None: they call this arithmetic
     torch_compute_capability: tuple[int, int] | None = None  # GPUs on which torch multiplies codes; None: on none
-    module: str = ""  # with the functions, or an object in one; by default the module of the format's name beside this
     block_bytes: int | None = None  # of a block with its scales; None: what the types above take
     block_rows: int = 1  # of a weight whose blocks share a scale; inputs have one for each row
     row_scale: bool = False  # whether blocks' scales are relative to one of the whole row, which must be there
@@ -145,63 +145,43 @@ class Format:
         return unpack_nibbles(packed)
 
 
-FORMATS: dict[str, Format] = {
-    row.name: row
-    for row in (
-        Format(
-            "int8", 8, None, "INT8", ("FLOAT16",), opset=19, min_compute_capability=75, layer_tolerance=3e-3,
-            attention=True, modelopt_num_bits=8, torch_compute_capability=(8, 0),
-        ),
-        Format(
-            "fp8", 8, None, "FLOAT8E4M3FN", ("FLOAT16",), opset=19, min_compute_capability=89, layer_tolerance=1e-2,
-            attention=True, modelopt_num_bits=(4, 3), torch_compute_capability=(8, 9),
-        ),
-        *(
-            Format(
-                name, 8, 128, "FLOAT8E4M3FN", ("FLOAT16",), opset=21, min_compute_capability=89, layer_tolerance=1e-2,
-                torch_compute_capability=(8, 9), module=f"{__name__}.fp8_blocks:{name.upper()}", block_rows=rows,
-            )
-            for name, rows in (("fp8_128", 1), ("fp8_128x128", 128))
-        ),
-        Format("int4", 4, 64, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3),
-        Format(
-            "int4_per_row", 4, None, "INT4", ("FLOAT16",), opset=21, min_compute_capability=80, layer_tolerance=2e-3,
-        ),
-        Format(
-            "int4_in_int8", 4, 16, "", (), opset=19, min_compute_capability=75, layer_tolerance=2e-3, block_bytes=9,
-            row_scale=True,  # its bytes, four a row, are not counted
-        ),
-        Format(
-            "mxfp8", 8, 32, "FLOAT8E4M3FN", ("FLOAT16",), opset=21, min_compute_capability=100, layer_tolerance=1e-2,
-        ),
-        Format("mxfp4", 4, 32, "FLOAT4E2M1", ("FLOAT16",), opset=23, min_compute_capability=100, layer_tolerance=1e-2),
-        Format(
-            "nvfp4", 4, 16, "FLOAT4E2M1", ("FLOAT8E4M3FN", "FLOAT"), opset=23, min_compute_capability=100,
-            layer_tolerance=1e-2,
-        ),
-        *(
-            Format(
-                name, bits, block, "", (), opset=19, min_compute_capability=75, layer_tolerance=2e-3,
-                module=f"{__name__}.ggml:{name.upper()}", block_bytes=size, narrow=narrow,
-            )
-            for name, bits, block, size, narrow in (
-                ("q4_1", 4, 32, 20, None), ("q5_0", 5, 32, 22, None), ("q5_1", 5, 32, 24, None),
-                ("q8_0", 8, 32, 34, None), ("q4_k", 4, 256, 144, "q5_0"), ("q5_k", 5, 256, 176, "q5_1"),
-                ("q6_k", 6, 256, 210, "q8_0"),  # as llama.cpp replaces them
-            )
-        ),
-    )
-}  # fmt: skip
+INTEGERS, FLOATS, GGML = (f"{__name__}.{name}" for name in ("integers", "floats", "ggml"))
+E4M3, E2M1, HALF = "FLOAT8E4M3FN", "FLOAT4E2M1", ("FLOAT16",)
+FORMATS: dict[str, Format] = {row.name: row for row in (
+    # name, bits, block, onnx_type, onnx_scale_types, opset, min_compute_capability, layer_tolerance, module
+    Format("int8", 8, None, "INT8", HALF, 19, 75, 3e-3, f"{INTEGERS}:INT8", attention=True, modelopt_num_bits=8,
+           torch_compute_capability=(8, 0)),
+    Format("fp8", 8, None, E4M3, HALF, 19, 89, 1e-2, f"{FLOATS}:FP8", attention=True, modelopt_num_bits=(4, 3),
+           torch_compute_capability=(8, 9)),
+    Format("fp8_128", 8, 128, E4M3, HALF, 21, 89, 1e-2, f"{FLOATS}:FP8_128", torch_compute_capability=(8, 9)),
+    Format("fp8_128x128", 8, 128, E4M3, HALF, 21, 89, 1e-2, f"{FLOATS}:FP8_128X128", torch_compute_capability=(8, 9),
+           block_rows=128),
+    Format("int4", 4, 64, "INT4", HALF, 21, 80, 2e-3, f"{INTEGERS}:INT4"),
+    Format("int4_per_row", 4, None, "INT4", HALF, 21, 80, 2e-3, f"{INTEGERS}:INT4_PER_ROW"),
+    # the bytes of its rows' scales, four a row, are not counted
+    Format("int4_in_int8", 4, 16, "", (), 19, 75, 2e-3, block_bytes=9, row_scale=True),
+    Format("mxfp8", 8, 32, E4M3, HALF, 21, 100, 1e-2, f"{FLOATS}:MXFP8"),
+    Format("mxfp4", 4, 32, E2M1, HALF, 23, 100, 1e-2, f"{FLOATS}:MXFP4"),
+    Format("nvfp4", 4, 16, E2M1, (E4M3, "FLOAT"), 23, 100, 1e-2),
+    Format("q4_1", 4, 32, "", (), 19, 75, 2e-3, f"{GGML}:Q4_1", block_bytes=20),
+    Format("q5_0", 5, 32, "", (), 19, 75, 2e-3, f"{GGML}:Q5_0", block_bytes=22),
+    Format("q5_1", 5, 32, "", (), 19, 75, 2e-3, f"{GGML}:Q5_1", block_bytes=24),
+    Format("q8_0", 8, 32, "", (), 19, 75, 2e-3, f"{GGML}:Q8_0", block_bytes=34),
+    # replaced for narrow weights as in llama.cpp
+    Format("q4_k", 4, 256, "", (), 19, 75, 2e-3, f"{GGML}:Q4_K", block_bytes=144, narrow="q5_0"),
+    Format("q5_k", 5, 256, "", (), 19, 75, 2e-3, f"{GGML}:Q5_K", block_bytes=176, narrow="q5_1"),
+    Format("q6_k", 6, 256, "", (), 19, 75, 2e-3, f"{GGML}:Q6_K", block_bytes=210, narrow="q8_0"),
+)}  # fmt: skip
 
 
 def dividing(name: str, numbers: int) -> str:
-    """The format ``name``, or the one that stands in for it where its blocks do not divide a weight's ``numbers``."""
+    """The format ``name``, or its stand-in where its blocks do not divide a weight's ``numbers`` for one output."""
     fmt = FORMATS[name]
     return name if fmt.narrow is None or fmt.block is None or numbers % fmt.block == 0 else fmt.narrow
 
 
 def divides(name: str, numbers: int) -> bool:
-    """Whether blocks of the format, or of its stand-in, divide ``numbers``, those of a weight for one output."""
+    """Whether blocks of the format, or of its stand-in, divide the ``numbers`` of a weight for one output."""
     block = FORMATS[dividing(name, numbers)].block
     return block is None or numbers % block == 0
 

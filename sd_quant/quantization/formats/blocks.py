@@ -1,4 +1,8 @@
-"""Common parts of formats with blocks: blocks along the last axis, two codes to a byte, and scales in tiles."""
+"""Common parts of formats: blocks along the last axis, two codes to a byte, and scales in tiles."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +27,45 @@ def blocks(x: Tensor, size: int) -> Tensor:
 def per_number(scale: Tensor, numbers: int) -> Tensor:
     """The scale of each of ``numbers`` along the last axis, from one per block: [..., blocks] -> [..., numbers]."""
     return scale.repeat_interleave(numbers // scale.shape[-1], dim=-1)
+
+
+def per_channel(scale: Tensor, weight: Tensor) -> Tensor:
+    """``scale`` [out] shaped to broadcast over ``weight`` [out, ...]."""
+    return scale.view(-1, *[1] * (weight.ndim - 1))
+
+
+@dataclass(frozen=True)
+class PerBlock(ABC):
+    """A format with one scale for each block of ``size`` numbers along the last axis, [..., n / size]."""
+
+    numbers: Any  # their ``quantize`` and ``dequantize`` by a scale for each
+    size: int
+    rows: int = 1  # whose blocks share a scale
+    clips: tuple[float, ...] = (1.0,)  # of a block's largest magnitude, tried for a weight
+
+    @abstractmethod
+    def of_peak(self, peak: Tensor) -> Tensor:
+        """The scale of blocks with this largest magnitude. Raises OverflowError where it has none."""
+
+    def peaks(self, x: Tensor) -> Tensor:
+        """The largest magnitude of the numbers that share each block's scale, [..., n / size]."""
+        peak = blocks(x, self.size).abs().amax(-1)
+        if self.rows > 1:
+            peak = torch.cat([group.amax(0, keepdim=True).expand_as(group) for group in peak.split(self.rows)])
+        return peak
+
+    def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor]:
+        return (self.of_peak(self.peaks(x)),)
+
+    def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
+        peak = self.peaks(x)
+        return tuple((self.of_peak(clip * peak),) for clip in self.clips)
+
+    def quantize(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.numbers.quantize(x, per_number(scale, x.shape[-1]))
+
+    def dequantize(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return self.numbers.dequantize(codes, per_number(scale, codes.shape[-1]))
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

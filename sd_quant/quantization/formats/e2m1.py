@@ -1,4 +1,4 @@
-"""FP4 E2M1, the numbers of MXFP4 and NVFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP MX 1.0, 5.3.3).
+"""FP4 E2M1 (OCP Microscaling Formats 1.0, 5.3.3): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 
 A code is the bit pattern: a sign bit, two exponent bits, one mantissa bit. Ties round to the even code, as in IEEE 754,
 and magnitudes beyond 6 become 6.
@@ -29,3 +29,11 @@ def decode(codes: Tensor) -> Tensor:
     """
     bits = codes.to(torch.int16)
     return ((bits & 8) << 12 | (bits & 7) << 9).view(torch.float16).float() * 2.0**14
+
+
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
+    return encode(x.float() / scale)
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    return decode(codes) * scale

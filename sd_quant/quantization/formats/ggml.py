@@ -5,15 +5,14 @@
     Q4_K, Q5_K        x = d * s * q - dmin * m        fp16 d and dmin per 256 numbers, s and m 0..63 per 32 numbers
     Q6_K              x = d * s * q                   fp16 d per 256 numbers, s -128..127 per 16 numbers
 
-Codes q with a least number, or a minimum m, begin at zero; others lie around it. All arithmetic is fp32 in the order of
-ggml's own decoder (``dequantize_row_*`` in ggml-quants.c), so that the numbers are its numbers to the bit.
+Codes q with a least number or a minimum m begin at zero. All arithmetic is fp32 in the order of ggml's own decoder
+(``dequantize_row_*`` in ggml-quants.c), equal to the bit.
 
-``scales`` maps the smallest and the largest number of a block to the first and the last code. ``tried_scales``
-searches: each block, of a K-quant each sub-block, begins with several scales near that one, rounds to each, fits scale
-and least number to the codes by least squares, as ggml's ``make_qkx2_quants`` does, and keeps the best. Of a K-quant d
-and dmin are fitted once more when s and m are integers. Gaussian numbers' squared error is 1 to 20 % below that of
-other encoders, see ``test_ggml``. Not taken: ggml's weights in that fit, ``|x|`` plus its root mean square, which
-stand for unknown inputs; GPTQ knows them here.
+``scales`` maps the smallest and the largest number of a block to the first and the last code. ``tried_scales`` fits
+scales near that one, and least numbers, to the codes by least squares, as ggml's ``make_qkx2_quants`` does, block by
+block, and keeps the best; d and dmin once more when s and m are integers. Gaussian numbers' squared error is 1 to 20 %
+below that of other encoders (``test_ggml``). Not taken: ggml's weights in that fit, ``|x|`` plus its root mean square,
+which stand for unknown inputs; GPTQ knows them here.
 
 No DequantizeLinear of ONNX has two levels of scales, or a least number that is no multiple of the scale, so graphs hold
 the decoded weight in fp16.

@@ -3,9 +3,8 @@
     x = clamp(round(relative * q), -127, 127) * scale      relative E4M3, one per 16 numbers; scale fp32, one per row
 
 A kernel reads four bits and multiplies INT8, with inputs in INT8: ComfyUI's ``asym_w4a8_int8`` (comfy-kitchen's
-``backends/eager/w4a8_int8.py``), whose codes are those of here plus 8. It rotates weight and inputs, see
-``quantization.rotation``. Not taken: its code book of 16 levels for Gaussian numbers in place of -8..7, which every
-layer of a file would store, and its six bits.
+``backends/eager/w4a8_int8.py``), whose codes are these plus 8, of rotated weights and inputs. Not taken: its code book
+of 16 levels for Gaussian numbers in place of -8..7, which every layer of a file would store, and its six bits.
 """
 
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import blocks, per_number
-from sd_quant.quantization.formats.int4 import CLIPS, QMAX
+from sd_quant.quantization.formats.integers import CLIPS, INT4
 
 BLOCK = FORMATS["int4_in_int8"].block
-LARGEST = 127.0
+QMAX, LARGEST = INT4.QMAX, 127.0
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:

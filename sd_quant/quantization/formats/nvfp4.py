@@ -2,16 +2,16 @@
 
     global = amax / (6 * 448)        scale = E4M3(max |block| / 6 / global)        x = E2M1 * scale * global
 
-The block with the tensor's largest magnitude gets the largest scale that E4M3 holds. TensorRT's ``FP4DynamicQuantize``
-and ModelOpt's ``NVFP4QTensor`` compute the same with one exception: a scale that E4M3 would round to zero becomes
-E4M3's smallest number here, so that a block of zeros is not divided by zero.
+TensorRT's ``FP4DynamicQuantize`` and ModelOpt's ``NVFP4QTensor`` compute the same, but for a scale that E4M3 would
+round to zero: here it is E4M3's smallest number, so that a block of zeros is not divided by zero.
 """
 
 import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import FORMATS, e2m1, fp8
+from sd_quant.quantization.formats import FORMATS, e2m1
 from sd_quant.quantization.formats.blocks import blocks, per_number
+from sd_quant.quantization.formats.floats import FP8
 
 BLOCK = FORMATS["nvfp4"].block
 SMALLEST_E4M3 = 2.0**-9
@@ -19,10 +19,7 @@ SMALLEST_PRODUCT = 2.0**-24  # of fp16, which holds no smaller positive number
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of every block, [..., n / 16] in E4M3 numbers, and the global scale [] from the largest ``amax``.
-
-    Raises OverflowError when ``amax`` is infinite or NaN.
-    """
+    """The scale of every block, [..., n / 16] in E4M3 numbers, and the global scale []. Raises as ``global_scale``."""
     common = global_scale(amax)
     return block_scales(x, common, e2m1.LARGEST), common
 
@@ -32,18 +29,18 @@ def global_scale(amax: Tensor) -> Tensor:
     peak = amax.float().max()
     if not torch.isfinite(peak):
         raise OverflowError(f"an amax of {peak.item():g} gives no scale")
-    return torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * fp8.QMAX))
+    return torch.where(peak == 0, 1.0, peak / (e2m1.LARGEST * FP8.QMAX))
 
 
 def rebased(scale: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """The block scales for the global scale ``new`` in place of ``old``, rounded to E4M3 once more, and ``new``."""
-    return (scale * (old / new)).clamp(SMALLEST_E4M3, fp8.QMAX).to(torch.float8_e4m3fn).float(), new
+    return (scale * (old / new)).clamp(SMALLEST_E4M3, FP8.QMAX).to(torch.float8_e4m3fn).float(), new
 
 
 def block_scales(x: Tensor, common: Tensor, code: float) -> Tensor:
     """The E4M3 scale of every block that maps the block's largest number to ``code``; ``common`` is the global one."""
     wanted = blocks(x, BLOCK).abs().amax(-1) / code / common
-    return wanted.clamp(SMALLEST_E4M3, fp8.QMAX).to(torch.float8_e4m3fn).float()
+    return wanted.clamp(SMALLEST_E4M3, FP8.QMAX).to(torch.float8_e4m3fn).float()
 
 
 def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -58,11 +55,11 @@ def scale_per_number(scale: Tensor, global_scale: Tensor, numbers: int) -> Tenso
 
 
 def quantize(x: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    return e2m1.encode(x.float() / scale_per_number(scale, global_scale, x.shape[-1]).clamp(min=SMALLEST_PRODUCT))
+    return e2m1.quantize(x, scale_per_number(scale, global_scale, x.shape[-1]).clamp(min=SMALLEST_PRODUCT))
 
 
 def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    return e2m1.decode(codes) * scale_per_number(scale, global_scale, codes.shape[-1])
+    return e2m1.dequantize(codes, scale_per_number(scale, global_scale, codes.shape[-1]))
 
 
 def onnx_scale(apply, amax, global_scale: float):

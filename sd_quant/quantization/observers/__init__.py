@@ -1,19 +1,14 @@
-"""Observers choose the range of an activation from a sample of its values.
-
-INT8 with range t rounds x to ``s * clamp(round(x / s), -127, 127)`` with ``s = t / 127``. A smaller t gives finer steps
-and clips more values. Each observer has its own criterion for the best t:
+"""Observers choose the range of an activation from a sample of its values: a smaller one has finer steps and clips
+more.
 
 | observer | range                                                           |
 |----------|-----------------------------------------------------------------|
 | min_max  | the largest value of the whole calibration: nothing is clipped  |
 | mse      | rounding and clipping the sample has the smallest squared error |
 
-The sample is smoothed like the layer's input, so another observer costs no further calibration. E4M3 is nearly as
-precise far below its range as close to it, so it gains little from ``mse``. docs/extending.md says how to add an
-observer. The roads not taken are a percentile, a histogram's error and its entropy: docs/lab_notebook.md has their
-figures.
-
-This file imports no torch, because knobs are checked without it.
+The sample is smoothed like the layer's input, so another observer costs no further calibration. E4M3 gains little from
+``mse``. docs/extending.md says how to add an observer. The roads not taken are a percentile, a histogram's error and
+its entropy: docs/lab_notebook.md has their figures. This file imports no torch, because knobs are checked without it.
 """
 
 import pkgutil
@@ -37,8 +32,8 @@ class Observer:
         """The range to quantize with, in (0, ``amax``].
 
         ``values``: fp32 of any shape, a sample of the layer's inputs. ``amax``: the largest magnitude of the whole
-        calibration, which the sample may lack. Options: ``fmt``, the input's format (INT8 by default); ``levels``, the
-        number of equal levels above zero (the format's by default).
+        calibration. Options: ``fmt``, the input's format (default: INT8); ``levels``, the number of equal levels above
+        zero (default: the format's).
         """
         fmt = options.get("fmt")
         if fmt is not None and fmt.equal_levels:

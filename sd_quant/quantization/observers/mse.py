@@ -6,8 +6,8 @@ rounded to level k or higher, so that
 
     sum (x - quantized x)^2  =  sum x^2  -  2 s  sum_k  sum over |x| > b_k of (|x| - b_k),    k = 1 .. 127
 
-where the inner sum takes one binary search and one prefix sum. The level -128 is left out, because it has no positive
-counterpart. It can only make an error smaller, so with it ``mse`` still does no worse than ``min_max``.
+where the inner sum takes one binary search and one prefix sum. The level -128 is left out; it can only make an error
+smaller.
 """
 
 import math
@@ -29,8 +29,8 @@ RANGES = 0.99 ** np.arange(math.log(2 * LEVELS) / -math.log(0.99))
 def mse(values: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int = LEVELS, **_) -> float:
     """The range with the smallest mean squared error among ``amax`` and ``RANGES``; the widest if several have it.
 
-    It is ``amax`` where the sample is empty, all zero or not finite. Equal levels have the closed form. The steps of a
-    floating-point format repeat with every factor of two, so it is enough to try ranges down to half the peak.
+    It is ``amax`` where the sample is empty, all zero or not finite. The steps of a floating-point format repeat with
+    every factor of two, so ranges down to half the peak are tried.
     """
     magnitudes = values.detach().cpu().float().abs().flatten()
     peak = magnitudes.max().item() if len(magnitudes) else 0.0

@@ -34,14 +34,13 @@ def sample(random: torch.Generator, count: int, *shape: int, dtype: torch.dtype)
     return Sample(values, torch.rand(count, generator=random, dtype=torch.float64).sort().values)
 
 
-def statistics(segment: range) -> Statistics:
+def statistics(segment: range, rows: int = 3, seed: int | None = None) -> Statistics:
     """What calibration leaves of ``LAYERS`` and the UNet's inputs."""
-    random = torch.Generator().manual_seed(segment.stop)
-
+    random = torch.Generator().manual_seed(segment.stop if seed is None else seed)
     half, ranges = torch.float16, torch.rand(segment.stop, STEPS, generator=random)
     linear, folds = torch.rand(STEPS, 4, generator=random), torch.rand(2, 4, generator=random)
-    linear = LayerStatistics("linear", linear, sample(random, 3, 4, dtype=half), folds)
-    conv = LayerStatistics("conv", ranges, sample(random, 3, 9, dtype=half))
+    linear = LayerStatistics("linear", linear, sample(random, rows, 4, dtype=half), folds)
+    conv = LayerStatistics("conv", ranges, sample(random, rows, 9, dtype=half))
     inputs = {"x": (4, 8, 16), "timesteps": (), "context": (80, 6), "y": (5,)}
     calls = {name: sample(random, 2, 2, *shape, dtype=torch.float32) for name, shape in inputs.items()}
     return Statistics({"down.to_q": linear, "down.conv1": conv}, calls)

@@ -22,7 +22,7 @@ from sd_quant import cache
 from sd_quant.cache import locked
 from sd_quant.calibration import collection
 from sd_quant.calibration.collected_elsewhere import read_statistics
-from sd_quant.calibration.collection import calibrate, collect_segment, fabric_for, origin, segments_of
+from sd_quant.calibration.collection import Pass, calibrate, collect_segment, fabric_for, origin, segments_of
 from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.inference import loading
@@ -30,7 +30,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.models.checkpoint import contracts_of, empty_modules
 from sd_quant.models.unet import layer_roles
-from sd_quant.quantization.hessians import Hessians, diagonal_blocks, hessians_of
+from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, diagonal_blocks, hessians_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics, merge
 
@@ -48,8 +48,9 @@ def names(model) -> list[str]:
     return [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
 
 
-def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, **options) -> Statistics:
-    return calibrate(model, names, prompts, sampling, checkpoint_sha256=SHA256, accelerator="cpu", **options)
+def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, hessians=NO_HESSIANS, **options) -> Statistics:
+    wanted = Pass(model, names, prompts, sampling, hessians)
+    return calibrate(wanted, fabric_for("cpu"), checkpoint_sha256=SHA256, **options)
 
 
 @pytest.fixture(scope="module")
@@ -61,26 +62,18 @@ def whole(model, names) -> Statistics:
 
 
 @pytest.mark.parametrize(
-    "start, stop, snapshots, ends",
-    [
-        (0, 5, [], [5]),
-        (0, 5, [4, 2, 2], [2, 4, 5]),
-        (2, 5, [4, 2, 2], [4, 5]),
-        (4, 5, [4, 2, 2], [5]),
-        (0, 4, [4, 8], [4]),
-        (3, 5, [2, 3, 4], [4, 5]),
-    ],
+    "start, stop, snapshots, ends", [(0, 5, [4, 2, 2], [2, 4, 5]), (0, 4, [4, 8], [4]), (3, 5, [2, 3, 4], [4, 5])]
 )
 def test_segments_end_at_the_snapshots(start, stop, snapshots, ends):
     segments = segments_of(start, stop, snapshots)
-    assert [segment.stop for segment in segments] == ends
-    assert [segment.start for segment in segments] == [start, *ends[:-1]]
+    assert [(each.start, each.stop) for each in segments] == list(zip([start, *ends], ends, strict=False))
 
 
 # One pass
 
 
 def test_every_layer_is_reached(model, names, whole):
+    """Those that read the text, and no others, have its first token."""
     assert whole.layers.keys() == set(names)
     for name, layer in whole.layers.items():
         width = model.modules["unet"].get_submodule(name).weight[0].numel()
@@ -89,9 +82,6 @@ def test_every_layer_is_reached(model, names, whole):
     assert {name: len(sample.values) for name, sample in whole.calls.items()} == dict.fromkeys(
         ["x", "timesteps", "context", "y"], 3 * 2
     )
-
-
-def test_layers_that_read_the_text_and_no_others_have_its_first_token(whole):
     with_it = {name for name, layer in whole.layers.items() if FIRST_OF_ALL in layer.rows.priority}
     assert with_it == {name for name in whole.layers if name.endswith(("attn2.to_k", "attn2.to_v"))} != set()
 
@@ -155,12 +145,11 @@ def test_hessians_are_those_of_what_each_layer_reads_and_of_no_other_layer(model
     assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 3
 
 
-def test_layers_that_are_never_reached_are_told_of(model, names, monkeypatch, caplog):
+def test_layers_that_are_never_reached_are_told_of(model, monkeypatch, caplog):
     for name in ("spare", "other"):
         monkeypatch.setattr(model.modules["unet"], name, nn.Linear(2, 2), raising=False)
-    statistics = collected(model, [*names, "spare", "other"], PROMPTS[:1])
+    assert collected(model, ["conv_in", "spare", "other"], PROMPTS[:1]).layers.keys() == {"conv_in"}
     assert "2 layers were never reached during calibration, such as spare" in caplog.text
-    assert statistics.layers.keys() == set(names)
 
 
 # Several sizes
@@ -174,7 +163,7 @@ def test_prompts_take_the_sizes_in_turn(model, names):
     fabric, statistics = Fabric(accelerator="cpu", devices=1), []
     for width, share in ((64, slice(0, None, 2)), (128, slice(1, None, 2))):
         sampling = replace(SAMPLING, width=width, batch_size=2)
-        statistics.append(collect_segment(fabric, model, names, PROMPTS, range(3), sampling, subset=share))
+        statistics.append(collect_segment(fabric, Pass(model, names, PROMPTS, sampling), range(3), share))
     statistics[1].calls.clear()
     assert_same(collected(model, names, sampling=replace(SIZED, batch_size=2)), merge(statistics))
     assert statistics[0].calls["x"].values.shape == (2 * SAMPLING.steps, 2, 4, 8, 8)
@@ -183,12 +172,6 @@ def test_prompts_take_the_sizes_in_turn(model, names):
 def test_snapshots_and_processes_share_the_prompts_of_all_sizes(model, names, tmp_path):
     parts = shares(model, names, SIZED, processes=2)
     assert_same(collected(model, names, sampling=SIZED, cache=tmp_path, snapshots=[1, 2]), merge(parts))
-
-
-def test_a_pass_of_one_size_is_found_under_its_old_name():
-    expected = {"steps", "guidance_scale", "height", "width", "batch_size", "seed", "negative_prompts", "latents"}
-    assert SAMPLING.described().keys() == expected
-    assert SIZED.described() == SAMPLING.described() | {"sizes": ["64x64", "128x64"]}
 
 
 # The cache
@@ -200,9 +183,7 @@ def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, c
     for _ in range(2):
         calls.update(dict.fromkeys(calls, 0))
         with caplog.at_level(logging.INFO):
-            found = collected(
-                model, names, cache=tmp_path, snapshots=[2], announce=lambda *told: said.append(told),
-            )  # fmt: skip
+            found = collected(model, names, cache=tmp_path, snapshots=[2], announce=lambda *told: said.append(told))
         assert_same(found, whole)
     [(device, prompts, seconds)] = said
     assert (device, prompts) == ("cpu", len(PROMPTS)) and seconds > 0
@@ -290,7 +271,9 @@ def test_what_a_pass_cached_is_read_elsewhere(model, names, tmp_path, caplog):
 
 
 def test_everything_that_counts_is_in_the_origin(names, monkeypatch):
-    """Other things are in ``stages.test_keys``."""
+    """Other things are in ``stages.test_keys``. A pass of one size is found under its old name."""
+    expected = {"steps", "guidance_scale", "height", "width", "batch_size", "seed", "negative_prompts", "latents"}
+    assert SAMPLING.described().keys() == expected
     given = (SHA256, names, SAMPLING, "cpu")
     expected, others = origin(*given), [replace(SAMPLING, **{field: other(field)}) for field in SAMPLING_FIELDS]
     changed = [(*given[:2], each, "cpu") for each in others] + [(*given, Hessians(size, ((),))) for size in (64, 128)]
@@ -325,7 +308,7 @@ def shares(model, names, sampling, processes: int) -> list[Statistics]:
     """The statistics that each process collects."""
     fabric, ranks = Fabric(accelerator="cpu", devices=1), range(processes)
     return [
-        collect_segment(fabric, model, names, PROMPTS, range(3), sampling, subset=slice(rank, None, processes))
+        collect_segment(fabric, Pass(model, names, PROMPTS, sampling), range(3), slice(rank, None, processes))
         for rank in ranks
     ]
 
@@ -345,11 +328,10 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch):
     assert fabric_for("auto", devices=1).device.type == "cpu"
 
 
-# What Lightning advises where calibration starts is not shown to users
+def test_lightnings_advice_to_use_srun_and_tf32_is_not_shown(tmp_path, monkeypatch, caplog):
+    """``srun`` is on the PATH, without a job of Slurm around this process; TF32 is advised on an H100, as an info."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-
-def test_advice_to_use_srun_is_not_shown(tmp_path, monkeypatch):
-    """Which is on the PATH, and no job of Slurm around this process."""
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -358,14 +340,6 @@ def test_advice_to_use_srun_is_not_shown(tmp_path, monkeypatch):
         Fabric(accelerator="cpu", devices=1)
     with warnings.catch_warnings(record=True) as shown:
         assert fabric_for("cpu", 1).world_size == 1
-    assert not shown
-
-
-def test_advice_to_multiply_in_tf32_is_not_shown(caplog):
-    """Seen on an H100. ``_check_cuda_matmul_precision`` of Lightning's accelerators logs it as ``rank_zero_info``."""
-    from lightning.fabric.utilities.rank_zero import rank_zero_info
-
-    fabric_for("cpu", 1)
     with caplog.at_level(logging.DEBUG):
         rank_zero_info("You are using a CUDA device that has Tensor Cores.")
-    assert not caplog.records
+    assert not shown and not caplog.records

@@ -1,5 +1,4 @@
 from collections import OrderedDict
-from collections.abc import Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from torch import nn
 from sd_quant.calibration.hooks import ROWS_PER_CALL, collect, draw, take_row
 from sd_quant.errors import SdQuantError
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes
-from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, layer_kind, merge, width_of
+from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, merge, width_of
 
 from .some_statistics import CONVOLUTIONS, assert_same
 
@@ -141,24 +140,15 @@ def test_a_second_call_within_a_step_only_widens_the_range():
 
 
 def test_a_layer_that_is_used_twice_in_a_call_has_the_wider_range():
+    """Ranges are per channel, of tokens and of rows without tokens, as modulations have it; fp32 of fp16 inputs too."""
     layer = nn.Linear(2, 2)
-    network = nn.Sequential(layer, layer)
-    with torch.no_grad():
-        layer.weight.copy_(torch.diag(torch.tensor([3.0, 0.5])))
-        layer.bias.zero_()
-    assert of_one_call(network, {"0": layer}, torch.ones(2, 4, 2)).layers["0"].amax.tolist() == [[3.0, 1.0]]
-
-
-def test_ranges_of_fp16_inputs_are_kept_in_fp32():
-    network = Network().half()
-    amax = of_one_call(network, layers_of(network), torch.full((1, 2, 1, 1), 60000.0).half()).layers["conv"].amax
-    assert amax.dtype == torch.float32 and amax.item() == 60000
-
-
-def test_the_range_of_a_linear_of_rows_is_per_channel():
-    """As modulations have it: a row per sample and no tokens."""
-    module, x = nn.Sequential(nn.Linear(4, 4)), torch.tensor([[1.0, -2, 3, -4], [-5.0, 1, 1, 1]])
-    assert of_one_call(module, {"0": module[0]}, x).layers["0"].amax.tolist() == [[5, 2, 3, 4]]
+    network = nn.Sequential(layer, layer).requires_grad_(False)
+    layer.weight.copy_(torch.diag(torch.tensor([3.0, 0.5])))
+    layer.bias.zero_()
+    for x in (torch.ones(2, 4, 2), torch.ones(2, 2)):
+        assert of_one_call(network, {"0": layer}, x).layers["0"].amax.tolist() == [[3.0, 1.0]]
+    amax = of_one_call(network.half(), {"0": layer}, torch.full((1, 2), 20000.0).half()).layers["0"].amax
+    assert amax.dtype == torch.float32 and amax.tolist() == [[60000.0, 20000.0]]
 
 
 # Rows
@@ -242,14 +232,6 @@ def test_calls_are_kept_of_the_prompts_that_may_and_of_all_segments_the_lowest()
     assert sorted(call for segment in segments for call in kept(*segment))[:CALLS] == together
 
 
-def test_calls_outlive_the_buffer_that_they_came_in():
-    network, buffer = Network(), torch.ones(1, 2, 4, 4)
-    with collect(network, layers_of(network), [0], 1, lambda: (0, [0]), draw((), [0], 1, seed=0)) as statistics:
-        network(x=buffer)
-        buffer.zero_()
-    assert (statistics.calls["x"].values == 1).all()
-
-
 # What they do not depend on
 
 
@@ -287,6 +269,8 @@ def test_hessians_are_the_products_of_all_rows(batch_size):
     assert layers["other"].hessian is layers["linear"].hessian and layers["conv"].hessian.shape == (4, 5, 5)
     blocks = F.pad(patches, (0, 2)).unflatten(1, (4, 5)).transpose(0, 1)
     torch.testing.assert_close(layers["conv"].hessian.double(), blocks.mT @ blocks, rtol=1e-5, atol=1e-4)
+    widths = {name: width_of(layer) for name, layer in layers_of(Network()).items()}
+    assert hessian_bytes(widths, SUMMED) == layers["linear"].hessian.nbytes + layers["conv"].hessian.nbytes
 
 
 def test_hessians_of_segments_are_summed_and_all_else_is_as_without():
@@ -300,32 +284,6 @@ def test_hessians_of_segments_are_summed_and_all_else_is_as_without():
     assert calibrate().layers["linear"].hessian is None
     part, without = calibrate([0], hessians=SUMMED), calibrate([1])
     assert merge([part, without]).layers["linear"].hessian is None  # not of all rows
-
-
-# Memory
-
-
-def bytes_bound(layers: Mapping[str, nn.Module], prompts: int, steps: int, hessians: Hessians = NO_HESSIANS) -> int:
-    """An upper bound for the bytes of these layers' statistics, without the few whole calls."""
-    total = hessian_bytes({name: width_of(layer) for name, layer in layers.items()}, hessians)
-    for layer in layers.values():
-        width = width_of(layer)
-        amax = prompts * steps if layer_kind(layer) == "conv" else (steps + 2) * width
-        total += 4 * amax + ROWS * (2 * width + 8)
-    return total
-
-
-@pytest.mark.parametrize("prompts", [1, PROMPTS])
-def test_the_bound_on_bytes_holds(prompts):
-    """And is reached as soon as the sample is full."""
-    statistics = calibrate(range(prompts))
-    layers = statistics.layers.values()
-    tensors = [t for s in layers for t in (s.amax, s.rows.values, s.rows.priority, s.folds) if t is not None]
-    found, bound = sum(tensor.nbytes for tensor in tensors), bytes_bound(layers_of(Network()), prompts, STEPS)
-    assert found == bound if prompts * STEPS * ROWS_PER_CALL >= ROWS else found < bound
-    layers = layers_of(network := Network()) | {"other": network.other}
-    tensors = {id(s.hessian): s.hessian for s in calibrate(range(prompts), hessians=SUMMED).layers.values()}
-    assert bytes_bound(layers, 1, 1, SUMMED) - bytes_bound(layers, 1, 1) == sum(t.nbytes for t in tensors.values())
 
 
 # Failures
@@ -366,14 +324,14 @@ def test_hooks_are_gone_afterwards_and_what_is_never_called_has_no_statistics(fa
 
 
 def test_inputs_that_samples_share_are_kept_whole():
-    """As Flux has it: a row per sample, and places that all samples share."""
+    """As Flux has it: places that all samples share."""
     module, x, places = Own(lambda network, x, places: network.linear(x)), torch.rand(2, 3, 2), torch.ones(3, 3)
     wanted = draw(["linear"], range(2), 1, seed=0)
     with collect(module, {"linear": module.linear}, range(2), 1, lambda: (0, [0, 1]), wanted, ["x"]) as found:
-        module(x=x, places=places)
-    assert found.calls["x"].values.shape == (2, 1, 3, 2)
+        module(x=x, places=(buffer := places.clone()))
+        buffer.zero_()  # the caller may reuse it
+    assert found.calls["x"].values.shape == (2, 1, 3, 2) and found.calls["places"].values.shape == (2, 3, 3)
     assert all(torch.equal(kept, places) for kept in found.calls["places"].values)
-    assert found.calls["places"].values.shape == (2, 3, 3)
 
 
 def test_a_layer_that_reads_the_text_has_its_first_token_in_the_sample():
@@ -409,15 +367,35 @@ def of_own(call, batches=((0, 1),), steps: int = 1, called=None, wanted=None) ->
     return statistics
 
 
-TOKENS_OF_ALL = torch.tensor([[1.0, -2.0], [-5.0, 0.5], [3.0, 0.0]])
+TOKENS_OF_ALL, READ = torch.tensor([[1.0, -2.0], [-5.0, 0.5], [3.0, 0.0]]), torch.arange(8.0).view(2, 2, 1, 2)
 
 
-def test_the_range_of_an_input_without_samples_counts_for_all_prompts():
-    """As of the tokens of all images behind each other, of which each image has as many as it needs."""
-    rows = TOKENS_OF_ALL
-    statistics = of_own(lambda network, x: (network.linear(rows), network.conv(rows.view(3, 2, 1, 1))))
-    assert statistics.layers["linear"].amax.tolist() == [[5.0, 2.0]]
-    assert statistics.layers["conv"].amax.tolist() == [[5.0], [5.0]]
+def both(*counts: int):
+    """Calls of both layers for these numbers of samples one after the other, of 10, 20, ..."""
+    inputs = [torch.full((count, 2), 10.0 * (index + 1)) for index, count in enumerate(counts)]
+    return lambda network, x: [(network.linear(each), network.conv(each[..., None, None])) for each in inputs]
+
+
+OWN_CALLS = {  # a call, and the ranges of its linear and its convolution
+    # of the tokens of all images behind each other, of which each image has as many as it needs
+    "no samples": (lambda network, x: (network.linear(TOKENS_OF_ALL), network.conv(TOKENS_OF_ALL.view(3, 2, 1, 1))),
+                   [[5.0, 2.0]], [[5.0], [5.0]]),
+    "one tensor for both kinds": (lambda network, x: (network.conv(READ), network.linear(READ)),
+                                  [[6.0, 7.0]], [[3.0], [7.0]]),
+    "an input by its name": (lambda network, x: network.linear(input=READ.transpose(1, 2)), [[6.0, 7.0]], None),
+    "an expert to which nothing was sent": (lambda network, x: network.linear(torch.ones(0, 2)), None, None),
+    "and one that gets some": (lambda network, x: (network.linear(torch.ones(0, 2)), network.linear(READ[0, 0])),
+                               [[0.0, 1.0]], None),
+    **{f"{counts}": (both(*counts), [[10.0 * len(counts)] * 2], [[10.0 * len(counts)]] * 2)
+       for counts in ((2, 4), (4, 2), (2, 3), (3, 2), (4, 2, 4))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call, linear, conv", OWN_CALLS.values(), ids=OWN_CALLS)
+def test_ranges_of_layers_that_are_called_in_ways_of_their_own(call, linear, conv):
+    """An input without samples counts for all prompts, and so does one of another number of samples than before."""
+    found = {name: layer.amax.tolist() for name, layer in of_own(call).layers.items()}
+    assert (found.get("linear"), found.get("conv")) == (linear, conv)
 
 
 def test_a_row_of_an_input_without_samples_is_one_of_its_rows():
@@ -427,44 +405,6 @@ def test_a_row_of_an_input_without_samples_is_one_of_its_rows():
     ]
     assert sorted(taken[0]) == sorted(TOKENS_OF_ALL.tolist())
     assert all(row in TOKENS_OF_ALL.tolist() for row in taken[1])
-
-
-@pytest.mark.parametrize("samples", [(2, 4), (4, 2), (2, 3), (3, 2), (4, 2, 4)])
-def test_a_layer_that_is_called_for_other_numbers_of_samples_has_the_widest_range(samples):
-    inputs = [torch.full((count, 2), 10.0 * (index + 1)) for index, count in enumerate(samples)]
-
-    def call(network, x):
-        for each in inputs:
-            network.linear(each)
-            network.conv(each[..., None, None])
-
-    statistics = of_own(call)
-    assert statistics.layers["linear"].amax.tolist() == [[10.0 * len(samples)] * 2]
-    assert statistics.layers["conv"].amax.tolist() == [[10.0 * len(samples)]] * 2
-
-
-def test_one_tensor_that_layers_of_both_kinds_read_has_the_range_of_each():
-    read = torch.arange(8.0).view(2, 2, 1, 2)
-    statistics = of_own(lambda network, x: (network.conv(read), network.linear(read)))
-    assert statistics.layers["conv"].amax.tolist() == [[3.0], [7.0]]
-    assert statistics.layers["linear"].amax.tolist() == [[6.0, 7.0]]
-
-
-def test_an_input_may_come_by_its_name_and_be_no_contiguous_one():
-    statistics = of_own(lambda network, x: network.linear(input=x.flatten(2).transpose(1, 2)))
-    assert torch.equal(
-        statistics.layers["linear"].amax[0], torch.stack([sample(0, 0, 0), sample(1, 0, 0)]).abs().amax(dim=(0, 2, 3))
-    )
-
-
-def test_an_expert_to_which_nothing_was_sent_has_no_statistics_and_one_that_gets_some_has():
-    def call(network, x):
-        network.linear(torch.ones(0, 2))
-        network.conv(x)
-
-    assert of_own(call).layers.keys() == {"conv"}
-    sent = of_own(lambda network, x: (network.linear(torch.ones(0, 2)), network.linear(torch.full((1, 2), 3.0))))
-    assert sent.layers["linear"].amax.tolist() == [[3.0, 3.0]]
 
 
 def test_a_denoiser_of_some_steps_has_their_ranges_alone():

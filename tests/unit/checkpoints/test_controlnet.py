@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_quant.calibration.collection import collect_segment, fabric_for
+from sd_quant.calibration.collection import Pass, collect_segment, fabric_for
 from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
@@ -120,7 +120,7 @@ def test_calibration_sees_the_residuals(opened):
     layer = "up_blocks.0.attentions.0.proj_in"  # behind the first residual
     found = []
     for image in pictures(2):
-        statistics = collect_segment(fabric_for("cpu", 1), model, [layer], PROMPTS[:1], range(1), sampling(image))
+        statistics = collect_segment(fabric_for("cpu"), Pass(model, [layer], PROMPTS[:1], sampling(image)), range(1))
         found.append(statistics.layers[layer].amax)
         assert {"down_0", "mid"} <= statistics.calls.keys()
     assert not torch.equal(*found)

@@ -48,7 +48,7 @@ class Network:
         self, recipe: Recipe, kept: Collection[str] = (), heads: Mapping[str, Heads] | None = None
     ) -> dict[str, LayerAssignment]:
         return derive(
-            self.roles, self.weight, self.statistics, recipe, shared_inputs(self.roles), kept,
+            self.roles, self.weight, self.statistics, recipe, shared_inputs(self.roles), dict.fromkeys(kept, "kept"),
             attentions=attentions(self.unet) if heads is None else heads,
             bias_of=lambda name: self.unet.get_submodule(name).bias,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.convolutions import with_shifted_bias
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.formats.blocks import per_channel
 from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.simulation.modelopt import between_roundings, save_quantized, simulate

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.collection import Pass, calibrate, fabric_for
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, DiffusersCheckpoint, open_pipeline
 from sd_quant.errors import ConfigError
 from sd_quant.files.tensors import StoredTensor
@@ -172,7 +172,7 @@ def test_sdxl_by_nemos_names_draws_the_same(opened):
 def statistics(checkpoint: DiffusersCheckpoint, cache: Path) -> Statistics:
     names = [name for name, role in checkpoint.family.layer_roles(empty_denoiser(checkpoint)).items() if role == "ffn"]
     sampling, model = replace(SAMPLING, steps=1), load_model(checkpoint)
-    return calibrate(model, names, PROMPTS[:1], sampling, checkpoint_sha256="", cache=cache, accelerator="cpu")
+    return calibrate(Pass(model, names, PROMPTS[:1], sampling), fabric_for("cpu"), checkpoint_sha256="", cache=cache)
 
 
 def test_statistics_are_of_the_inputs_that_a_checkpoint_is_read_with(opened, tmp_path):

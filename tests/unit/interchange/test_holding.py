@@ -212,8 +212,8 @@ def mixed(calibrated, labels: dict[str, str]) -> dict[str, LayerAssignment]:
     unet, own = calibrated.part().unet, recipe_of("int8", "quant_level=3")
     return derive(
         calibrated.roles, lambda name: unet.get_submodule(name).weight, calibrated.statistics.layers, own,
-        shared_inputs(calibrated.roles), kept=[name for name in calibrated.roles if name not in labels],
-        recipes={name: own.beside(label) for name, label in labels.items()},
+        shared_inputs(calibrated.roles),
+        {name: own.beside(labels[name]) if name in labels else "kept" for name in calibrated.roles},
     )  # fmt: skip
 
 

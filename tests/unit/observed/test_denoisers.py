@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.collection import Pass, calibrate, fabric_for
 from sd_quant.config.images import LEVERS
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import load_model
@@ -31,8 +31,8 @@ def names_of(checkpoint) -> list[str]:
 def collected(checkpoint, names, **more) -> Statistics:
     """With the Hessian of one layer of each."""
     readers = tuple((name,) for name in names if name.endswith("blocks.0.attn1.to_q"))
-    given = {"checkpoint_sha256": "", "accelerator": "cpu", "hessians": Hessians(16, readers)} | more
-    return calibrate(load_model(checkpoint), names, PROMPTS, SAMPLING, **given)
+    wanted = Pass(load_model(checkpoint), names, PROMPTS, SAMPLING, Hessians(16, readers))
+    return calibrate(wanted, fabric_for("cpu"), checkpoint_sha256="", **more)
 
 
 @pytest.fixture(scope="module")

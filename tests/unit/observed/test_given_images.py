@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from sd_quant.calibration import hooks
-from sd_quant.calibration.collection import calibrate
+from sd_quant.calibration.collection import Pass, calibrate, fabric_for
 from sd_quant.files.given_images import fitted, identities, kinds
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
@@ -57,7 +57,7 @@ def test_a_share_of_the_steps_has_as_many_rows_and_its_own_ranges(observe, monke
     checkpoint = observe("StableDiffusion3Img2ImgPipeline")
     rows = [{"image": each, "strength": strength} for each in pictures(2)]
     sampling, layer = Sampling(8, 3.0, HEIGHT, WIDTH, 1, 5, arguments=rows), "transformer_blocks.0.attn.to_q"
-    found = calibrate(load_model(checkpoint), [layer], PROMPTS, sampling, checkpoint_sha256="", accelerator="cpu")
+    found = calibrate(Pass(load_model(checkpoint), [layer], PROMPTS, sampling), fabric_for("cpu"), checkpoint_sha256="")
     assert len(found.layers[layer].rows.priority) == 8
     assert len(found.layers[layer].amax) == 8 * strength and found.layers[layer].amax.amax(1).all()
     assert not observe("FluxKontextPipeline").family.SOME_STEPS, "it takes all of them"

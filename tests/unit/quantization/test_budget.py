@@ -25,12 +25,8 @@ def drawn(seed: int) -> list[dict[str, Choice]]:
     return units
 
 
-def cost(units: list[dict[str, Choice]], names: Sequence[str]) -> int:
-    return sum(unit[name].cost for unit, name in zip(units, names, strict=True))
-
-
-def squared_error(units: list[dict[str, Choice]], names: Sequence[str]) -> float:
-    return sum(unit[name].squared_error for unit, name in zip(units, names, strict=True))
+def total(units: list[dict[str, Choice]], names: Sequence[str], field: str = "cost") -> float:
+    return sum(getattr(unit[name], field) for unit, name in zip(units, names, strict=True))
 
 
 def within(units: list[dict[str, Choice]], limit: float) -> list[Limit]:
@@ -44,18 +40,18 @@ def solved(units, limit, measure, apart, uniform):
 
 @pytest.mark.parametrize("seed, share", enumerate([0.25, 0.3, 0.5, 0.9, 0.25, 0.3, 0.5, 0.9]))
 def test_no_other_choice_is_better(seed, share):
-    units = drawn(seed)
-    limit = int(share * cost(units, ["fp16"] * len(units))) + 1
-    best = min(squared_error(units, names) for names in itertools.product(*units) if cost(units, names) <= limit)
+    units, error = drawn(seed), "squared_error"
+    limit = int(share * total(units, ["fp16"] * len(units))) + 1
+    best = min(total(units, names, error) for names in itertools.product(*units) if total(units, names) <= limit)
     chosen = choose(units, within(units, limit))
-    assert cost(units, chosen) <= limit
-    assert squared_error(units, chosen) == pytest.approx(best, rel=1e-5, abs=1e-12)
+    assert total(units, chosen) <= limit
+    assert total(units, chosen, error) == pytest.approx(best, rel=1e-5, abs=1e-12)
 
 
 def test_all_of_a_few_hundred_units_with_every_byte_of_the_least_budget():
     units = [unit for seed in range(60) for unit in drawn(seed)]
     for names in (["int4"] * len(units), ["fp16"] * len(units)):
-        assert choose(units, within(units, cost(units, names))) == names
+        assert choose(units, within(units, total(units, names))) == names
     unit = {"int8": Choice(10, 0.0), "fp16": Choice(20, 0.0)}
     assert choose([unit], within([unit], 10)) == ["int8"]  # no unit has an error
 
@@ -100,10 +96,10 @@ def test_errors_that_do_not_add_up_are_corrected_by_what_each_label_does_togethe
     limit = int(0.6 * sum(unit[KEPT].cost for unit in units))
     found = solved(units, limit, measure, apart, uniform | {"b": 1.2 * uniform["b"]})
     assert found.rates == pytest.approx(rates)
-    fitting = [labels for labels in itertools.product(*units) if cost(units, labels) <= limit]
+    fitting = [labels for labels in itertools.product(*units) if total(units, labels) <= limit]
     best, taken = min(measure(labels) for labels in fitting), found.candidates[found.taken]
     assert taken.measured == pytest.approx(best) == pytest.approx(measure(taken.labels))
-    assert taken.cost == cost(units, taken.labels) <= limit
+    assert taken.cost == total(units, taken.labels) <= limit
 
 
 def test_a_correction_gains_something():
@@ -134,11 +130,8 @@ def test_one_label_for_all_is_taken_where_labels_err_together_and_it_fits():
     assert found.candidates["by layer"].labels == ["a", "b"] and found.taken == "all in a"
     assert "all in b" in found.candidates, "it costs 3"
     assert "all in b" not in solved(units, 2, measure, apart, {"a": 1.0, "b": 1.0}).candidates
-
-
-def test_a_unit_that_cannot_have_a_label_stays_as_it_is_in_that_candidate():
     units, measure, apart, uniform = made_up(1, {"a": 1.0, "b": 1.0})
-    del units[2]["a"]
+    del units[2]["a"]  # which stays as it is in that candidate
     found = solved(units, sum(unit[KEPT].cost for unit in units), measure, apart, uniform | {"a": 0.1})
     assert found.candidates["all in a"].labels == ["a", "a", KEPT, "a", "a", "a"]
 

@@ -7,16 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sd_quant.quantization import convolutions
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.convolutions import (
-    SHIFT_PAYS,
-    assign_convolution,
-    bias_of_shift,
-    shifted_range,
-    with_shifted_bias,
-)
+from sd_quant.quantization.convolutions import SHIFT_PAYS, assign_convolution, shifted_range, with_shifted_bias
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.int8 import per_channel
+from sd_quant.quantization.formats.blocks import per_channel
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.ranges import InputRange, observed_range, with_ranges
 from sd_quant.quantization.recipe import BY_ROLE, Recipe
@@ -26,9 +21,7 @@ from tests.layers import drawn, sample_of
 pytestmark = pytest.mark.commit
 
 RECIPE = Recipe(3.0, None, shift=True, observer="mse")
-INT8 = FORMATS["int8"]
-
-
+INT8, bias_of_shift = FORMATS["int8"], convolutions.bias_of_shift
 VALUES = 2 * drawn(20000)
 SILU = F.silu(VALUES)
 
@@ -74,16 +67,11 @@ def test_an_input_is_shifted_where_the_output_gains(values, pays):
         assert layer.activation_amax == plain.activation_amax
 
 
-def test_an_input_without_a_sample_or_of_a_weight_of_zeros_is_not_shifted():
-    assert assigned(torch.empty(0), 3.0).activation_zero_point == 0  # nothing to judge by
-    assert assigned(SILU, scale=0).activation_zero_point == 0  # no output that could gain
-
-
 def test_a_bias_that_fp16_rounds_by_more_than_the_shift_gains_speaks_against_it(monkeypatch):
-    """As if all weights of an output had the same sign, and more."""
+    """As if all weights of an output had the same sign, and more; or nothing to judge by, or no output to gain."""
     assert assigned(SILU).activation_zero_point
-    honest = bias_of_shift
-    monkeypatch.setattr("sd_quant.quantization.convolutions.bias_of_shift", lambda *given: 1000 * honest(*given))
+    assert assigned(torch.empty(0), 3.0).activation_zero_point == assigned(SILU, scale=0).activation_zero_point == 0
+    monkeypatch.setattr(convolutions, "bias_of_shift", lambda *given: 1000 * bias_of_shift(*given))
     assert assigned(SILU).activation_zero_point == 0
 
 
@@ -93,12 +81,6 @@ def test_by_role_looks_for_the_smallest_error_of_convolutions_and_clips_nothing_
         expected = observed_range(VALUES, 20.0, role, replace(recipe, observer=observer))
         assert observed_range(VALUES, 20.0, role, recipe) == expected
     assert observed_range(VALUES, 20.0, "conv", recipe) != observed_range(VALUES, 20.0, "ffn", recipe)
-
-
-def test_the_calibrators_range_bounds_that_of_a_shifted_input():
-    chosen = shifted_range(SILU, 1.0, RECIPE)
-    scale = shifted_layer(chosen).activation_scale
-    assert (127 - chosen.zero_point) * scale == pytest.approx(1.0, rel=2e-2)
 
 
 def test_fp16_holds_the_bias_of_a_shifted_input(monkeypatch):
@@ -121,6 +103,9 @@ def test_fp16_holds_the_bias_of_a_shifted_input(monkeypatch):
 
 
 def test_all_codes_are_used_where_nothing_is_clipped():
+    """The calibrator's range is the bound where it is smaller."""
+    chosen = shifted_range(SILU, 1.0, RECIPE)
+    assert (127 - chosen.zero_point) * shifted_layer(chosen).activation_scale == pytest.approx(1.0, rel=2e-2)
     layer = shifted_layer(shifted_range(SILU, SILU.max().item(), replace(RECIPE, observer="min_max")))
     codes = ((SILU - layer.shift) / layer.activation_scale).round()
     assert (codes.min().item(), codes.max().item()) == (-128, 127)

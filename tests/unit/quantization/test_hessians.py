@@ -6,16 +6,7 @@ from torch import nn
 
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization import hessians
-from sd_quant.quantization.hessians import (
-    NO_HESSIANS,
-    Hessians,
-    add_rows,
-    blocks_of,
-    diagonal_blocks,
-    hessian_bytes,
-    hessians_of,
-    rows_of,
-)
+from sd_quant.quantization.hessians import Hessians, add_rows, blocks_of, diagonal_blocks, hessians_of, rows_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from tests.layers import drawn, turned
 
@@ -42,9 +33,7 @@ def test_it_is_the_diagonal_of_the_product_of_all_rows(block, monkeypatch):
     for index, blocks in enumerate(diagonal_blocks(found, 160, None, 0)):
         part = slice(index * block, (index + 1) * block)
         torch.testing.assert_close(blocks.double(), whole[part, part], rtol=1e-5, atol=1e-4)
-    assert found.dtype == torch.float32 and found.sum() == pytest.approx(
-        float(sum(whole[i : i + block, i : i + block].sum() for i in range(0, 160, block))), rel=1e-4
-    )
+    assert found.dtype == torch.float32 and len(found) == -(-160 // block)
 
 
 def test_what_fp16_cannot_hold_is_cut_and_fp16_is_summed_in_fp32():
@@ -95,10 +84,3 @@ def test_those_are_summed_whose_codes_gptq_may_choose_at_any_level():
     assert hessians_of(ROLES, INPUTS, recipe(conv="int8")) == Hessians(256, (*linears, ("out",)))
     for none in ({"hessian": 0}, {"rounding": "nearest"}, {"conv": "int8", "linear": "int8"}):
         assert not hessians_of(ROLES, INPUTS, recipe(**none)).readers
-
-
-def test_bytes_worked_by_hand():
-    """Three blocks of 256 for 600 inputs, one of 40 for 40, and one for all that read a tensor."""
-    found = Hessians(256, (("wide", "as wide"), ("narrow",)))
-    assert hessian_bytes({"wide": 600, "as wide": 600, "narrow": 40}, found) == 4 * (3 * 256 * 256 + 40 * 40)
-    assert hessian_bytes({}, NO_HESSIANS) == 0

@@ -1,4 +1,4 @@
-"""Modulations that absorb the factors of two inputs, two channels wide, by hand."""
+"""Smoothing by hand, two or three channels wide; against ModelOpt's on a network see test_against_modelopt.py."""
 
 from dataclasses import replace
 
@@ -12,13 +12,54 @@ from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.row_chunks import layer_of_rows
-from sd_quant.quantization.smoothing import pre_quant_scale
+from sd_quant.quantization.smoothing import SMOOTHINGS, awake, pre_quant_scale, range_keeping_scale
 from sd_quant.quantization.statistics import LayerStatistics
 from tests.layers import drawn, sample_of
 
 from ...joint_attention import calibrated
 
 pytestmark = pytest.mark.commit
+
+AMAX, COLUMNS = torch.tensor([4.0, 16.0, 1.0]), torch.tensor([1.0, 4.0, 9.0])
+
+
+@pytest.mark.parametrize(
+    "alpha, expected",
+    [
+        (0.0, [1.0, 4.0, 9.0]),  # w: all difficulty stays with the input
+        (0.5, [0.5, 0.5, 3.0]),  # sqrt(w / a)
+        (1.0, [0.25, 0.0625, 1.0]),  # 1 / a: every input channel gets the same range
+    ],
+)
+def test_a_table_worked_by_hand(alpha, expected):
+    torch.testing.assert_close(pre_quant_scale(AMAX, COLUMNS, alpha), torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_dead_channels_are_left_alone(alpha):
+    dead = torch.tensor([0.0, 2.0**-31, 1.0, 1.0])
+    assert pre_quant_scale(dead, torch.tensor([1.0, 1.0, 0.0, 1.0]), alpha).tolist() == [1, 1, 1, 1]
+
+
+def test_no_channel_counts_as_quieter_than_three_in_four_are():
+    amax = torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0])
+    assert awake(amax, 0.75).tolist() == [0.0, 3.0, 3.0, 3.0, 100.0]
+    assert awake(amax, 0.0).tolist() == amax.tolist()
+
+
+def test_a_modulations_vector_is_a_multiple_that_keeps_the_range_of_the_input():
+    """With alpha 0.5 the plain one is (0.5, 0.5, 3) and what it makes of the ranges (2, 8, 3): 16 / 8 is missing."""
+    scale = range_keeping_scale(AMAX, COLUMNS, 0.5)
+    assert scale.tolist() == [1.0, 1.0, 6.0] and (AMAX * scale).max() == AMAX.max()
+    assert range_keeping_scale(torch.zeros(2), torch.ones(2), 0.5).tolist() == [1.0, 1.0]
+
+
+def test_folded_keeps_the_readers_of_an_input_together_and_modelopt_takes_every_layer_alone():
+    """What no module absorbs is not modulated either."""
+    inputs = [SharedInput(("to_q", "to_k"), "norm1.linear", modulation=(0, 1)), SharedInput(("proj_out",), "norm")]
+    assert SMOOTHINGS["folded"](inputs) == inputs
+    assert SMOOTHINGS["modelopt"](inputs) == [SharedInput((name,)) for name in ("to_q", "to_k", "proj_out")]
+
 
 ATTENTION = SharedInput(("to_q",), "norm1.linear", modulation=(0, 1))
 FEED_FORWARD = SharedInput(("ff",), "norm1.linear", modulation=(3, 4))
@@ -42,16 +83,11 @@ def test_a_scales_bias_gets_the_factor_minus_one():
     assert absorb(CONTINUOUS, ROW, SCALE).output_shift.tolist() == [1, -0.5, *[0] * 10]
 
 
-def test_factors_of_one_input_multiply():
+def test_factors_of_one_input_multiply_and_rows_have_their_part():
     """s1 s2 (1 + scale), whatever has been absorbed before."""
     twice, once = absorb(ATTENTION, absorb(ATTENTION, ROW, SCALE), OTHER), absorb(ATTENTION, ROW, SCALE * OTHER)
     assert torch.equal(rewritten(BIAS, twice), rewritten(BIAS, once))
-
-
-def test_rows_have_their_part_of_it():
-    part = layer_of_rows(absorb(ATTENTION, ROW, SCALE), slice(1, 4))
-    assert part.output_shift.tolist() == [0, 1, -0.5]
-    assert rewritten(BIAS[1:4], part).tolist() == rewritten(BIAS, absorb(ATTENTION, ROW, SCALE))[1:4].tolist()
+    assert torch.equal(rewritten(BIAS[1:4], layer_of_rows(once, slice(1, 4))), rewritten(BIAS, once)[1:4])
 
 
 def test_without_a_bias_or_beyond_fp16_it_absorbs_nothing():
@@ -112,11 +148,11 @@ def test_what_one_fold_of_the_prompts_has_beyond_the_range_of_the_other():
     folds, empty = torch.tensor([[1.0, 8.0], [3.0, 2.0]]), sample_of(torch.empty(0, 2))
     statistics = LayerStatistics("linear", folds.amax(0)[None], empty, folds)
     readers = Readers([], {}, torch.ones(2), statistics, pre_quant_scale)
-    assert readers.clipped_squares(1.0).tolist() == [(3 - 1) ** 2 / 2, (8 - 2) ** 2 / 2]
-    assert readers.clipped_squares(0.0).tolist() == [0.0, (8 - 3) ** 2 / 2]
-    assert replace(readers, quiet=1.0).clipped_squares(1.0).tolist() == [0.0, (8 - 3) ** 2 / 2]
+    assert readers.clipped_squares(1.0, 0.0).tolist() == [(3 - 1) ** 2 / 2, (8 - 2) ** 2 / 2]
+    for alpha, quiet in ((0.0, 0.0), (1.0, 1.0)):
+        assert readers.clipped_squares(alpha, quiet).tolist() == [0.0, (8 - 3) ** 2 / 2]
     one = replace(statistics, folds=torch.stack([folds[0], torch.zeros(2)]))
-    assert replace(readers, statistics=one).clipped_squares(1.0).tolist() == [0.0, 0.0]
+    assert replace(readers, statistics=one).clipped_squares(1.0, 0.0).tolist() == [0.0, 0.0]
 
 
 def test_without_a_bias_readers_stay_unfolded_and_the_graph_multiplies():

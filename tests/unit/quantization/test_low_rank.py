@@ -9,7 +9,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization import linears
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.low_rank import low_rank, low_rank_of, rank_of
+from sd_quant.quantization.low_rank import low_rank, low_rank_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
@@ -63,35 +63,27 @@ def test_a_shared_branch_is_that_of_the_weights_on_top_of_each_other():
     assert all(map(torch.equal, low_rank_of(weights[:1], 16)[0], low_rank(weights[0], 16)))
 
 
-@pytest.mark.parametrize("magnitude", [1e-6, 1e-2, 1.0, 1e4])
+@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e4])
 def test_factors_are_fp16_and_share_the_magnitude(magnitude):
-    up, down = low_rank(drawn(96, 48) * magnitude, 8)
-    for factor in (up, down):
-        assert factor.dtype == torch.float16 and factor.isfinite().all()
+    """A weight of zeros has zeros; the same weight has the same, and torch's random numbers are left alone."""
+    weight = drawn(96, 48) * magnitude
+    torch.manual_seed(7)
+    up, down = low_rank(weight, 8)
+    after = torch.rand(4)
+    torch.manual_seed(7)
+    assert torch.equal(after, torch.rand(4)) and all(map(torch.equal, (up, down), low_rank(weight, 8)))
+    assert all(factor.dtype == torch.float16 and factor.isfinite().all() for factor in (up, down))
     torch.testing.assert_close(up.float().norm(dim=0), down.float().norm(dim=1), rtol=1e-2, atol=0)
-
-
-def test_it_is_deterministic_and_leaves_torchs_random_numbers_alone():
-    weight = drawn(96, 48)
-    torch.manual_seed(7)
-    first = low_rank(weight, 8)
-    found = torch.rand(4)
-    torch.manual_seed(7)
-    assert torch.equal(found, torch.rand(4))
-    assert all(map(torch.equal, first, low_rank(weight, 8)))
-
-
-def test_a_weight_of_zeros_has_a_branch_of_zeros():
-    up, down = low_rank(torch.zeros(16, 32), 4)
+    up, down = low_rank(0 * weight, 4)
     assert not (up @ down).any()
 
 
 @pytest.mark.parametrize(
     "rank, shape, expected",
-    [(0, (4, 8), 0), (3, (4, 8), 3), (32, (16, 16), 32), (0.5, (4, 8), 2), (0.05, (640, 2560), 32), (0.001, (8, 4), 1)],
+    [(0, (4, 8), 0), (3, (4, 8), 3), (0.5, (4, 8), 2), (0.05, (640, 2560), 32), (0.001, (8, 4), 1)],
 )
 def test_a_rank_is_a_number_or_a_share_of_the_shorter_side(rank, shape, expected):
-    assert rank_of(rank, shape) == expected
+    assert Recipe(3.0, 0.5, rank=rank).rank_of("ffn", shape) == expected
 
 
 WIDTH, TOKENS, STEPS = 512, 512, 20
@@ -126,11 +118,7 @@ class OutlierLayer:
         return relative_error(self.rows @ self.weight.T, output.float())
 
 
-SVDQUANT = {  # alpha and rank: the largest error, by default half of what AMD Quark's was measured to leave
-    ("auto", 32): 0.09,
-    (0.5, 32): 0.092,
-    (0.5, 64): 0.09,
-}
+SVDQUANT = {("auto", 32): 0.09, (0.5, 32): 0.092, (0.5, 64): 0.09}  # the largest error by alpha and rank
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
-"""Ranges of inputs that are scaled per token or rotated, and of weights: rotated with them, or chosen by observers."""
+"""Ranges of inputs as they are, scaled per token or rotated, and of weights: rotated with them, or by observers."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,13 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
+from sd_quant.quantization.percentile import ranges_by_step
 from sd_quant.quantization.ranges import observed_range
-from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.recipe import ROTATIONS, Enable, Pair, Recipe
+from sd_quant.quantization.rotation import rotation_matrix
 from sd_quant.quantization.row_chunks import output_amax
 from sd_quant.quantization.statistics import LayerStatistics
-from tests.layers import drawn, sample_of, turned
+from tests.layers import drawn, sample_of, static_layer, turned
 
 pytestmark = pytest.mark.commit
 
@@ -89,3 +92,41 @@ def test_the_one_range_of_a_weight_is_what_the_observer_chooses_of_its_numbers(o
         chosen = OBSERVERS[observer](weights[name], 30.0, fmt=FORMATS["int8"])
         assert row.weight_amax.tolist() == pytest.approx([chosen], rel=1e-6) and row.weight_axis is None
         assert error(best[name]) <= error(row) * 1.01  # ranges are tried 1 % apart
+
+
+@pytest.mark.parametrize("group", ROTATIONS[1:])
+def test_it_is_a_regular_hadamard_matrix_that_fp16_holds(group):
+    """Numbers of one magnitude, orthogonal and symmetric; all rows have the sum 1, of Sylvester's the first has all.
+
+    So a mean stays what it is, which channels behind an activation function have, and becomes no outlier.
+    """
+    matrix = rotation_matrix(group)
+    assert (matrix.dtype, matrix.shape) == (torch.float32, (group, group))
+    assert torch.equal(matrix.abs(), torch.full((group, group), 1 / math.sqrt(group)))
+    assert torch.equal(matrix @ matrix, torch.eye(group)) and torch.equal(matrix, matrix.T)
+    assert torch.equal(matrix.sum(0), torch.ones(group))
+    assert torch.equal(matrix.half().float(), matrix)
+
+
+def test_each_step_has_the_quartiles_of_a_linears_channels_or_a_convolutions_prompts():
+    """Five channels at two steps, and three prompts at two."""
+    sample = sample_of(drawn(2, 5))
+    channels = torch.tensor([[1.0, 2, 3, 4, 9], [0, 0, 0, 0, 8]])
+    prompts = torch.tensor([[1.0, 10], [2, 30], [3, 20]])
+    found = {"linear": LayerStatistics("linear", channels, sample), "conv": LayerStatistics("conv", prompts, sample)}
+    row = static_layer(drawn(4, 5), "int8", True, activation_amax=6.35)
+    rows = ranges_by_step({"linear": row, "conv": replace(row, activation_zero_point=-40)}, found)
+    columns = ("name", "step", "least", "first_quartile", "median", "third_quartile", "largest")
+    assert [tuple(row[column] for column in columns) for row in rows] == [
+        ("linear", 1, 1, 2, 3, 4, 9), ("linear", 2, 0, 0, 0, 0, 8),
+        ("conv", 1, 1, 1.5, 2, 2.5, 3), ("conv", 2, 10, 15, 20, 25, 30),
+    ]  # fmt: skip
+    assert [row["kept"] for row in rows] == pytest.approx([6.35, 6.35, 8.35, 8.35], rel=1e-3)  # shifted by 40 codes
+
+
+@pytest.mark.parametrize("change", [{"pre_quant_scale": torch.ones(5)}, {"per_token": True}, {"rotation": 16}])
+def test_what_a_recipe_keeps_is_said_where_the_input_is_rounded_as_it_is(change):
+    found = {"layer": LayerStatistics("linear", torch.ones(1, 5), sample_of(drawn(2, 5)))}
+    row = replace(static_layer(drawn(4, 5), "int8", True), **change)
+    assert [row["kept"] for row in ranges_by_step({"layer": row}, found)] == [None]
+    assert ranges_by_step({"layer": replace(row, activation_format=None)}, found) == []

@@ -20,7 +20,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.inference.loading import load_model
 from sd_quant.models.unet import EXCLUDED
 from sd_quant.quantization.assignment import rewritten
-from sd_quant.quantization.formats.int8 import QMAX
+from sd_quant.quantization.formats import FORMATS
 from tests.layers import drawn
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
@@ -78,7 +78,7 @@ def test_vectors_weights_and_ranges_are_those_of_modelopt(name, alpha, calibrate
         close(rewritten(weight, layer), module.weight)
         close(layer.weight_amax, of_weight)
         close(torch.tensor(layer.activation_amax), of_input)
-        close(layer.weight_scale * QMAX, of_weight, 2.0**-11 + RELATIVE)
-        close(torch.tensor(layer.activation_scale * QMAX), of_input, 2.0**-11 + RELATIVE)
+        close(layer.weight_scale * FORMATS["int8"].largest_code, of_weight, 2.0**-11 + RELATIVE)
+        close(torch.tensor(layer.activation_scale * FORMATS["int8"].largest_code), of_input, 2.0**-11 + RELATIVE)
     assert (len(spreads), len(layers) - len(spreads)) == LAYERS[name]
     assert max(spreads) > 2  # there was something to smooth

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,9 @@ def test_interpreted_it_computes_what_torch_does_in_double_precision():
 
 def every_configuration() -> Iterator:
     """For each instruction, of a linear and of a convolution: all in a soak, else each instruction and each once."""
-    for place, (fmt, capability) in enumerate(PRODUCT_OF_CODES):
-        for config in range(4):
-            for size in (1, 3):
-                long = config != place or size != (1, 3)[place % 2]
-                yield pytest.param(fmt, capability, config, size, marks=pytest.mark.nightly if long else ())
+    for (place, (fmt, capability)), config, size in product(enumerate(PRODUCT_OF_CODES), range(4), (1, 3)):
+        long = config != place or size != (1, 3)[place % 2]
+        yield pytest.param(fmt, capability, config, size, marks=pytest.mark.nightly if long else ())
 
 
 @pytest.mark.parametrize("fmt, capability, config, size", every_configuration())
@@ -72,11 +71,12 @@ def test_every_configuration_compiles_for_gpus_to_products_of_codes(
 def compiled_for(fmt: str, capability: int, config, size: int, file: Path) -> tuple[str, str]:
     """The PTX, and what the assembler says of registers and memory."""
     import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
     from sd_quant.simulation.kernels import product_kernel
 
-    codes = {"int8": "*i8", "fp8": "*fp8e4nv"}[fmt]
-    whole = fmt == "int8"
+    codes, whole = {"int8": "*i8", "fp8": "*fp8e4nv"}[fmt], fmt == "int8"
     pointers = {"codes": codes, "weight": codes, "scale": "*fp32", "bias": "*fp16", "output": "*fp16"}
     sizes = ("rows", "outputs", "channels", "height", "width", "output_height", "output_width")
     ones = dict.fromkeys(sizes[3:], 1) if size == 1 else {}  # of a linear: Triton takes 1 for a constant
@@ -84,27 +84,20 @@ def compiled_for(fmt: str, capability: int, config, size: int, file: Path) -> tu
              "STRIDE": 1, "PADDING": size // 2, "DILATION": 1, "KERNEL_HEIGHT": size, "KERNEL_WIDTH": size,
              "SUM": tl.int32 if whole else tl.float32, "ZERO": 0 if whole else 0.0, "HAS_BIAS": True, "GROUP": 8,
              **config.kwargs}  # fmt: skip
-    made = compiled_kernel(product_kernel.fn, capability, config, pointers, fixed, set(sizes) - ones.keys())
+    function, aligned = product_kernel.fn, (*pointers, *(name for name in sizes if name not in ones))
+    place = {name: (index,) for index, name in enumerate(function.arg_names)}
+    source = ASTSource(  # pointers and sizes divisible by 16, as Triton sees at run time
+        fn=function,
+        signature=dict.fromkeys(function.arg_names, "i32") | pointers | dict.fromkeys(fixed, "constexpr"),
+        constexprs={place[name]: value for name, value in fixed.items()},
+        attrs={place[name]: [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     file.write_bytes(made.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     told = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
     return made.asm["ptx"], told
-
-
-def compiled_kernel(function, capability: int, config, pointers: dict, fixed: dict, sizes: set[str]):
-    """The kernel compiled with its pointers and ``sizes`` divisible by 16, as Triton sees at run time."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    place = {name: (function.arg_names.index(name),) for name in function.arg_names}
-    source = ASTSource(
-        fn=function,
-        signature=dict.fromkeys(function.arg_names, "i32") | pointers | dict.fromkeys(fixed, "constexpr"),
-        constexprs={place[name]: value for name, value in fixed.items()},
-        attrs={place[name]: [["tt.divisibility", 16]] for name in (*pointers, *sizes)},
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def interpret_product() -> None:
@@ -121,16 +114,17 @@ def interpret_product() -> None:
             bias = torch.randn(outputs, generator=random).to(dtype) if has_bias else None
             pictures, filters = (values.double().movedim(-1, 1) for values in (codes, weight))
             zero_point = -113 if fmt == torch.int8 else 0
+            geometry = [stride, padding, dilation]
             pictures = F.pad(pictures, 4 * [padding], value=zero_point)
             expected = F.conv2d(pictures, filters, None, stride, 0, dilation).movedim(1, -1) * scale.double()
             expected = expected if bias is None else expected + bias.double()
-            found = torch.ops.sd_quant.product(codes, weight, scale, bias, stride, padding, dilation, zero_point, dtype)
+            found = torch.ops.sd_quant.product(codes, weight, scale, bias, geometry, zero_point, dtype)
             assert found.shape == expected.shape and found.dtype == dtype
             error = ((found.double() - expected).norm() / expected.norm()).item()
             assert error < ROUNDING[dtype], (fmt, dtype, error)
             print(fmt, dtype, error)
         if fmt == torch.int8:  # torch's check of what compilers rely on compares inputs, and cannot do so in FP8
-            given = (codes, weight, scale, bias, stride, padding, dilation, zero_point, dtype)
+            given = (codes, weight, scale, bias, geometry, zero_point, dtype)
             torch.library.opcheck(torch.ops.sd_quant.product, given)
 
 

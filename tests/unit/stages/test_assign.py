@@ -63,18 +63,18 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch, a
     monkeypatch.setattr(stage, "derive", lambda *given: given)
     loaded = SimpleNamespace(
         checkpoint=None, base=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None),
-        shared_inputs=["to_q"], attentions={"attn": Heads(64)}, exclude=["up*"], weights_alone=["to_k"],
+        shared_inputs=["to_q"], attentions={"attn": Heads(64)}, exclude=["conv*"], weights_alone=["to_k"],
         own=lambda name, recipe: (name, recipe),
     )  # fmt: skip
     own = Recipe(3.0, 0.5)
-    _, weight_of, _, _, inputs, kept, heads, exclude, bias_of, recipes, gain_of, _, because = stage.assign(
+    _, weight_of, _, _, inputs, exceptions, heads, bias_of = stage.assign(
         loaded, Statistics({"conv": "ranges"}, {}), ["mid"], {"to_q": own}, "a file says so"
     )
     assert weight_of("to_q") is weights["to_q.weight"]
     assert bias_of("conv") is weights["conv.bias"] and bias_of("to_q") is None
-    assert gain_of("norm_q") is weights["norm_q.weight"] and gain_of("norm_k") is None
-    assert (inputs, kept, heads, exclude) == (["to_q"], ["mid"], {"attn": Heads(64)}, ["up*"])
-    assert recipes == {"to_q": own, "to_k": ("to_k", loaded.recipe)} and because == "a file says so"
+    assert (inputs, heads) == (["to_q"], {"attn": Heads(64)})
+    said = {"mid": "a file says so", "conv": "excluded by the preset"}
+    assert exceptions == {"to_q": own, "to_k": ("to_k", loaded.recipe)} | said
 
 
 def test_auto_is_compared_with_a_given_alpha_as_whole_derivations_have_them(monkeypatch, answering):

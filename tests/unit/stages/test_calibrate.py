@@ -83,8 +83,8 @@ def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_im
     monkeypatch.setattr(calibrate, "calibrate", collect)
     asked = job("infer.prompts=[a cat, a dog]", "infer.negative_prompt=[rain, nude]", "infer.num_samples=2")
     calibrate.statistics_of(LOADED, asked, "ab")
-    _, names, _, sampling = collect.call_args.args
-    assert names == ["time", "to_q"] and sampling.negative_prompts == ["rain", "nude"]
+    wanted, _ = collect.call_args.args
+    assert wanted.names == ["time", "to_q"] and wanted.sampling.negative_prompts == ["rain", "nude"]
 
 
 def test_linears_that_a_recipe_may_include_are_asked_of_no_statistics_from_elsewhere(network, monkeypatch, tmp_path):

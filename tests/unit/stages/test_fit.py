@@ -18,7 +18,6 @@ from sd_quant.models.parts import SharedInput
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import KEPT, stored_bytes
-from sd_quant.quantization.low_rank import rank_of
 from sd_quant.stages import choose, load
 from sd_quant.stages import fit as stage
 from sd_quant.stages.load import Loaded, Offered
@@ -65,7 +64,7 @@ def least(given: SimpleNamespace) -> int:
 
 
 def test_a_layer_whose_weight_alone_is_quantized_has_no_branch():
-    branch = 2 * rank_of(loaded().recipe.rank, SHAPES["out"]) * sum(SHAPES["out"])
+    branch = 2 * loaded().recipe.rank_of("linear", SHAPES["out"]) * sum(SHAPES["out"])
     sizes = [stage.offer_of_denoiser(given, 0).sizes["out"][INT4] for given in (loaded(), loaded(alone=("out",)))]
     assert branch > 0 and sizes[0] - sizes[1] == branch
 

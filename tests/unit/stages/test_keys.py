@@ -52,15 +52,15 @@ def key_of_graph(now, patch, folder) -> None:
 
 
 def key_of_statistics(module, now, patch, folder) -> None:
-    patch.setattr(module, "fabric_for", lambda *_: SimpleNamespace(device=SimpleNamespace(type=now.device)))
-    patch.setattr(module, "Entries", ask)
+    fabric = SimpleNamespace(device=SimpleNamespace(type=now.device), world_size=1)
+    patch.setattr(collection, "Entries", ask)
     patch.setattr(collection, "version", now.versions.get)
     model, given = SimpleNamespace(checkpoint=now.opened), {"checkpoint_sha256": now.checkpoint, "cache": folder}
     now.sampling = replace(now.sampling, arguments=now.rows)
+    wanted = collection.Pass(model, now.layers, now.prompts, now.sampling, now.hessians)
     if module is collection:
-        module.calibrate(model, now.layers, now.prompts, now.sampling, hessians=now.hessians, **given)
-    of_part, summed = {"vae": now.layers}, {"vae": now.hessians}
-    module.calibrate_parts(model, of_part, now.prompts, now.sampling, hessians=summed, **given)
+        module.calibrate(wanted, fabric, **given)
+    module.calibrate_parts({"vae": wanted}, fabric, **given)
 
 
 def key_of_plan(now, patch, folder) -> None:
