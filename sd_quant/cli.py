@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import launchers, search, sweep
-from sd_quant.checkpoints.own_knobs import starting
+from sd_quant.checkpoints.unopened import starting
 from sd_quant.composition import check_assigned, composing, job_of, readable, refusal
 from sd_quant.config import is_finished_run
 from sd_quant.errors import (

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.nemo import open_nemo, write_archive
 from sd_quant.checkpoints.nemo_and_diffusers import open_diffusers, scheduler_entries, write_diffusers
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, read_config
 from sd_quant.checkpoints.single_file import ZERO_SNR, open_single_file, single_file_of
+from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.errors import ArtifactError, ConfigError, exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.files.archive import whole_file

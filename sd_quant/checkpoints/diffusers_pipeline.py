@@ -9,7 +9,7 @@ folder names, unpickles where there is no safetensors file, and warns where it s
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.entries import check_known, check_served
+from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import check_downloaded, refusing
 from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
@@ -146,20 +146,22 @@ class DiffusersCheckpoint:
         import transformers
 
         tokenizers = {}
-        for name in self.index:
-            if name.startswith("tokenizer") and (described := class_in(self.index, name)) is not None:
-                if described not in TOKENIZERS:
-                    raise ConfigError(
-                        f"{self.path / INDEX}: its {name} is {str(described)[:100]!r}, expected one of "
-                        f"{', '.join(TOKENIZERS)}; use model=diffusers"
-                    )
-                tokenizers[name] = read_tokenizer(self.path / name, getattr(transformers, described), MOST_TOKENS)
-                longest = tokenizers[name].model_max_length
-                if "CLIP" in described and longest != CONTEXT_LENGTH:  # to which all texts are padded
-                    raise ConfigError(
-                        f"{self.path / name}: model_max_length is {longest}, expected {CONTEXT_LENGTH}, because this "
-                        "family's graphs read as many tokens; use model=diffusers"
-                    )
+        described = {name: class_in(self.index, name) for name in self.index if name.startswith("tokenizer")}
+        for name, kind in described.items():
+            if kind is None:
+                continue
+            if kind not in TOKENIZERS:
+                raise ConfigError(
+                    f"{self.path / INDEX}: its {name} is {str(kind)[:100]!r}, expected one of {', '.join(TOKENIZERS)}; "
+                    "use model=diffusers"
+                )
+            tokenizers[name] = read_tokenizer(self.path / name, getattr(transformers, kind), MOST_TOKENS)
+            longest = tokenizers[name].model_max_length
+            if "CLIP" in kind and longest != CONTEXT_LENGTH:  # to which all texts are padded
+                raise ConfigError(
+                    f"{self.path / name}: model_max_length is {longest}, expected {CONTEXT_LENGTH}, because this "
+                    "family's graphs read as many tokens; use model=diffusers"
+                )
         for name in with_tokenizers(self.configs):
             if name.startswith("tokenizer") and name not in tokenizers:
                 raise ArtifactError(f"{self.path / INDEX} names no {name}, expected one; fetch the folder again")
@@ -322,13 +324,12 @@ def open_pipeline(
     used = [component for component in family.NETWORKS if class_in(index, component) is not None]
     configs = {component: network_config(path / component, family.NETWORKS[component], name, io) for component in used}
     with refusing(f"{path}: its configs describe no {name} that can be built", advice=AGAIN):
-        with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
-            networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
-        configs = {component: full_config(built) for component, built in networks.items()}
+        built = empty_networks([(family.NETWORKS[component], config) for component, config in configs.items()])
+        configs = dict(zip(used, map(full_config, built), strict=True))
         family.parts(configs, tokens, io)
     components = {
-        component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
-        for component, built in networks.items()
+        component: weights_of(path / component, component, library_of(family.NETWORKS[component]), each)
+        for component, each in zip(used, built, strict=True)
     }
     reopen = partial(open_pipeline, path, name, tokens, io, parts)
     checkpoint = DiffusersCheckpoint(path, name, index, configs, components, tokens, io, reopen)
@@ -336,35 +337,10 @@ def open_pipeline(
     return checkpoint
 
 
-def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn.Module, Weights]:
-    """Opens a network of diffusers' class ``kind`` that is in no pipeline's folder; reads no weight.
-
-    Raises ConfigError for another class, or an entry that is not served, ArtifactError for a damaged or incomplete one.
-    """
-    if (found := read_json(folder, "config.json").get("_class_name", kind)) != kind:
-        raise ConfigError(
-            f"{knob} names {folder}, which is of {str(found)[:100]}, expected {kind}; give one of it, or use "
-            "model=diffusers with the pipeline that has it"
-        )
-    config = network_config(folder, kind)
-    with refusing(f"{folder} describes no {kind} that can be built", advice=AGAIN):
-        with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
-            built = network(kind, config)
-    return built, weights_of(folder, component, "diffusers", built)
-
-
-def entries_in(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns these entries, tuples as lists, as they are after a passage through JSON."""
-    return {name: list(each) if isinstance(each := config[name], tuple) else each for name in names}
-
-
-def check_entries_of(what: str, own: Mapping[str, Any], expected: Mapping[str, Any], advice: str) -> None:
-    """Raises ConfigError for the first of a network's ``own`` entries that is not the ``expected`` one."""
-    for name, found in own.items():
-        if found != expected[name]:
-            raise ConfigError(
-                f"{what}, whose {name} is {str(found)[:100]}, expected {str(expected[name])[:100]}, {advice}"
-            )
+def empty_networks(described: Iterable[tuple[str, Mapping]]) -> list[nn.Module]:
+    """Builds networks of these classes and configs without weights, within bounds of modules and time."""
+    with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
+        return [network(kind, config) for kind, config in described]
 
 
 def network_config(folder: Path, kind: str, *rows: str) -> dict:

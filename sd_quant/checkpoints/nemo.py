@@ -17,9 +17,9 @@ from typing import BinaryIO
 import torch
 import yaml
 
-from sd_quant.checkpoints.accepted import CONFIG
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, checkpoint_of, read_config
 from sd_quant.checkpoints.nemo_state import state_of
+from sd_quant.checkpoints.unopened import CONFIG
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
 from sd_quant.files.archive import open_members

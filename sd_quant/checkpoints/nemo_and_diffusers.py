@@ -11,7 +11,6 @@ from pathlib import Path
 
 import yaml
 
-from sd_quant.checkpoints.accepted import CONFIG, INDEX
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, defaults_of, full_config, usual_entries, weights_of
 from sd_quant.checkpoints.nemo_networks import (
     NemoCheckpoint,
@@ -21,6 +20,7 @@ from sd_quant.checkpoints.nemo_networks import (
     sdxl_base_config,
 )
 from sd_quant.checkpoints.nemo_state import network_state, state_of
+from sd_quant.checkpoints.unopened import CONFIG, INDEX
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, refusing, write_json, write_text
 from sd_quant.files.checks import MAX_DEPTH, check_tensors

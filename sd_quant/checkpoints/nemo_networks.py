@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import yaml
 
-from sd_quant.checkpoints.accepted import CONFIG
 from sd_quant.checkpoints.nemo_entries import DISCRETIZATION, check_entries, needed_entries
 from sd_quant.checkpoints.nemo_state import denoiser_sigmas, from_nemo, text_shapes
+from sd_quant.checkpoints.unopened import CONFIG
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.archive import Member, read_text

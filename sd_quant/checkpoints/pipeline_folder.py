@@ -10,11 +10,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
-from sd_quant.checkpoints.accepted import INDEX
-from sd_quant.checkpoints.controlnet import without_controlnets
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT
 from sd_quant.checkpoints.nemo_and_diffusers import write_pipeline
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
+from sd_quant.checkpoints.other_networks import without_controlnets
+from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.files import write_json
 from sd_quant.files.folders import WEIGHTS
 from sd_quant.files.safetensors import write_safetensors

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.accepted import CONFIG
 from sd_quant.checkpoints.nemo_networks import (
     NemoCheckpoint,
     check_described,
@@ -27,6 +26,7 @@ from sd_quant.checkpoints.nemo_networks import (
     sdxl_base_config,
 )
 from sd_quant.checkpoints.nemo_state import betas_of, unused_state
+from sd_quant.checkpoints.unopened import CONFIG
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file

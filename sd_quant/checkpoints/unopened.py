@@ -1,8 +1,8 @@
-"""Knobs of ``model`` whose values a checkpoint's own files state. No weight is read, nor torch imported.
+"""Contents of a checkpoint's files that are read before it is opened, without torch: its kind, values of some knobs.
 
 diffusers writes the side of the denoiser's latents as ``sample_size``, and two nulls for a component that a pipeline
 was saved without, such as Stable Diffusion 3's T5. NeMo's ``image_size`` is wrong in SDXL's own config (64, where 128
-is meant) and nothing reads it there, so it counts only where the autoencoder's ``resolution`` says the same, as in
+is meant) and nothing reads it there, so it counts only where the autoencoder's ``resolution`` is the same, as in
 archives that were converted from a folder.
 """
 
@@ -15,21 +15,46 @@ from typing import Any
 
 import yaml
 
-from sd_quant.checkpoints.accepted import INDEX
-from sd_quant.errors import SdQuantError
-from sd_quant.files.archive import is_gzipped, open_members, read_text
+from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.files.archive import is_gzipped, is_tar, open_members, read_text
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.names.diffusers import DENOISERS
 
+INDEX = "model_index.json"  # of a diffusers pipeline
+CONFIG = "model_config.yaml"  # of an archive of NeMo
+ALSO_FILES = "sdxl"  # the family that is also read from single files, NeMo's and Stability AI's
 SIDES = range(64, 4097, 64)  # in pixels, that images can have
-# Raised by files that are damaged. They state nothing here, and are refused when they are opened as a checkpoint.
+# Raised by damaged files. They state nothing here, and are refused when they are opened as a checkpoint.
 DAMAGED = (
     SdQuantError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError,
 )  # fmt: skip
-
-
 STARTING: ContextVar[Path | None] = ContextVar("STARTING", default=None)  # the checkpoint of the job that starts
+
+
+def check_kind(path: Path, family: str) -> None:
+    """Raises ConfigError when ``path``, which exists, is no kind of file or folder that ``family`` is read from."""
+    also, advice, takes = (
+        family == ALSO_FILES,
+        "check the path",
+        f"the folder of a diffusers pipeline, which has {INDEX}",
+    )
+    if path.is_dir():
+        inside = (INDEX, CONFIG) if also else (INDEX,)
+        found = "" if any((path / name).is_file() for name in inside) else f"a folder without {' and '.join(inside)}"
+    elif not path.is_file():
+        found = "a device or a pipe"
+    else:
+        read = also and (path.suffix.lower() in (".nemo", ".safetensors") or is_gzipped(path) or is_tar(path))
+        found = "" if read else "a file of another kind" if also else "a file"
+        advice = "make one with diffusers' from_single_file and save_pretrained"
+    if not found:
+        return
+    if also:
+        takes += ", a .nemo archive or its folder, or one .safetensors file in Stability AI's layout"
+    if (path.parent / INDEX).is_file():
+        advice = f"give the folder around it, {path.parent}"
+    raise ConfigError(f"model.path is {path}, {found}, expected for {family} {takes}; {advice}")
 
 
 @contextmanager
@@ -44,8 +69,7 @@ def starting(path: Path | None) -> Iterator[None]:
 
 def own_knob(knob: str, usual: Any) -> Any:
     """Returns the value of ``width``, ``height`` or ``parts`` of the checkpoint that starts, else the ``usual`` one."""
-    path = STARTING.get()
-    if path is None:
+    if (path := STARTING.get()) is None:
         return usual
     if knob == "parts":
         return own_parts(path, usual)
@@ -85,7 +109,7 @@ def size_in_nemo(path: Path) -> tuple[int, int] | None:
     """Returns the size in a NeMo archive that need not be unpacked, or in a folder of its files."""
     if path.is_file() and (path.suffix.lower() != ".nemo" or is_gzipped(path)):
         return None
-    config = load_yaml(read_text(open_members(path)["model_config.yaml"]))
+    config = load_yaml(read_text(open_members(path)[CONFIG]))
     config = config.get("model", config)  # type: ignore[union-attr]
     side = LATENT_FACTOR * config["unet_config"]["image_size"]
     return (side, side) if side == config["first_stage_config"]["ddconfig"]["resolution"] else None
