@@ -10,5 +10,5 @@ To open one, begin with ``kinds.open_checkpoint``. Every module imports only tho
     nemo_and_diffusers     SDXL between NeMo and a diffusers folder
     nemo_networks          what NeMo's model_config.yaml describes, and the checkpoint that the three above make
     nemo_state             the tensors under NeMo's keys
-    unopened, licence      contents that are read without opening a checkpoint
+    unopened               contents that are read without opening a checkpoint
 """

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint's files that are read before it is opened, without torch: its kind, values of some knobs.
+"""Contents of an unopened checkpoint's files: its kind, values of some knobs, its licence. Does without torch.
 
 diffusers writes the side of the denoiser's latents as ``sample_size``, and two nulls for a component that a pipeline
 was saved without, such as Stable Diffusion 3's T5. NeMo's ``image_size`` is wrong in SDXL's own config (64, where 128
@@ -7,8 +7,9 @@ archives that were converted from a folder.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,18 @@ from typing import Any
 import yaml
 
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.files.archive import is_gzipped, is_tar, open_members, read_text
+from sd_quant.files.archive import is_gzipped, is_tar, open_members, read_text, whole_file
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.models import LATENT_FACTOR
 from sd_quant.names.diffusers import DENOISERS
+from sd_quant.text import one_line
 
 INDEX = "model_index.json"  # of a diffusers pipeline
 CONFIG = "model_config.yaml"  # of an archive of NeMo
 ALSO_FILES = "sdxl"  # the family that is also read from single files, NeMo's and Stability AI's
 SIDES = range(64, 4097, 64)  # in pixels, that images can have
+CARD, LARGEST_CARD = "README.md", 100_000  # a model card, and the bytes of it that are read
+LONGEST_LICENCE = 100  # characters
 # Raised by damaged files. They state nothing here, and are refused when they are opened as a checkpoint.
 DAMAGED = (
     SdQuantError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError,
@@ -113,3 +117,23 @@ def size_in_nemo(path: Path) -> tuple[int, int] | None:
     config = config.get("model", config)  # type: ignore[union-attr]
     side = LATENT_FACTOR * config["unet_config"]["image_size"]
     return (side, side) if side == config["first_stage_config"]["ddconfig"]["resolution"] else None
+
+
+def licence_of(path: Path) -> str | None:
+    """Returns the licence in a folder's model card or in a single file's metadata, or None.
+
+    A card is a README.md that begins with YAML between lines of dashes, as on Hugging Face. Metadata follow ModelSpec
+    (``modelspec.license``). NeMo's archives have none.
+    """
+    from sd_quant.files.safetensors import read_header  # which imports torch
+
+    named = None
+    if (path / CARD).is_file():
+        file = whole_file(path / CARD)
+        with suppress(*DAMAGED):
+            start = bytes(file.read(0, min(file.size, LARGEST_CARD)))
+            card = load_yaml(re.match(rb"---\r?\n(.*?)\r?\n---", start, re.DOTALL)[1])  # type: ignore[index]
+            named = card.get("license_name") or card.get("license")  # type: ignore[union-attr]
+    elif path.suffix.lower() == ".safetensors":
+        named = read_header(whole_file(path))[1].get("modelspec.license")
+    return one_line(named, LONGEST_LICENCE) if isinstance(named, str) else None

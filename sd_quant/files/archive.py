@@ -124,7 +124,7 @@ def open_members(path: Path) -> dict[str, Member]:
         files = sorted(entry for entry in path.iterdir() if entry.is_file())
         if len(files) > MAX_MEMBERS:
             raise ArtifactError(f"{path} holds {len(files)} files; expected an extracted .nemo, so check the path")
-        return {file.name: _whole(file, f"{path}: {file.name}") for file in files}
+        return {file.name: whole_file(file, f"{path}: {file.name}") for file in files}
     if not path.is_file():
         raise ArtifactError(f"{path} is a device or a pipe; expected a .nemo file or an extracted directory")
     with open_regular(path) as file:
@@ -137,16 +137,12 @@ def open_members(path: Path) -> dict[str, Member]:
     return members
 
 
-def whole_file(path: Path) -> Member:
-    """Returns a whole file as a member. Raises ConfigError when it does not exist."""
+def whole_file(path: Path, name: str = "") -> Member:
+    """Returns a whole file as a member, with its path as the ``name``. Raises ConfigError when it does not exist."""
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; check the path")
-    return _whole(path, str(path))
-
-
-def _whole(path: Path, name: str) -> Member:
     with open_unread(path) as file:  # of a folder's files not all are read
-        return Member(name, OpenFile(file), 0, os.fstat(file.fileno()).st_size)
+        return Member(name or str(path), OpenFile(file), 0, os.fstat(file.fileno()).st_size)
 
 
 def read_text(member: Member) -> bytes:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sd_quant.checkpoints.licence import licence_of
-from sd_quant.checkpoints.unopened import check_kind, own_parts, own_size
+from sd_quant.checkpoints.unopened import check_kind, licence_of, own_parts, own_size
 from sd_quant.errors import ConfigError
 from sd_quant.places import HOME
 
