@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +41,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class ConsoleFilter(logging.Filter):
-    """Keep off the console what libraries log below a warning, and an error that the command prints as its last line.
-
-    The log file gets both.
-    """
+    """Keep off the console libraries' lines below a warning, and the error that is the command's last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         ours = record.name.partition(".")[0] in ("sd_quant", "__main__")
@@ -82,15 +79,11 @@ CHANGES = threading.Lock()  # guards GOING_ON and ``watching``
 watching: threading.Thread | None = None
 
 
-def working(description: str, total: int | None = None) -> AbstractContextManager[Work]:
-    """Report the block as work that goes on."""
-    return going_on(Work(description, total))
-
-
 @contextmanager
-def going_on(work: Work) -> Iterator[Work]:
-    """Report the block as this ``work``."""
+def working(described: str | Work, total: int | None = None) -> Iterator[Work]:
+    """Report the block as work that goes on."""
     global watching
+    work = described if isinstance(described, Work) else Work(described, total)
     with CHANGES:
         GOING_ON.append(work)
         if watching is None:

@@ -108,10 +108,7 @@ def entries_of(kind: type, config: Mapping[str, Any]) -> Set[str]:
 
 
 def entries_of_others(kind: type, config: Mapping[str, Any]) -> Set[str]:
-    """Returns the names of entries of other classes of diffusers, which it ignores for this one.
-
-    A scheduler's file has those of all schedulers that were tried with it, a network's may have a former class's.
-    """
+    """Returns entries of all schedulers, or of a network's former class, which published files keep."""
     import diffusers
 
     others = [kind]

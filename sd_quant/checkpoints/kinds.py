@@ -9,7 +9,8 @@ from typing import Any, TypedDict, Unpack
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.checkpoints.lora import fused
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.checkpoints.other_networks import Opened, with_controlnets, with_vae
+from sd_quant.checkpoints.opened import Opened
+from sd_quant.checkpoints.other_networks import with_controlnets, with_vae
 from sd_quant.checkpoints.single_file import open_single_file
 from sd_quant.checkpoints.unopened import INDEX, check_kind
 from sd_quant.errors import ConfigError
@@ -45,7 +46,8 @@ def open_checkpoint(path: Path, family: str, **options: Unpack[Options]) -> Chec
         raise ConfigError(
             f"model.max_sequence_length is {tokens}, expected null, because {family} has no T5 to read that much"
         )
-    opened = _opened(path, family, options.get("io"), options.get("pipeline"), tokens, parts)
+    check_kind(path, family)
+    opened = _opened(path, family, options)
     if parts is not None and sorted(parts) != sorted(opened.parts()):
         raise ConfigError(
             f"model.parts is [{','.join(parts)}], expected [{','.join(opened.parts())}], the networks that {path} has"
@@ -62,17 +64,16 @@ def open_checkpoint(path: Path, family: str, **options: Unpack[Options]) -> Chec
     )  # fmt: skip
 
 
-def _opened(
-    path: Path, family: str, io: str | None, pipeline: str | None, tokens: int | None, parts: Sequence[str] | None
-) -> Opened:
-    check_kind(path, family)
+def _opened(path: Path, family: str, options: Options) -> Opened:
+    io, pipeline = options.get("io"), options.get("pipeline")
     if (path / INDEX).is_file():
         if pipeline == "nemo":
             raise ConfigError(
                 f"model.pipeline is nemo, expected null, because {path} is a folder, which diffusers makes images of; "
                 "use model=sdxl, or make a .nemo archive of it with sd-quant convert"
             )
-        return open_pipeline(path, family, tokens, io or "diffusers", parts)
+        tokens = options.get("max_sequence_length")
+        return open_pipeline(path, family, tokens, io or "diffusers", options.get("parts"))
     if path.suffix.lower() == ".safetensors":
         return open_single_file(path, io=io, pipeline=pipeline or "diffusers")
     return open_nemo(path, io, pipeline or "nemo")

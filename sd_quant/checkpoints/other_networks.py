@@ -20,8 +20,8 @@ from sd_quant.checkpoints.diffusers_pipeline import (
     network_config,
     weights_of,
 )
-from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
-from sd_quant.checkpoints.nemo_state import from_nemo
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, from_nemo
+from sd_quant.checkpoints.opened import Opened
 from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.errors import ConfigError
 from sd_quant.files import refusing
@@ -34,7 +34,6 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.models.controlnet import KIND, ControlNet
 from sd_quant.names.nemo import PREFIX, locations
 
-Opened = DiffusersCheckpoint | NemoCheckpoint
 SHARED = (  # entries that a ControlNet's config and the denoiser's have alike
     "in_channels", "block_out_channels", "layers_per_block", "cross_attention_dim", "addition_embed_type",
     "addition_time_embed_dim", "projection_class_embeddings_input_dim",
@@ -58,13 +57,13 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
     if (folder / "config.json").is_file():
         built, weights = open_network("model.vae", folder, VAE, "AutoencoderKL")
     else:
-        built, weights = own, weights_of(path, VAE, "diffusers", own, tensors=stored_vae(path, own))
+        built, weights = own, weights_of(path, VAE, own, tensors=stored_vae(path, own))
     config, advice = full_config(built), "with which the denoiser was trained; give an autoencoder of the same latents"
     check_alike(f"model.vae names {path}", latents(config), latents(full_config(own)), advice)
     components = checkpoint.components | {VAE: weights}
-    if isinstance(checkpoint, NemoCheckpoint):
-        return replace(checkpoint, vae=config, components=components)
-    return replace(checkpoint, configs=checkpoint.configs | {VAE: config}, components=components)
+    if isinstance(checkpoint, DiffusersCheckpoint):
+        return replace(checkpoint, configs=checkpoint.configs | {VAE: config}, components=components)
+    return replace(cast(NemoCheckpoint, checkpoint), vae=config, components=components)
 
 
 def latents(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,10 +72,7 @@ def latents(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_vae(path: Path, own: nn.Module) -> dict[str, Readable]:
-    """Returns the tensors of an autoencoder like ``own`` in a file, which may hold other networks, by diffusers' names.
-
-    Raises ConfigError for a file without one.
-    """
+    """Returns an autoencoder's tensors in a file by diffusers' names. Raises ConfigError for a file without one."""
     stored = read_safetensors(whole_file(path))
     prefix = next(each for each in PREFIXES if any(name.startswith(each) for name in stored) or not each)
     plain = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
@@ -132,7 +128,7 @@ def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn
     config = network_config(folder, kind)
     with refusing(f"{folder} describes no {kind} that can be built", advice=AGAIN):
         [built] = empty_networks([(kind, config)])
-    return built, weights_of(folder, component, "diffusers", built)
+    return built, weights_of(folder, component, built)
 
 
 def entries_in(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

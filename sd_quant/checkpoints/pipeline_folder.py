@@ -24,10 +24,7 @@ COPIED = (".json", ".txt", ".model", ".safetensors")  # no code, and nothing tha
 
 
 def copy_files(source: Path, target: Path, without: str | None = None) -> None:
-    """Copies the regular files of one folder that a pipeline reads, except names that contain ``without``.
-
-    Follows links to files, which a hub's snapshots consist of. Enters no folder below, whether linked or not.
-    """
+    """Copies a folder's own regular files, and links to files, that a pipeline reads, unless named ``without``."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name.lower().endswith(COPIED) and not (without is not None and without in file.name):

@@ -78,10 +78,7 @@ class Member:
 
 
 def mapped_block(length: int) -> mmap.mmap:
-    """Returns memory that goes back to the system when it is freed, while the heap would keep most of it.
-
-    In large pages, where the system has them, it is filled in a fifth of the time.
-    """
+    """Returns memory, in large pages where possible, that goes back to the system when it is freed."""
     block = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):
         block.madvise(mmap.MADV_HUGEPAGE)
@@ -113,10 +110,10 @@ class _MemberStream(io.RawIOBase):
 
 
 def open_members(path: Path) -> dict[str, Member]:
-    """Returns the files of a ``.nemo`` archive, or of a directory, by name without the leading ``./``.
+    """Returns the files of a ``.nemo`` archive, or of a folder, by name without the leading ``./``.
 
-    Raises ConfigError when ``path`` does not exist, ArtifactError when the archive is damaged or holds anything but
-    regular files and directories below ``./``, ResourceError when there is no room to unpack a gzipped one.
+    Raises ConfigError for a missing ``path``, ArtifactError for damage and anything but files and folders below ``./``,
+    ResourceError without room to unpack a gzipped archive.
     """
     if not path.exists():
         raise ConfigError(f"checkpoint {path} does not exist; give the path of a .nemo file or an extracted directory")

@@ -51,11 +51,10 @@ def read_whole(path: Path, pixels: int, mode: str) -> Image.Image:
 def opened(
     path: Path, side: int, mode: str, resize: Callable[[Image.Image], Image.Image]
 ) -> tuple[Image.Image, tuple[int, int]]:
-    """Returns an image in ``mode``, RGB or L, resized by ``resize``, and its original width and height.
+    """Returns an upright image in ``mode``, RGB or L, on white, after ``resize``, and its original width and height.
 
-    It is turned upright by its EXIF; transparent pixels become white. A JPEG is decoded at the smallest size of at
-    least ``side`` pixels a side.
-    Raises ArtifactError for a file that is no image, or a damaged one, ConfigError for one that is too large.
+    A JPEG is decoded at the smallest size of at least ``side`` pixels a side.
+    Raises ArtifactError for no image or a damaged one, ConfigError for one that is too large.
     """
     try:
         with open_regular(path) as file, warnings.catch_warnings():

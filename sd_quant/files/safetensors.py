@@ -123,10 +123,7 @@ def without_duplicates(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _described(member: Member, data: int, entry: Mapping) -> StoredTensor:
-    """Returns the tensor of a header's entry; ``data`` is the first byte behind the header.
-
-    Raises AttributeError, KeyError, TypeError or ValueError for a malformed entry.
-    """
+    """Returns the tensor of a header's entry, with ``data`` behind the header. Raises AttributeError and the like."""
     dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     numbers = (*shape, start, end)
     if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and 0 <= number <= MAX_SIDE for number in numbers):

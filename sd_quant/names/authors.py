@@ -115,11 +115,10 @@ def places_in(
     shapes: Mapping[str, Shape],
     multiples: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Places, list[str]]:
-    """Where each tensor of ``network`` lies in a file, as far as it is there, and the names that are none of its.
+    """Where each tensor of ``network`` lies in a file, if it is there, and the file's names that it has not.
 
-    ``needed`` are its tensors by diffusers' name, ``shapes`` those of the file by the names in it, without the prefix;
-    of a name in ``multiples`` the sides are padded to multiples of that number.
-    Raises ArtifactError for the denoiser of another family, or of another size.
+    ``needed`` are its shapes by diffusers' name, ``shapes`` the file's by name without the prefix, with sides padded to
+    ``multiples``. Raises ArtifactError for the denoiser of another family, or of another size.
     """
     told, wanted = told_family(shapes), told_family(needed)
     if told is not None and wanted is not None and told != wanted:
@@ -147,10 +146,7 @@ def places_in(
 
 
 def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
-    """Where each tensor of ``network`` lies in a file with its authors' names, without the prefix.
-
-    Names that no table has are the same in both.
-    """
+    """Where each tensor of ``network`` lies in a file with its authors' names, without the prefix."""
     if type(network).__name__ == "UNet2DConditionModel":
         keys = sgm_names(needed)
         return {name: (Rows(keys[name], 0, _rows(shape), _rows(shape)),) for name, shape in needed.items()}

@@ -299,7 +299,7 @@ def open_networks(path: Path, components: Mapping[str, Component]) -> tuple[dict
             with confined(MOST_SECONDS):
                 built = network_of(component.kind, config)
         configs[name] = config
-        weights[name] = weights_of(folder, name, component.library, built)
+        weights[name] = weights_of(folder, name, built)
     return configs, weights
 
 
