@@ -114,8 +114,10 @@ def child(wanted: argparse.Namespace) -> int:
         readers = importlib.import_module("tests.fuzz.readers")
     from hypothesis import given, settings
 
+    from sd_quant.process import mapped_bytes
+
     from .harness import Place
-    from .run import EVERY_INPUT, MEMORY_CAP, Tally, mapped_bytes, tried
+    from .run import EVERY_INPUT, MEMORY_CAP, Tally, tried
 
     [reader] = [each for each in readers.make_readers(root / "made") if each.name == name]
     place, tally = Place(reader, root), Tally()

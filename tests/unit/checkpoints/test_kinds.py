@@ -19,8 +19,8 @@ from ..tiny import tiny  # noqa: F401 a fixture
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 
-def opened(path, family="sdxl", io=None, max_sequence_length=None, parts=None):
-    return open_checkpoint(path, family, io=io, max_sequence_length=max_sequence_length, parts=parts)
+def opened(path, family="sdxl", **options):
+    return open_checkpoint(path, family, **options)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def read(path) -> dict[str, torch.Tensor]:
 
 
 def opened(path, **knobs):
-    return open_checkpoint(path, "sdxl", **{"io": None, "max_sequence_length": None} | knobs)
+    return open_checkpoint(path, "sdxl", **knobs)
 
 
 @pytest.fixture(scope="module")
