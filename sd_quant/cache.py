@@ -37,10 +37,7 @@ def locked(path: Path, waiting: str = "") -> AbstractContextManager[int]:
 
 @contextmanager
 def first_free(paths: Sequence[Path], waiting: str = "") -> Iterator[int]:
-    """Hold in the block the first of these lock files that no other process holds, and yield its number in the list.
-
-    Where others hold all, this is the first, after a wait as in ``locked``.
-    """
+    """Hold the first lock file that no other process holds, or after a wait the first; yield its number."""
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(path) as file:

@@ -20,10 +20,7 @@ POLLED_EVERY = 1.0  # seconds between two looks of the thread at the clock
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Format as ``14:03:59 export: 33.9 s``, with the level above INFO, without the logger's name.
-
-    The line takes the place of a bar on the terminal, which is drawn again below it.
-    """
+    """Format as ``14:03:59 export: 33.9 s``, with a level above INFO, in the place of a terminal's bar."""
 
     last_line = 0.0  # on the clock of time.monotonic
 

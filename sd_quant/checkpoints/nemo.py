@@ -60,10 +60,7 @@ def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Mo
 def write_archive(
     path: Path, model_config: dict, state: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
 ) -> None:
-    """Writes a single-GPU archive, one tensor in memory at a time; the same input gives the same bytes.
-
-    ``advance`` is called after each tensor. Raises ResourceError when the disk is full.
-    """
+    """Writes an archive tensor by tensor, the same bytes for the same input. Raises ResourceError for a full disk."""
     config = yaml.safe_dump(model_config, sort_keys=False).encode()
     with atomic_path(path) as temporary, temporary.open("w+b") as file:
         _write_member(file, CONFIG, lambda target: target.write(config))

@@ -108,10 +108,7 @@ def scheduler_entries(path: Path) -> dict:
 
 
 def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
-    """Returns NeMo's ``model_config.yaml`` of SDXL base with the sizes, and nothing else, from diffusers' configs.
-
-    Raises KeyError, TypeError and the like for configs of another kind.
-    """
+    """Returns NeMo's config of SDXL base with diffusers' sizes. Raises KeyError, TypeError and the like for others."""
     config = sdxl_base_config()
     widths, kinds = unet["block_out_channels"], unet["down_block_types"][:MAX_DEPTH]
     depth = unet["transformer_layers_per_block"]

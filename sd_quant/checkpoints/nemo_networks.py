@@ -226,10 +226,7 @@ def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str,
 
 
 def unused_state(dtype: torch.dtype, model_config: Mapping) -> dict[str, Readable]:
-    """Returns the tensors that NeMo stores beside the networks, for weights from another kind of file.
-
-    CLIP's temperature, a scalar of ``dtype``, has its initial value, because only training uses it.
-    """
+    """Returns the tensors beside the networks; CLIP's temperature, unused, has its initial value in ``dtype``."""
     logit_scale = torch.tensor(math.log(1 / 0.07))
     return {LOGIT_SCALE: lazy(logit_scale, dtype), SIGMAS: lazy(denoiser_sigmas(model_config))}
 

@@ -116,10 +116,7 @@ def without_controlnets(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn.Module, Weights]:
-    """Opens a network of diffusers' class ``kind`` in a folder of its own; reads no weight.
-
-    Raises ConfigError for another class, or an entry that is not served, ArtifactError for a damaged or incomplete one.
-    """
+    """Opens the network of class ``kind`` in a folder; reads no weight. Raises ConfigError or ArtifactError."""
     if (found := read_json(folder, "config.json").get("_class_name", kind)) != kind:
         raise ConfigError(
             f"{knob} names {folder}, which is of {str(found)[:100]}, expected {kind}; give one of it, or use "

@@ -52,10 +52,7 @@ STAND_INS = {  # what lies in a file's place where it was not downloaded, by its
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``path`` for a file or folder, renamed at the end, or removed after an exception.
-
-    Raises ResourceError when the disk is full.
-    """
+    """Yields a temporary path, renamed to ``path``, or removed on failure. Raises ResourceError for a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent)
     temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")

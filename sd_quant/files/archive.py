@@ -247,10 +247,7 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
 
 
 def _extended_header(path: Path, whole: Member, start: int, size: int) -> dict[str, str]:
-    """Returns the records ``"<length> <key>=<value>\\n"`` of a pax header (POSIX.1-2001) as key to value.
-
-    Python's tarfile writes one for every modification time that is no whole number.
-    """
+    """Returns the records of a pax header (POSIX.1-2001); tarfile writes one for a fractional modification time."""
     if size > MAX_EXTENDED_HEADER:
         raise ArtifactError(
             f"{path} has an extended tar header of {size} bytes; expected at most {MAX_EXTENDED_HEADER}, so do not use "

@@ -42,10 +42,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_safetensors(member: Member) -> dict[str, StoredTensor]:
-    """Returns every tensor by name, in the header's order; reads no values.
-
-    Raises ArtifactError when the header is damaged, or its ranges do not cover the bytes behind it exactly.
-    """
+    """Returns every tensor by name, unread. Raises ArtifactError for a damaged header, and ranges with gaps."""
     return read_header(member)[0]
 
 

@@ -96,10 +96,7 @@ def write_tensors(
 
 
 def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int]) -> None:
-    """Writes the CRC-32 of zip entries, by the offset of their data, for readers other than torch.
-
-    A checksum is in the entry's descriptor, behind the data, and in the directory (APPNOTE.TXT 4.3.9 and 4.3.12).
-    """
+    """Writes CRC-32s by their data's offset into descriptors and directory (APPNOTE.TXT 4.3.9 and 4.3.12)."""
     with member.open() as stream, zipfile.ZipFile(stream) as directory:
         entries, position = directory.infolist(), directory.start_dir
     for entry in entries:

@@ -82,10 +82,7 @@ KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def told_family(names: Iterable[str]) -> str | None:
-    """Family name of a denoiser with these tensors, for people: ``a Flux transformer``; None for an unknown one.
-
-    Names may have the denoiser's prefix, and may be a model's authors' or diffusers'.
-    """
+    """Family of a denoiser, by its authors' or diffusers' names, such as ``a Flux transformer``; None if unknown."""
     words = [name.removeprefix(PREFIX) for name in names]
     found = {mark for _, marks in KINDS for mark in marks if any(word.startswith(mark) for word in words)}
     return next((kind for kind, marks in KINDS if found.issuperset(marks)), None)
