@@ -30,7 +30,7 @@ from sd_quant.engines.pool import Pool, Variant
 from sd_quant.errors import SdQuantError
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import write_json, write_text
-from sd_quant.files.given_images import with_images
+from sd_quant.files.images import with_images
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.parts import exported

@@ -25,10 +25,7 @@ def points(addon: str, name: str) -> list[EntryPoint]:
 
 
 def loaded(addon: str, name: str, needing: str) -> Any:
-    """The object behind an add-on's entry point. Raises ResourceError where it is missing or of another interface.
-
-    ``needing`` begins the sentence of the error: a knob or a command.
-    """
+    """The object behind an entry point. Raises ResourceError, whose sentence begins with ``needing``, without it."""
     found, install = points(addon, name), f"pip install 'sd-quant[{addon}]'"
     if not found:
         raise ResourceError(f"{needing} needs the add-on {addon}, which is not installed; install it with: {install}")

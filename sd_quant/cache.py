@@ -15,7 +15,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,22 +30,14 @@ MANIFEST = "manifest.json"
 READ_ONLY = 0o444  # runs link to the same files
 
 
-@contextmanager
-def locked(path: Path, waiting: str = "") -> Iterator[None]:
-    """Hold the lock file ``path`` in the block.
-
-    Where another process holds it, ``waiting`` is logged, and afterwards how long this one has waited.
-    """
-    with first_free([path], waiting):
-        yield
+def locked(path: Path, waiting: str = "") -> AbstractContextManager[int]:
+    """Hold the lock file ``path`` in the block. A wait is logged: ``waiting``, and then its seconds."""
+    return first_free([path], waiting)
 
 
 @contextmanager
 def first_free(paths: Sequence[Path], waiting: str = "") -> Iterator[int]:
-    """Hold in the block the first of these lock files that no other process holds, and yield its number in the list.
-
-    Where others hold all, this is the first, after a wait as in ``locked``.
-    """
+    """Hold the first lock file that no other process holds, or after a wait the first; yield its number."""
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(path) as file:
@@ -61,10 +53,7 @@ def first_free(paths: Sequence[Path], waiting: str = "") -> Iterator[int]:
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open the lock file at ``path``, or create it.
-
-    Raises ConfigError for a link, a pipe or a folder: others may write into a cache, and opening a pipe never ends.
-    """
+    """Open or create a lock file. Raises ConfigError for a link, a folder, or a pipe, which would never open."""
     with suppress(IsADirectoryError):
         if not path.is_symlink():
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -157,10 +146,7 @@ class Cache:
         LOG.warning("the cache %s cannot be used (%s): this is made without it", self.directory, error.strerror)
 
     def trim(self, spared: Path) -> None:
-        """Remove the least recently used entries above the limit, but not ``spared`` or any in use.
-
-        Unfinished entries of killed processes are removed too.
-        """
+        """Remove unfinished entries, and the least recently used above the limit but ``spared`` and any in use."""
         for abandoned in self.directory.glob("*/.*.part"):
             with suppress(OSError), open_lock(abandoned.with_suffix(".lock")) as lock:
                 if try_lock(lock):
@@ -181,10 +167,7 @@ class Cache:
 
 
 def put(entry: Path, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> bool:
-    """Link the files of an entry into ``target``, and return whether it was there; otherwise it is made.
-
-    The caller holds the entry's lock.
-    """
+    """Link an entry's files into ``target``, under its lock, and return whether it was there; otherwise make it."""
     described = json.loads(json.dumps(origin))
     there = sound(entry, described)
     for name in there or fill(entry, described, make):

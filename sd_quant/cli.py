@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import launchers, search, sweep
-from sd_quant.checkpoints.own_knobs import starting
+from sd_quant.checkpoints.unopened import starting
 from sd_quant.composition import check_assigned, composing, job_of, readable, refusal
 from sd_quant.config import is_finished_run
 from sd_quant.errors import (
@@ -49,7 +49,7 @@ from sd_quant.files import check_writable
 from sd_quant.help import help_of, printed
 from sd_quant.places import CONF, check_shipped, output_path, shown
 from sd_quant.process import address_space_bytes, end_at_once
-from sd_quant.progress import going_on, working
+from sd_quant.progress import working
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, WAS_CANCELLED, read_sweep
 from sd_quant.shell import literal
@@ -207,7 +207,7 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
         cancelled, ended_with, uncompared = False, None, None
         try:
             try:
-                with search.proposing() if wanted else nullcontext(), going_on(sweep.Jobs(directory)):
+                with search.proposing() if wanted else nullcontext(), working(sweep.Jobs(directory)):
                     main()
             except Exception as error:  # of the first job that failed, or of the launcher
                 LOG.debug("the sweep ended early", exc_info=error)

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, _utils
 from omegaconf.errors import GrammarParseError, MissingMandatoryValue, OmegaConfBaseException
 
 from sd_quant import sweep
-from sd_quant.checkpoints.own_knobs import own_knob, starting
+from sd_quant.checkpoints.unopened import own_knob, starting
 from sd_quant.config import JOBS, QuantizeJob, run_model
 from sd_quant.errors import ConfigError, ResourceError, SdQuantError
 from sd_quant.files.plain_yaml import load_yaml

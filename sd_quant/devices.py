@@ -18,19 +18,15 @@ def best_device() -> torch.device:
 
 
 def threads() -> int:
-    """Return the number of threads of torch and of every other runtime on the processor.
+    """Return the number of threads of torch and of every other runtime on the processor: torch's own, within the cores.
 
-    It is torch's own, which follows OMP_NUM_THREADS and takes one thread per core, within the container's limit. By
-    default OpenVINO and ONNX Runtime follow neither, so torch would be compared on fewer cores than they have.
+    OpenVINO and ONNX Runtime follow neither OMP_NUM_THREADS nor the container, so torch would have fewer than they.
     """
     return max(1, min(torch.get_num_threads(), cores()))
 
 
 @contextmanager
 def full_precision() -> Iterator[torch.device]:
-    """Yield ``best_device()`` with TF32 off: by default a GPU convolves fp32 with ten bits of mantissa.
-
-    SSIM subtracts nearly equal squares, so in TF32 it would depend on the machine.
-    """
+    """Yield ``best_device()`` without TF32: in its ten bits SSIM, a small difference, would vary by machine."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield best_device()

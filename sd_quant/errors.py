@@ -54,10 +54,7 @@ class ResourceError(SdQuantError):
 
 
 def of_the_machine(error: BaseException) -> ResourceError | None:
-    """Translate an error that says, in any library's words, that disk, memory or time is used up; None for all others.
-
-    The error's notes say where it happened; ``sd_quant.metrics.memory.StageTimer`` writes them.
-    """
+    """Translate an error about disk, memory or time, in any library's words, with its notes; None for all others."""
     if isinstance(error, ResourceError):
         return error
     chain: list[BaseException] = []

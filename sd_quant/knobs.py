@@ -147,10 +147,7 @@ def fields_of(job: type) -> dict[str, tuple[Any, list]]:
 
 
 def read(job: type, mapping: Mapping, path: str = ""):
-    """Read ``mapping`` as the dataclass ``job``, and check every type and limit; ``path`` precedes the knobs' names.
-
-    Raises ConfigError for a wrong value, an unknown name and a missing one.
-    """
+    """Read ``mapping`` as the dataclass ``job``. Raises ConfigError for wrong, unknown and missing values."""
     fields = fields_of(job)
     for name in mapping:
         if name not in fields:

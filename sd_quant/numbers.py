@@ -18,10 +18,7 @@ def up_to(number: int, multiple: int) -> int:
 
 
 def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float | None:
-    """Return ||output - reference|| / ||reference||, computed in float64, of two tensors of any float type.
-
-    None where it is not finite, as for a reference of zeros. Raises ArtifactError when the shapes differ.
-    """
+    """Return ||output - reference|| / ||reference|| in float64, or None. Raises ArtifactError for other shapes."""
     if reference.shape != output.shape:
         raise ArtifactError(
             f"an output of shape {list(output.shape)} was compared with a reference of {list(reference.shape)}, "

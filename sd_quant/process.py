@@ -170,11 +170,11 @@ def watch_sockets() -> None:
 
 @contextmanager
 def confined(seconds: float, memory: float = math.inf) -> Iterator[None]:
-    """Close sockets in the block, and bound its processor time and the bytes that it maps.
+    """Close sockets in the block, and bound its processor time and mapped bytes: for libraries that read foreign files.
 
-    For code of libraries that does what a stranger's file says. It raises PermissionError, TimeoutError or MemoryError.
-    Other threads are confined too; the time is bounded in the main thread alone, between steps of the interpreter. The
-    road not taken is a child process: a fork breaks OpenMP's threads, and a fresh one imports for many seconds.
+    It raises PermissionError, TimeoutError or MemoryError. Other threads are confined too, but not in time, which is
+    checked between steps of the interpreter. The road not taken is a child process: a fork breaks OpenMP's threads, and
+    a fresh one imports for seconds.
     """
 
     def too_long(*_: object) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,7 @@ POLLED_EVERY = 1.0  # seconds between two looks of the thread at the clock
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Format as ``14:03:59 export: 33.9 s``, with the level above INFO, without the logger's name.
-
-    The line takes the place of a bar on the terminal, which is drawn again below it.
-    """
+    """Format as ``14:03:59 export: 33.9 s``, with a level above INFO, in the place of a terminal's bar."""
 
     last_line = 0.0  # on the clock of time.monotonic
 
@@ -41,10 +38,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class ConsoleFilter(logging.Filter):
-    """Keep off the console what libraries log below a warning, and an error that the command prints as its last line.
-
-    The log file gets both.
-    """
+    """Keep off the console libraries' lines below a warning, and the error that is the command's last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         ours = record.name.partition(".")[0] in ("sd_quant", "__main__")
@@ -82,15 +76,11 @@ CHANGES = threading.Lock()  # guards GOING_ON and ``watching``
 watching: threading.Thread | None = None
 
 
-def working(description: str, total: int | None = None) -> AbstractContextManager[Work]:
-    """Report the block as work that goes on."""
-    return going_on(Work(description, total))
-
-
 @contextmanager
-def going_on(work: Work) -> Iterator[Work]:
-    """Report the block as this ``work``."""
+def working(described: str | Work, total: int | None = None) -> Iterator[Work]:
+    """Report the block as work that goes on."""
     global watching
+    work = described if isinstance(described, Work) else Work(described, total)
     with CHANGES:
         GOING_ON.append(work)
         if watching is None:

@@ -31,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from sd_quant.cache import open_lock, try_lock
-from sd_quant.checkpoints.own_knobs import starting
+from sd_quant.checkpoints.unopened import starting
 from sd_quant.config import deciding
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import digest, write_json

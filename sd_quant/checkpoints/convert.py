@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.nemo import open_nemo, write_archive
 from sd_quant.checkpoints.nemo_and_diffusers import open_diffusers, scheduler_entries, write_diffusers
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, read_config
 from sd_quant.checkpoints.single_file import ZERO_SNR, open_single_file, single_file_of
+from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.errors import ArtifactError, ConfigError, exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.files.archive import whole_file
@@ -40,11 +40,7 @@ FILES = (
 
 
 def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
-    """Opens SDXL of any of the three kinds. NeMo's ``model_config`` is for kinds that hold none.
-
-    Raises ConfigError when ``path`` does not exist or is of another kind, ArtifactError when it is damaged, incomplete
-    or not SDXL.
-    """
+    """Opens SDXL of any kind; ``model_config`` is NeMo's, for kinds without one. Raises as ``open_nemo`` does."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a .nemo archive, a diffusers folder or a .safetensors file")
     if (path / INDEX).is_file():
@@ -59,11 +55,10 @@ def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
 
 
 def convert(source: Path, target: Path, model_config: dict | None = None, fp16: bool = False) -> int:
-    """Writes exactly what ``source`` holds, in its dtypes or with weights in ``fp16``, to ``target``.
+    """Writes ``source``, in its dtypes or with weights in ``fp16``, to ``target``; returns the number of tensors.
 
-    Returns the number of tensors written: an archive has one for query, key and value of OpenCLIP's attentions.
-    Raises as ``open_sdxl`` does, ConfigError when ``target`` exists, ArtifactError when its format cannot hold the
-    tensors or state the noise, ResourceError when the disk is or would be full.
+    Raises as ``open_sdxl`` does, ConfigError for an existing ``target``, ArtifactError for tensors or noise that its
+    format cannot hold, ResourceError for a full disk.
     """
     kind = target.suffix.lower()
     if kind in FILES.split():  # no folder is called that

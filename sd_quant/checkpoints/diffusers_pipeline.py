@@ -9,8 +9,8 @@ folder names, unpickles where there is no safetensors file, and warns where it s
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.entries import check_known, check_served
+from sd_quant.checkpoints.opened import Opened
+from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import check_downloaded, refusing
 from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors, renamed
@@ -30,13 +31,13 @@ from sd_quant.files.schema import check_like, check_schema
 from sd_quant.files.tensors import Readable, Weights
 from sd_quant.files.tokenizer_steps import SECTIONS, check_file, check_steps
 from sd_quant.knobs import between, one_of
-from sd_quant.models import FAMILIES, Dtypes
-from sd_quant.models.checkpoint import Checkpoint, empty_modules
+from sd_quant.models import FAMILIES
+from sd_quant.models.checkpoint import empty_modules
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.controlnet import ControlNets, controlled_call, controlnet_networks, with_controlnets
+from sd_quant.models.controlnet import controlled_call, controlnet_networks
 from sd_quant.models.empty import shared_names
 from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
-from sd_quant.models.parts import Part, with_dtypes, with_encoder
+from sd_quant.models.parts import Part
 from sd_quant.names.diffusers import FORMER_CLASSES, plain_name
 from sd_quant.process import confined
 
@@ -72,39 +73,20 @@ class Entries:
     extra_ids: Annotated[int, between(0, 1000)]
 
 
-@dataclass(frozen=True)
-class DiffusersCheckpoint:
-    """An opened folder, whose weights are complete and of the right shapes."""
+@dataclass(frozen=True, kw_only=True)
+class DiffusersCheckpoint(Opened):
+    """An opened folder."""
 
-    path: Path
-    name: str  # of the family
     index: dict[str, Any]  # the content of model_index.json, as if saved without the networks that are left out
     configs: dict[str, dict]  # complete configs of the networks that are used, by component
-    components: dict[str, Weights]
     tokens: int | None  # the longest text of a T5, None for the family's default
-    io: str  # whose names the denoiser's inputs have
-    reopen: Callable[[], Checkpoint]  # opens the same folder
-    encodes: bool = False  # whether the autoencoder's encoder is a part
-    dtypes: Dtypes = None  # of exported weights, see ``models.parts``
-    controlnets: ControlNets = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of the pipeline's call
-
-    @property
-    def family(self) -> Family:
-        return family_named(self.name)
 
     def parts(self) -> dict[str, Part]:
-        parts = with_encoder(self.family.parts(self.configs, self.tokens, self.io), self.encodes)
-        parts = with_controlnets(parts, self.family.DENOISER, self.controlnets)
-        return with_dtypes(parts, self.dtypes, self.components)
+        return self.parts_of(self.configs, self.tokens)
 
     def build(self) -> dict[str, nn.Module]:
         own = {name: network(self.family.NETWORKS[name], config) for name, config in self.configs.items()}
         return own | controlnet_networks(self.controlnets)
-
-    def __reduce__(self):
-        """Pickles how the folder was opened; another process opens it again."""
-        return self.reopen, ()
 
     def called(self, stand_in: StandIn) -> PipelineCall:
         import diffusers
@@ -139,27 +121,26 @@ class DiffusersCheckpoint:
             return kind.from_config(config)
 
     def tokenizers(self) -> dict[str, Any]:
-        """Returns the tokenizers by the pipeline's names, read from the folder, never from a hub.
-
-        Raises ArtifactError when a text encoder has none, or one cannot be read.
-        """
+        """Returns the folder's tokenizers by the pipeline's names. Raises ArtifactError for a missing or odd one."""
         import transformers
 
         tokenizers = {}
-        for name in self.index:
-            if name.startswith("tokenizer") and (described := class_in(self.index, name)) is not None:
-                if described not in TOKENIZERS:
-                    raise ConfigError(
-                        f"{self.path / INDEX}: its {name} is {str(described)[:100]!r}, expected one of "
-                        f"{', '.join(TOKENIZERS)}; use model=diffusers"
-                    )
-                tokenizers[name] = read_tokenizer(self.path / name, getattr(transformers, described), MOST_TOKENS)
-                longest = tokenizers[name].model_max_length
-                if "CLIP" in described and longest != CONTEXT_LENGTH:  # to which all texts are padded
-                    raise ConfigError(
-                        f"{self.path / name}: model_max_length is {longest}, expected {CONTEXT_LENGTH}, because this "
-                        "family's graphs read as many tokens; use model=diffusers"
-                    )
+        described = {name: class_in(self.index, name) for name in self.index if name.startswith("tokenizer")}
+        for name, kind in described.items():
+            if kind is None:
+                continue
+            if kind not in TOKENIZERS:
+                raise ConfigError(
+                    f"{self.path / INDEX}: its {name} is {str(kind)[:100]!r}, expected one of {', '.join(TOKENIZERS)}; "
+                    "use model=diffusers"
+                )
+            tokenizers[name] = read_tokenizer(self.path / name, getattr(transformers, kind), MOST_TOKENS)
+            longest = tokenizers[name].model_max_length
+            if "CLIP" in kind and longest != CONTEXT_LENGTH:  # to which all texts are padded
+                raise ConfigError(
+                    f"{self.path / name}: model_max_length is {longest}, expected {CONTEXT_LENGTH}, because this "
+                    "family's graphs read as many tokens; use model=diffusers"
+                )
         for name in with_tokenizers(self.configs):
             if name.startswith("tokenizer") and name not in tokenizers:
                 raise ArtifactError(f"{self.path / INDEX} names no {name}, expected one; fetch the folder again")
@@ -167,10 +148,9 @@ class DiffusersCheckpoint:
 
 
 def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
-    """Returns the tokenizer of this class of transformers. Raises ArtifactError when a file of it is missing or wrong.
+    """Returns a folder's tokenizer of the class ``kind``, with texts of at most ``most`` tokens if it states any.
 
-    Without its vocabulary the class itself would raise nothing, and know two words. ``most`` bounds its longest text in
-    tokens, unless none is stated.
+    Raises ArtifactError for a missing or wrong file: without a vocabulary the class itself knows two words.
     """
     files, names = files_in(folder), dict(kind.vocab_files_names)
     single = names.pop("tokenizer_file", None)
@@ -201,10 +181,7 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
 
 
 def bound_template(folder: Path, tokenizer: Any) -> None:
-    """Bounds time, memory and result of a template of chats, a program of the folder's, for a tokenizer or processor.
-
-    It raises ArtifactError then.
-    """
+    """Bounds time, memory and result of a folder's chat template, a program; it raises ArtifactError then."""
     plain = getattr(tokenizer, "apply_chat_template", None)
 
     def bounded(*conversation: Any, **options: Any) -> Any:
@@ -236,10 +213,7 @@ def check_entries(folder: Path, config: Mapping, usual: Mapping = MappingProxyTy
 
 
 def pipeline_of_components(kind: type, index: Mapping[str, Any], components: Mapping[str, Any]) -> Any:
-    """Builds the pipeline of these components; others than these it has to do without.
-
-    Raises ArtifactError where that cannot be.
-    """
+    """Builds a pipeline of these components, without others. Raises ArtifactError where that is impossible."""
     plain = {name: value for name, value in index.items() if not name.startswith("_") and not names_a_class(value)}
     known = {**plain, **components, **NOT_WANTED}
     arguments = {
@@ -273,7 +247,7 @@ def network_class(name: str) -> Any:
 def network(name: str, config: Mapping) -> nn.Module:
     """Builds a network of this class, one that a family lists, with fresh weights."""
     kind = network_class(name)
-    if library_of(name) == "diffusers":
+    if hasattr(kind, "from_config"):
         return kind.from_config(dict(config))
     # not how it is computed, which is ours to choose: transformers would even fetch a kernel from a hub
     unused = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
@@ -284,18 +258,13 @@ def network(name: str, config: Mapping) -> nn.Module:
 def usual_entries(name: str) -> dict[str, Any]:
     """Returns the default entries of a config of this class of networks."""
     kind = network_class(name)
-    return defaults_of(kind) if library_of(name) == "diffusers" else kind.config_class().to_dict()
+    return defaults_of(kind) if hasattr(kind, "from_config") else kind.config_class().to_dict()
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
     """Returns the default entries of a config of this class of diffusers."""
     parameters = inspect.signature(kind).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
-
-
-def library_of(name: str) -> str:
-    """Returns which library has a class, "diffusers" or "transformers"."""
-    return network_class(name).__module__.partition(".")[0]
 
 
 def with_tokenizers(components: Collection[str]) -> list[str]:
@@ -307,11 +276,9 @@ def with_tokenizers(components: Collection[str]) -> list[str]:
 def open_pipeline(
     path: Path, name: str, tokens: int | None = None, io: str = "diffusers", parts: Collection[str] | None = None
 ) -> DiffusersCheckpoint:
-    """Opens the folder of a pipeline of the family ``name``; reads no weight.
+    """Opens the folder of a pipeline of the family ``name``; reads no weight. Options are those of ``kinds.Options``.
 
-    ``tokens`` is the longest text of a T5, None for the family's default; ``io`` says whose names the denoiser's inputs
-    have. Optional networks are left out if the folder lacks them, or if ``parts`` are given without them.
-    Raises ConfigError when the folder is of another family; ArtifactError when it is damaged or incomplete.
+    Raises ConfigError for another family, ArtifactError for a damaged or incomplete folder.
     """
     family = family_named(name)
     left_out = [] if parts is None else [component for component in family.OPTIONAL if component not in parts]
@@ -322,56 +289,28 @@ def open_pipeline(
     used = [component for component in family.NETWORKS if class_in(index, component) is not None]
     configs = {component: network_config(path / component, family.NETWORKS[component], name, io) for component in used}
     with refusing(f"{path}: its configs describe no {name} that can be built", advice=AGAIN):
-        with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
-            networks = {component: network(family.NETWORKS[component], config) for component, config in configs.items()}
-        configs = {component: full_config(built) for component, built in networks.items()}
+        built = empty_networks([(family.NETWORKS[component], config) for component, config in configs.items()])
+        configs = dict(zip(used, map(full_config, built), strict=True))
         family.parts(configs, tokens, io)
     components = {
-        component: weights_of(path / component, component, library_of(family.NETWORKS[component]), built)
-        for component, built in networks.items()
+        component: weights_of(path / component, component, each) for component, each in zip(used, built, strict=True)
     }
     reopen = partial(open_pipeline, path, name, tokens, io, parts)
-    checkpoint = DiffusersCheckpoint(path, name, index, configs, components, tokens, io, reopen)
+    checkpoint = DiffusersCheckpoint(
+        path=path, name=name, components=components, io=io, reopen=reopen, index=index, configs=configs, tokens=tokens
+    )
     checkpoint.scheduler(), checkpoint.tokenizers()  # refused now, not when the first image is made
     return checkpoint
 
 
-def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn.Module, Weights]:
-    """Opens a network of diffusers' class ``kind`` that is in no pipeline's folder; reads no weight.
-
-    Raises ConfigError for another class, or an entry that is not served, ArtifactError for a damaged or incomplete one.
-    """
-    if (found := read_json(folder, "config.json").get("_class_name", kind)) != kind:
-        raise ConfigError(
-            f"{knob} names {folder}, which is of {str(found)[:100]}, expected {kind}; give one of it, or use "
-            "model=diffusers with the pipeline that has it"
-        )
-    config = network_config(folder, kind)
-    with refusing(f"{folder} describes no {kind} that can be built", advice=AGAIN):
-        with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
-            built = network(kind, config)
-    return built, weights_of(folder, component, "diffusers", built)
-
-
-def entries_in(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns these entries, tuples as lists, as they are after a passage through JSON."""
-    return {name: list(each) if isinstance(each := config[name], tuple) else each for name in names}
-
-
-def check_entries_of(what: str, own: Mapping[str, Any], expected: Mapping[str, Any], advice: str) -> None:
-    """Raises ConfigError for the first of a network's ``own`` entries that is not the ``expected`` one."""
-    for name, found in own.items():
-        if found != expected[name]:
-            raise ConfigError(
-                f"{what}, whose {name} is {str(found)[:100]}, expected {str(expected[name])[:100]}, {advice}"
-            )
+def empty_networks(described: Iterable[tuple[str, Mapping]]) -> list[nn.Module]:
+    """Builds networks of these classes and configs without weights, within bounds of modules and time."""
+    with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
+        return [network(kind, config) for kind, config in described]
 
 
 def network_config(folder: Path, kind: str, *rows: str) -> dict:
-    """Returns the config of a network of this class; ``rows`` are further ones of ``entries.SERVED``.
-
-    Raises ArtifactError for an entry that is wrong or unknown, ConfigError for one that is not served.
-    """
+    """Returns a checked config; ``rows`` are further ones of ``SERVED``. Raises ArtifactError or ConfigError."""
     config, file = read_json(folder, "config.json"), folder / "config.json"
     check_depths(folder, config)
     check_entries(folder, config, usual := usual_entries(kind))
@@ -381,10 +320,7 @@ def network_config(folder: Path, kind: str, *rows: str) -> dict:
 
 
 def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:
-    """Raises ConfigError for a pipeline of another family, ArtifactError for a network of another class, or none.
-
-    Optional networks may be absent.
-    """
+    """Raises ConfigError for a pipeline of another family, ArtifactError for a missing network or another class."""
     import diffusers
     import transformers
 
@@ -462,28 +398,25 @@ def full_config(built: nn.Module) -> dict:
 def weights_of(
     path: Path,
     component: str,
-    library: str,
     built: nn.Module,
     unused: Collection[str] = UNUSED_TENSORS,
     tensors: Mapping[str, Readable] | None = None,
 ) -> Weights:
     """Returns a network's weights; reads none. Raises ArtifactError for missing, unknown or odd ones.
 
-    ``tensors`` are those of a file, by default of the folder ``path``. Names are those of the network. A file may have
-    names of another version of transformers, which states how they translate, and a weight that modules share under one
-    name. Tensors with a name in ``unused`` are ignored.
+    ``tensors`` are by default those of the folder ``path``. Names may be those of another version of transformers,
+    which states the translation; shared weights may have one name; names in ``unused`` are ignored.
     """
     state = {name: tensor for name, tensor in built.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
     same = {plain_name(name): name for name in state}
+    library = "diffusers" if hasattr(built, "from_config") else "transformers"
     rename = renaming(built) if library == "transformers" else lambda name: name
-    stored = renamed(
-        path,
-        stored_weights(path, WEIGHTS[library]) if tensors is None else tensors,
-        lambda name: (
-            next((found for found in (rename(name), name) if found in state), None)
-            or same.get(plain_name(rename(name)), rename(name))
-        ),
-    )
+
+    def own_name(name: str) -> str:
+        new = rename(name)
+        return next((found for found in (new, name) if found in state), None) or same.get(plain_name(new), new)
+
+    stored = renamed(path, stored_weights(path, WEIGHTS[library]) if tensors is None else tensors, own_name)
     shared = shared_names(built)
     by_tensor = dict.fromkeys(shared[name] for name in state)
     for names in by_tensor:

@@ -69,10 +69,7 @@ SERVED: dict[str, dict[str, list[Any]]] = {
 
 
 def check_known(file: Path, kind: type, config: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for entries that the class ``kind`` neither takes nor is known to ignore without effect.
-
-    ``kind`` is a pipeline, a network, a scheduler or a tokenizer of diffusers or transformers, ``config`` its ``file``.
-    """
+    """Raises ArtifactError for entries of ``file`` that the class ``kind`` neither takes nor ignores without effect."""
     if "quantization_config" in config:
         raise ArtifactError(
             f"{file} describes quantized weights, expected a checkpoint as it was before; start from that, or give "
@@ -108,10 +105,7 @@ def entries_of(kind: type, config: Mapping[str, Any]) -> Set[str]:
 
 
 def entries_of_others(kind: type, config: Mapping[str, Any]) -> Set[str]:
-    """Returns the names of entries of other classes of diffusers, which it ignores for this one.
-
-    A scheduler's file has those of all schedulers that were tried with it, a network's may have a former class's.
-    """
+    """Returns entries of all schedulers, or of a network's former class, which published files keep."""
     import diffusers
 
     others = [kind]

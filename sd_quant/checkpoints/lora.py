@@ -24,8 +24,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
-from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
+from sd_quant.checkpoints.opened import Opened
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import refusing
 from sd_quant.files.archive import open_members, whole_file
@@ -38,7 +37,6 @@ from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.names.lora import BIAS, WEIGHT, Place, places_by_name
 from sd_quant.text import one_line
 
-Opened = DiffusersCheckpoint | NemoCheckpoint
 Renamed = Callable[[Mapping[str, Readable]], Mapping[str, Readable]]
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS, DIFFUSERS_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
@@ -164,11 +162,10 @@ class AdaptedTensor:
 
 
 def fused(checkpoint: Opened, loras: Iterable[tuple], family: str = "this checkpoint") -> Opened:
-    """Returns the checkpoint with the adapters in its weights; a changed weight is fp32. Reads no weight.
+    """Returns the checkpoint with the adapters in its weights, fp32 where changed; reads no weight.
 
-    ``loras`` are files, or folders of PEFT or diffusers, and strengths; ``family`` is one of ``MADE_FOR``.
-    Raises ConfigError for a file of another kind and one of which any layer does not fit the networks, ArtifactError
-    for a damaged one.
+    ``loras`` are files, or folders of PEFT or diffusers, and strengths; ``family`` is one of ``MADE_FOR``. Raises
+    ConfigError for another kind of file or a layer that does not fit, ArtifactError for a damaged file.
     """
     names = places_by_name({name: weights.parameters for name, weights in checkpoint.components.items()})
     return updated(checkpoint, [
@@ -301,10 +298,9 @@ def bundled_words(tensors: Iterable[str]) -> list[str]:
 
 
 def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig], dict[str, str]]:
-    """Returns the tensors of a file or folder, PEFT's configs by component, and the file's metadata.
+    """Returns a file's or a folder's tensors, PEFT's configs by component ("": all), and the metadata.
 
-    The key of a config is empty where it holds for all components. Raises ConfigError for a file of another kind,
-    ArtifactError for a damaged one.
+    Raises ConfigError for a file of another kind, ArtifactError for a damaged one.
     """
     if path.is_dir():
         members = open_members(path)

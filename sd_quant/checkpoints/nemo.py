@@ -17,9 +17,8 @@ from typing import BinaryIO
 import torch
 import yaml
 
-from sd_quant.checkpoints.accepted import CONFIG
-from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, checkpoint_of, read_config
-from sd_quant.checkpoints.nemo_state import state_of
+from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, checkpoint_of, read_config, state_of
+from sd_quant.checkpoints.unopened import CONFIG
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path
 from sd_quant.files.archive import open_members
@@ -33,11 +32,9 @@ ARCHIVED_WEIGHTS = "model_weights.ckpt"
 
 
 def open_nemo(path: Path, io: str | None = None, pipeline: str = "nemo") -> NemoCheckpoint:
-    """Opens an SDXL archive of NeMo, plain or gzipped, or the directory it was extracted to.
+    """Opens an SDXL archive of NeMo, plain or gzipped, or the folder of its files; for options see ``kinds.Options``.
 
-    ``io`` says whose names the UNet's inputs have, "nemo" or "diffusers", and ``pipeline`` who makes the images; None
-    for NeMo's names.
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is not a whole and harmless SDXL checkpoint.
+    Raises ConfigError for a missing ``path``, ArtifactError for anything but a whole and harmless SDXL checkpoint.
     """
     members = open_members(path)
     for name in (CONFIG, ARCHIVED_WEIGHTS):
@@ -53,10 +50,7 @@ def open_nemo(path: Path, io: str | None = None, pipeline: str = "nemo") -> Nemo
 
 
 def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> None:
-    """Writes the four networks of ``sd_quant.models.sdxl_nemo.build_modules`` with weights in ``dtype``.
-
-    Raises ResourceError when the disk is full.
-    """
+    """Writes the networks of ``build_modules`` with weights in ``dtype``. Raises ResourceError for a full disk."""
     write_archive(path, model_config, state_of({
         component: {name: lazy(parameter, dtype) for name, parameter in modules[component].named_parameters()}
         for component in PREFIX
@@ -66,10 +60,7 @@ def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Mo
 def write_archive(
     path: Path, model_config: dict, state: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
 ) -> None:
-    """Writes a single-GPU archive, one tensor in memory at a time; the same input gives the same bytes.
-
-    ``advance`` is called after each tensor. Raises ResourceError when the disk is full.
-    """
+    """Writes an archive tensor by tensor, the same bytes for the same input. Raises ResourceError for a full disk."""
     config = yaml.safe_dump(model_config, sort_keys=False).encode()
     with atomic_path(path) as temporary, temporary.open("w+b") as file:
         _write_member(file, CONFIG, lambda target: target.write(config))

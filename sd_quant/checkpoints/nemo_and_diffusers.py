@@ -11,16 +11,17 @@ from pathlib import Path
 
 import yaml
 
-from sd_quant.checkpoints.accepted import CONFIG, INDEX
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT, defaults_of, full_config, usual_entries, weights_of
 from sd_quant.checkpoints.nemo_networks import (
     NemoCheckpoint,
     checkpoint_of,
     described_networks,
+    network_state,
     read_config,
     sdxl_base_config,
+    state_of,
 )
-from sd_quant.checkpoints.nemo_state import network_state, state_of
+from sd_quant.checkpoints.unopened import CONFIG, INDEX
 from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, refusing, write_json, write_text
 from sd_quant.files.checks import MAX_DEPTH, check_tensors
@@ -81,7 +82,7 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
     check_config(path / "scheduler" / "scheduler_config.json", noise, noise_config(model_config), SCHEDULER)
 
     components = {
-        name: weights_of(path / name, name, NETWORKS[name][0], module, unused={"embeddings.position_ids"}).parameters
+        name: weights_of(path / name, name, module, unused={"embeddings.position_ids"}).parameters
         for name, module in modules.items()
     }
     if UNUSED_FILE in kept:
@@ -107,10 +108,7 @@ def scheduler_entries(path: Path) -> dict:
 
 
 def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
-    """Returns NeMo's ``model_config.yaml`` of SDXL base with the sizes, and nothing else, from diffusers' configs.
-
-    Raises KeyError, TypeError and the like for configs of another kind.
-    """
+    """Returns NeMo's config of SDXL base with diffusers' sizes. Raises KeyError, TypeError and the like for others."""
     config = sdxl_base_config()
     widths, kinds = unet["block_out_channels"], unet["down_block_types"][:MAX_DEPTH]
     depth = unet["transformer_layers_per_block"]
@@ -167,10 +165,7 @@ def write_pipeline(
     without: Collection[str] = (),
     advance: Callable[[], object] = lambda: None,
 ) -> None:
-    """Writes the files that diffusers loads, except weights of the components in ``without``.
-
-    Raises as ``write_diffusers`` does.
-    """
+    """Writes the files that diffusers loads, except weights of ``without``. Raises as ``write_diffusers`` does."""
     with refusing(f"{checkpoint.path} needs a tokenizer that is not CLIP's", ValueError, advice="leave it an archive"):
         both = tokenizers(checkpoint.clip1, checkpoint.clip2)
     modules, sampler = empty_modules(checkpoint), checkpoint.pipeline.scheduler(checkpoint.model_config)

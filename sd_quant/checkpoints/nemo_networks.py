@@ -1,31 +1,32 @@
-"""SDXL with NeMo's config, from any kind of file: the networks that the config describes, and their weights.
+"""SDXL with NeMo's config, from any kind of file: the networks that the config describes, and their state dict.
 
 ``sd_quant.models.sdxl_nemo`` says what the entries of a config mean. Here they come from a file, and are checked.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from sd_quant.checkpoints.accepted import CONFIG
 from sd_quant.checkpoints.nemo_entries import DISCRETIZATION, check_entries, needed_entries
-from sd_quant.checkpoints.nemo_state import denoiser_sigmas, from_nemo, text_shapes
+from sd_quant.checkpoints.opened import Opened
+from sd_quant.checkpoints.unopened import CONFIG
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.archive import Member, read_text
 from sd_quant.files.checks import MAX_DEPTH, bounded_modules, check_tensors
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.files.schema import check_schema
-from sd_quant.files.tensors import Readable, Weights
-from sd_quant.models import Dtypes
-from sd_quant.models.checkpoint import Checkpoint, empty_modules
-from sd_quant.models.controlnet import ControlNets, controlled_call, controlnet_networks, with_controlnets
-from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
-from sd_quant.models.parts import Part, with_dtypes, with_encoder
+from sd_quant.files.tensors import LazyTensor, Readable, Weights, lazy
+from sd_quant.models.checkpoint import empty_modules
+from sd_quant.models.controlnet import controlled_call, controlnet_networks
+from sd_quant.models.family import PipelineCall, StandIn
+from sd_quant.models.parts import Part
 from sd_quant.models.sdxl_nemo import (
     PIPELINES,
     NemoConfig,
@@ -35,44 +36,32 @@ from sd_quant.models.sdxl_nemo import (
     TextShape,
     build_modules,
     embedder,
+    noise_config,
     tokenizers,
     unet_config,
     vae_config,
 )
-from sd_quant.names.nemo import PREFIX, SIGMAS, UNUSED, locations
+from sd_quant.names.nemo import LOGIT_SCALE, PREFIX, SIGMAS, UNUSED, Location, count_indices, locations
 
 UNBUILT = "its configuration does not describe an SDXL that can be built"
 SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
 
 
-@dataclass(frozen=True)
-class NemoCheckpoint:
-    """An opened SDXL, whose weights are complete and of the right shapes. A single file or a folder becomes one too."""
+@dataclass(frozen=True, kw_only=True)
+class NemoCheckpoint(Opened):
+    """An opened SDXL. A single file or a folder becomes one too."""
 
-    path: Path
+    io: str = "nemo"
     model_config: dict
-    components: dict[str, Weights]  # of "unet", "vae", "text_encoder" and "text_encoder_2"
     clip1: TextShape
     clip2: TextShape
     unused: dict[str, Readable]  # the tensors of ``names.nemo.UNUSED`` that the file holds
-    io: str = "nemo"  # whose names the UNet's inputs have
     pipeline: SdxlPipeline = PIPELINES["nemo"]
     vae: Mapping[str, Any] | None = None  # diffusers' config of an autoencoder in place of the one described
-    reopen: Callable[[], Checkpoint] | None = None  # opens the same file; None for what is only converted
-    encodes: bool = False  # whether the autoencoder's encoder is a part
-    dtypes: Dtypes = None  # of exported weights, see ``models.parts``
-    controlnets: ControlNets = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of the pipeline's call
-
-    @property
-    def family(self) -> Family:
-        return family_named("sdxl")
 
     def parts(self) -> dict[str, Part]:
         configs = {"unet": unet_config(self.model_config), "vae": self.vae or vae_config(self.model_config)}
-        parts = self.family.parts(configs, self.pipeline.tokens, self.io)
-        parts = with_controlnets(with_encoder(parts, self.encodes), self.family.DENOISER, self.controlnets)
-        return with_dtypes(parts, self.dtypes, self.components)
+        return self.parts_of(configs, self.pipeline.tokens)
 
     def build(self) -> dict[str, torch.nn.Module]:
         modules = build_modules(self.model_config, self.clip1, self.clip2)
@@ -86,10 +75,6 @@ class NemoCheckpoint:
         call = self.pipeline.called(own, tokenizers(self.clip1, self.clip2), sampler)
         return controlled_call(replace(call, arguments=self.arguments), networks, self.controlnets)
 
-    def __reduce__(self):
-        """Pickles how the file was opened; another process opens it again."""
-        return self.reopen, ()
-
     def state(self) -> dict[str, Readable]:
         """Returns every tensor by NeMo's key, for ``write_archive``."""
         networks = {key: each for weights in self.components.values() for key, each in weights.tensors.items()}
@@ -99,8 +84,8 @@ class NemoCheckpoint:
 def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable], **advice: str) -> NemoCheckpoint:
     """Returns the checkpoint of a state dict under NeMo's keys; reads no weight. ``path`` is for messages.
 
-    Raises ArtifactError, with ``advice``, unless the state holds every weight that the config describes, in its shape,
-    and nothing else; and for an entry of the config, or noise levels, that are not computed with.
+    Raises ArtifactError, with ``advice``, for weights that the config does not describe or that are missing, and for
+    entries of the config and noise levels that are not computed with.
     """
     stored_shapes = {key: tensor.shape for key, tensor in state.items()}
     what = f"{path} lacks the weights that tell the sizes of its text encoders, or they have another rank"
@@ -127,7 +112,9 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable],
         for component in shapes
     }  # fmt: skip
     unused = {key: tensor for key, tensor in state.items() if key in UNUSED}
-    return NemoCheckpoint(path, model_config, components, clip1, clip2, unused)
+    return NemoCheckpoint(
+        path=path, components=components, model_config=model_config, clip1=clip1, clip2=clip2, unused=unused
+    )
 
 
 def check_values(path: Path, key: str, stored: Readable, whose: str, *expected: torch.Tensor) -> None:
@@ -142,10 +129,7 @@ def check_values(path: Path, key: str, stored: Readable, whose: str, *expected: 
 
 
 def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextShape) -> dict[str, torch.nn.Module]:
-    """Builds the four networks of a ``model_config.yaml`` on the meta device: shapes without memory.
-
-    Raises ArtifactError, which names ``path``, when the networks cannot be built.
-    """
+    """Builds the networks of a ``model_config.yaml`` on the meta device. Raises ArtifactError, naming ``path``."""
     check_described(path, config)
     with refusing(f"{path}: {UNBUILT}"):
         unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
@@ -176,15 +160,12 @@ def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[s
 
 
 def read_config(member: Member) -> dict:
-    """Returns what ``config_in`` returns of a ``model_config.yaml``."""
+    """Returns the content of a ``model_config.yaml`` as ``config_in`` does."""
     return config_in(member.name, read_text(member))
 
 
 def config_in(name: str, text: bytes) -> dict:
-    """Returns the mapping in a text of YAML, without NeMo's ``model:`` around it.
-
-    Raises ArtifactError, which gives ``name``, when it holds anything else.
-    """
+    """Returns the mapping in a YAML text without NeMo's ``model:``. Raises ArtifactError, with ``name``, for others."""
     with refusing(f"{name} is not plain YAML", yaml.YAMLError, ValueError, RecursionError):
         config = load_yaml(text)
     if isinstance(config, dict) and isinstance(config.get("model"), dict):  # the wrapper that NeMo's loader accepts too
@@ -199,3 +180,80 @@ def config_in(name: str, text: bytes) -> dict:
 def sdxl_base_config() -> dict:
     """Returns the content of NeMo's ``model_config.yaml`` of SDXL base."""
     return yaml.safe_load(SDXL_BASE.read_text(encoding="utf-8"))
+
+
+# Tensors under NeMo's keys
+
+
+def from_nemo(
+    places: Mapping[str, Location], shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Readable]
+) -> dict[str, LazyTensor]:
+    """Returns the parameters of a component by diffusers' names; ``shapes`` are theirs, ``state`` is NeMo's."""
+    return {
+        name: LazyTensor(
+            shapes[name], state[place.key].dtype, lambda place=place: place.layout.parameter(state[place.key].read())
+        )
+        for name, place in places.items()
+    }
+
+
+def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, LazyTensor]:
+    """Returns the tensors of ``component`` under NeMo's keys, from its parameters by diffusers' names."""
+    places = locations(component, parameters)
+    held: dict[str, list[str]] = {}
+    for name in sorted(places, key=lambda name: places[name].layout.turn):  # stable, so the thirds alone move
+        held.setdefault(places[name].key, []).append(name)
+    state = {}
+    for key in dict.fromkeys(place.key for place in places.values()):
+        layout, sources = places[held[key][0]].layout, [parameters[name] for name in held[key]]
+        state[key] = LazyTensor(
+            layout.shape(tuple(sources[0].shape)),
+            reduce(torch.promote_types, (source.dtype for source in sources)),
+            lambda layout=layout, sources=sources: layout.tensor([source.read() for source in sources]),
+        )
+    return state
+
+
+def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dict) -> dict[str, Readable]:
+    """Returns NeMo's whole state dict for the parameters of the four networks by diffusers' names."""
+    dtype = components["text_encoder_2"]["text_projection.weight"].dtype
+    return network_state(components) | unused_state(dtype, model_config)
+
+
+def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, Readable]:
+    """Returns the tensors of the four networks under NeMo's keys."""
+    return {key: each for name in PREFIX for key, each in to_nemo(name, components[name]).items()}
+
+
+def unused_state(dtype: torch.dtype, model_config: Mapping) -> dict[str, Readable]:
+    """Returns the tensors beside the networks; CLIP's temperature, unused, has its initial value in ``dtype``."""
+    logit_scale = torch.tensor(math.log(1 / 0.07))
+    return {LOGIT_SCALE: lazy(logit_scale, dtype), SIGMAS: lazy(denoiser_sigmas(model_config))}
+
+
+def denoiser_sigmas(model_config: Mapping) -> torch.Tensor:
+    """Returns the noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [steps], ascending."""
+    alphas = torch.cumprod(1 - betas_of(model_config), dim=0)
+    return ((1 - alphas) / alphas).sqrt().float()
+
+
+def betas_of(model_config: Mapping) -> torch.Tensor:
+    """Returns the betas of LegacyDDPMDiscretization: fp64 [steps]."""
+    noise = noise_config(model_config)
+    start, end = noise["beta_start"] ** 0.5, noise["beta_end"] ** 0.5
+    return torch.linspace(start, end, noise["num_train_timesteps"], dtype=torch.float64) ** 2
+
+
+def text_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[TextShape, TextShape]:
+    """Returns the sizes of both text encoders. Raises KeyError, IndexError or ValueError for missing or odd weights."""
+
+    def shape(component: str, tokens: str, layers: str, mlp: str, positions: str) -> TextShape:
+        prefix = PREFIX[component]
+        vocab_size, width = shapes[prefix + tokens]
+        context, mlp_width = shapes[prefix + positions][0], shapes[f"{prefix}{layers}0.{mlp}"][0]
+        return TextShape(vocab_size, width, count_indices(shapes, prefix + layers), context, mlp_width)
+
+    tokens, positions = "token_embedding.weight", "embeddings.position_embedding.weight"
+    clip1 = shape("text_encoder", f"embeddings.{tokens}", "encoder.layers.", "mlp.fc1.weight", positions)
+    clip2 = shape("text_encoder_2", tokens, "transformer.resblocks.", "mlp.c_fc.weight", "positional_embedding")
+    return clip1, replace(clip2, projection=shapes[PREFIX["text_encoder_2"] + "text_projection"][1])

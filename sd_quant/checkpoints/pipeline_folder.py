@@ -10,11 +10,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
-from sd_quant.checkpoints.accepted import INDEX
-from sd_quant.checkpoints.controlnet import without_controlnets
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT
 from sd_quant.checkpoints.nemo_and_diffusers import write_pipeline
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint
+from sd_quant.checkpoints.other_networks import without_controlnets
+from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.files import write_json
 from sd_quant.files.folders import WEIGHTS
 from sd_quant.files.safetensors import write_safetensors
@@ -24,10 +24,7 @@ COPIED = (".json", ".txt", ".model", ".safetensors")  # no code, and nothing tha
 
 
 def copy_files(source: Path, target: Path, without: str | None = None) -> None:
-    """Copies the regular files of one folder that a pipeline reads, except names that contain ``without``.
-
-    Follows links to files, which a hub's snapshots consist of. Enters no folder below, whether linked or not.
-    """
+    """Copies a folder's own regular files, and links to files, that a pipeline reads, unless named ``without``."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name.lower().endswith(COPIED) and not (without is not None and without in file.name):

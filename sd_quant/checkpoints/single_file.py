@@ -17,16 +17,17 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.checkpoints.accepted import CONFIG
 from sd_quant.checkpoints.nemo_networks import (
     NemoCheckpoint,
+    betas_of,
     check_described,
     check_values,
     checkpoint_of,
     config_in,
     sdxl_base_config,
+    unused_state,
 )
-from sd_quant.checkpoints.nemo_state import betas_of, unused_state
+from sd_quant.checkpoints.unopened import CONFIG
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
@@ -55,14 +56,11 @@ NO_PART = {  # of SDXL: what to do with tensors whose names begin so
 def open_single_file(
     path: Path, model_config: dict | None = None, io: str | None = None, pipeline: str = "diffusers"
 ) -> NemoCheckpoint:
-    """Opens the file; reads no weight.
+    """Opens the file; reads no weight. ``model_config`` is NeMo's, by default the file's own or else SDXL base's.
 
-    NeMo's ``model_config`` describes the networks, by default the file's own or else SDXL base's. ``io`` says whose
-    names the UNet's inputs have, by default those of ``pipeline``, which makes the images: one of ``PIPELINES``.
-    The empty tensors ``v_pred`` and ``ztsnr`` mark v-prediction and a terminal SNR of zero, ``edm_vpred.sigma_max`` and
-    ``edm_vpred.sigma_min`` EDM's v-prediction between these noise levels (CosXL), as in ComfyUI.
-    Raises ConfigError when ``path`` does not exist, ArtifactError when it is damaged or its tensors are not exactly
-    those of that architecture.
+    Empty tensors mark the prediction, as in ComfyUI: ``v_pred`` v-prediction, ``ztsnr`` a terminal SNR of zero,
+    ``edm_vpred.sigma_max`` and ``edm_vpred.sigma_min`` EDM's v-prediction between these noise levels (CosXL).
+    Raises ConfigError for a missing ``path``, ArtifactError for damage and other tensors than the networks have.
     """
     stored, metadata = read_header(whole_file(path))
     marks = sampling_marks(stored)
@@ -144,10 +142,7 @@ def edm_levels(path: Path, stored: Mapping[str, Readable]) -> tuple[float, float
 
 
 def single_file_of(checkpoint: NemoCheckpoint) -> tuple[dict[str, Readable], dict[str, str]]:
-    """Returns all tensors of the file, CLIP's positions and marks of its prediction included, and its metadata.
-
-    Raises ArtifactError for noise levels that no single file states.
-    """
+    """Returns the tensors and metadata of the file. Raises ArtifactError for noise levels that it cannot state."""
     noise, usual = noise_config(checkpoint.model_config), noise_config()
     said = next(name for name, prediction in PREDICTIONS.items() if prediction == noise["prediction_type"])
     others = [f"{name} {noise[name]}" for name in usual if name not in ("prediction_type", ZERO_SNR)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.checkpoints.nemo import write_archive
-from sd_quant.checkpoints.nemo_networks import sdxl_base_config
-from sd_quant.checkpoints.nemo_state import state_of
+from sd_quant.checkpoints.nemo_networks import sdxl_base_config, state_of
 from sd_quant.errors import exit_with_its_code
 from sd_quant.files import check_room
 from sd_quant.files.tensors import LazyTensor, size_of

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from sd_quant.calibration.call_tables import Row, files_by_row, read_rows
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.checkpoints.accepted import check_kind
+from sd_quant.checkpoints.unopened import check_kind
 from sd_quant.files.archive import is_gzipped, open_members
 from sd_quant.files.image_files import files_of, image_files, mask_files, named_files
 from sd_quant.knobs import COUNT, Called, Limit, Unused, check, check_unused, one_of

@@ -52,10 +52,7 @@ STAND_INS = {  # what lies in a file's place where it was not downloaded, by its
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``path`` for a file or folder, renamed at the end, or removed after an exception.
-
-    Raises ResourceError when the disk is full.
-    """
+    """Yields a temporary path, renamed to ``path``, or removed on failure. Raises ResourceError for a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent)
     temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")
@@ -134,10 +131,7 @@ def open_regular(path: Path, most: float = math.inf) -> BinaryIO:
 
 
 def open_unread(path: Path, most: float = math.inf) -> BinaryIO:
-    """Opens a regular file, whatever it holds. Raises OSError for anything else, and for more than ``most`` bytes.
-
-    Without O_NONBLOCK opening a pipe would wait for somebody to write.
-    """
+    """Opens a regular file of any content. Raises OSError for anything else, and for more than ``most`` bytes."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and found.st_size <= most:
@@ -157,10 +151,9 @@ def read_regular(path: Path, most: float = MOST_TEXT) -> bytes:
 def refusing(
     what: str, *kinds: type[Exception], advice: str = "fetch it again", folder: Path | None = None
 ) -> Iterator[None]:
-    """Raises ArtifactError, which says ``what`` is wrong, in place of exceptions of these kinds, by default of any.
+    """Raises ArtifactError, beginning with ``what``, in place of exceptions of these kinds, by default of any.
 
-    Parsers and libraries raise whatever untrusted bytes lead them to. A file of ``folder`` that was not downloaded is
-    named instead.
+    A file in ``folder`` that was not downloaded is named instead.
     """
     try:
         yield
@@ -194,8 +187,7 @@ def check_room(path: Path, needed: float, what: str = "") -> None:
 def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
     """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing behind.
 
-    A folder is made and removed where the path begins to be missing, because permissions do not tell: /proc denies what
-    its permissions allow.
+    A folder is made where the path ends to exist, because permissions do not tell: /proc denies what they allow.
     """
     parent = directory.absolute()
     while not os.path.lexists(parent):

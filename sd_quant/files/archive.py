@@ -78,10 +78,7 @@ class Member:
 
 
 def mapped_block(length: int) -> mmap.mmap:
-    """Returns memory that goes back to the system when it is freed, while the heap would keep most of it.
-
-    In large pages, where the system has them, it is filled in a fifth of the time.
-    """
+    """Returns memory, in large pages where possible, that goes back to the system when it is freed."""
     block = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):
         block.madvise(mmap.MADV_HUGEPAGE)
@@ -113,10 +110,10 @@ class _MemberStream(io.RawIOBase):
 
 
 def open_members(path: Path) -> dict[str, Member]:
-    """Returns the files of a ``.nemo`` archive, or of a directory, by name without the leading ``./``.
+    """Returns the files of a ``.nemo`` archive, or of a folder, by name without the leading ``./``.
 
-    Raises ConfigError when ``path`` does not exist, ArtifactError when the archive is damaged or holds anything but
-    regular files and directories below ``./``, ResourceError when there is no room to unpack a gzipped one.
+    Raises ConfigError for a missing ``path``, ArtifactError for damage and anything but files and folders below ``./``,
+    ResourceError without room to unpack a gzipped archive.
     """
     if not path.exists():
         raise ConfigError(f"checkpoint {path} does not exist; give the path of a .nemo file or an extracted directory")
@@ -124,7 +121,7 @@ def open_members(path: Path) -> dict[str, Member]:
         files = sorted(entry for entry in path.iterdir() if entry.is_file())
         if len(files) > MAX_MEMBERS:
             raise ArtifactError(f"{path} holds {len(files)} files; expected an extracted .nemo, so check the path")
-        return {file.name: _whole(file, f"{path}: {file.name}") for file in files}
+        return {file.name: whole_file(file, f"{path}: {file.name}") for file in files}
     if not path.is_file():
         raise ArtifactError(f"{path} is a device or a pipe; expected a .nemo file or an extracted directory")
     with open_regular(path) as file:
@@ -137,16 +134,12 @@ def open_members(path: Path) -> dict[str, Member]:
     return members
 
 
-def whole_file(path: Path) -> Member:
-    """Returns a whole file as a member. Raises ConfigError when it does not exist."""
+def whole_file(path: Path, name: str = "") -> Member:
+    """Returns a whole file as a member, with its path as the ``name``. Raises ConfigError when it does not exist."""
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; check the path")
-    return _whole(path, str(path))
-
-
-def _whole(path: Path, name: str) -> Member:
     with open_unread(path) as file:  # of a folder's files not all are read
-        return Member(name, OpenFile(file), 0, os.fstat(file.fileno()).st_size)
+        return Member(name or str(path), OpenFile(file), 0, os.fstat(file.fileno()).st_size)
 
 
 def read_text(member: Member) -> bytes:
@@ -254,10 +247,7 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
 
 
 def _extended_header(path: Path, whole: Member, start: int, size: int) -> dict[str, str]:
-    """Returns the records ``"<length> <key>=<value>\\n"`` of a pax header (POSIX.1-2001) as key to value.
-
-    Python's tarfile writes one for every modification time that is no whole number.
-    """
+    """Returns the records of a pax header (POSIX.1-2001); tarfile writes one for a fractional modification time."""
     if size > MAX_EXTENDED_HEADER:
         raise ArtifactError(
             f"{path} has an extended tar header of {size} bytes; expected at most {MAX_EXTENDED_HEADER}, so do not use "

@@ -19,10 +19,7 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @contextmanager
 def bounded_modules() -> Iterator[None]:
-    """Raises ValueError when more than ``MAX_MODULES`` modules are built in this context.
-
-    A bound on each number of a configuration is not enough, because the numbers multiply.
-    """
+    """Raises ValueError for more than ``MAX_MODULES`` modules, because bounded numbers of a config multiply."""
     count = 0
 
     def counted(*_: object) -> None:

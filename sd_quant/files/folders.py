@@ -31,10 +31,7 @@ def read_json(folder: Path, name: str) -> dict:
 
 
 def stored_weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
-    """Returns the tensors of ``stem``'s one file or of its shards; a plain name wins over a variant such as ``.fp16``.
-
-    Raises ArtifactError when there is neither, when there are several variants alone, or one is damaged.
-    """
+    """Returns ``stem``'s tensors of one file or of shards, a plain name before a variant. Raises ArtifactError."""
     files = files_in(folder)
     variant, end = r"(?:\.([^.]+))?", r"(?<!-of-\d{5})\.safetensors"
     found: dict[str, list[str]] = {}  # one file, then an index of shards, by variant

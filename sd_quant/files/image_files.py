@@ -73,10 +73,7 @@ def image_files(knob: str, path: Path) -> list[Path]:
 
 
 def mask_files(knob: str, path: Path, images: Sequence[Path]) -> list[Path]:
-    """Returns the mask of each image: one file for all, or the file of a folder with the image's name and any suffix.
-
-    Raises ConfigError for an image without one.
-    """
+    """Returns each image's mask: one file for all, or its namesake in a folder. Raises ConfigError without one."""
     files = image_files(knob, path)
     if not path.is_dir():
         return files * len(images)

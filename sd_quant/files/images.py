@@ -1,9 +1,18 @@
-"""Untrusted images, decoded by Pillow within bounds: regular files of three formats, up to a number of pixels."""
+"""Images: untrusted files, decoded by Pillow within bounds, and images among the arguments of a pipeline's call.
 
+Files are regular, of three formats, and have a bounded number of pixels. An argument is one image or a list of them,
+such as a video's frames, as PIL images. An image keeps the size of its file until the call, which crops it about its
+middle to the shape of the images that are made, and resizes it. Classes that read images of their own sizes, as editing
+ones do, get them unchanged (``Style.keeps``). The road not taken is diffusers' own resizing, which may stretch images.
+"""
+
+import hashlib
 import math
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -42,11 +51,10 @@ def read_whole(path: Path, pixels: int, mode: str) -> Image.Image:
 def opened(
     path: Path, side: int, mode: str, resize: Callable[[Image.Image], Image.Image]
 ) -> tuple[Image.Image, tuple[int, int]]:
-    """Returns an image in ``mode``, RGB or L, resized by ``resize``, and its original width and height.
+    """Returns an upright image in ``mode``, RGB or L, on white, after ``resize``, and its original width and height.
 
-    It is turned upright by its EXIF; transparent pixels become white. A JPEG is decoded at the smallest size of at
-    least ``side`` pixels a side.
-    Raises ArtifactError for a file that is no image, or a damaged one, ConfigError for one that is too large.
+    A JPEG is decoded at the smallest size of at least ``side`` pixels a side.
+    Raises ArtifactError for no image or a damaged one, ConfigError for one that is too large.
     """
     try:
         with open_regular(path) as file, warnings.catch_warnings():
@@ -88,3 +96,65 @@ def in_8_bits(image: Image.Image) -> Image.Image:
     transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
     wanted = "RGBA" if transparent else "L" if image.mode == "L" else "RGB"
     return image if image.mode == wanted else image.convert(wanted)
+
+
+# Images among the arguments of a call
+
+PROMPT = re.compile(r"(negative_)?prompt(_\d)?")  # names of arguments that are one text an image
+DRAWN = 64  # pixels of a side of the images with which a pipeline is observed, before they are resized
+
+
+def with_images(value: Any, change: Callable[[Image.Image], Any]) -> Any:
+    """Return the value of an argument with its image, or the images of its list, changed."""
+    if isinstance(value, Image.Image):
+        return change(value)
+    return [with_images(each, change) for each in value] if isinstance(value, list) else value
+
+
+def has_images(value: Any) -> bool:
+    """Whether the value of an argument is an image, or a list with one."""
+    return any(map(has_images, value)) if isinstance(value, list) else isinstance(value, Image.Image)
+
+
+def is_of_each(name: str, value: Any) -> bool:
+    """Whether the value of an argument is an image or a prompt, of which a call of several images takes a list."""
+    return isinstance(value, Image.Image) or (isinstance(value, str) and bool(PROMPT.fullmatch(name)))
+
+
+def fitted(value: Any, width: int, height: int) -> Any:
+    """Return the value of an argument with its images cropped about their middle and resized."""
+
+    def fit(image: Image.Image) -> Image.Image:
+        same = image.size == (width, height)
+        return image if same else ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+
+    return with_images(value, fit)
+
+
+def identities(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for JSON, images by mode, size and digest."""
+
+    def digest(image: Image.Image) -> str:
+        return f"{kind(image)} {image.width}x{image.height} {hashlib.sha256(image.tobytes()).hexdigest()}"
+
+    return {name: with_images(value, digest) for name, value in sorted(arguments.items())}
+
+
+def kinds(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for JSON, images by their mode: all that an observation knows of them."""
+    return {name: with_images(value, kind) for name, value in sorted(arguments.items())}
+
+
+def kind(image: Image.Image) -> str:
+    return f"image {image.mode}"
+
+
+def drawn(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with images of noise of the same modes, which are the same whatever the user's show."""
+    generator = np.random.default_rng(0)
+
+    def draw(image: Image.Image) -> Image.Image:
+        numbers = generator.integers(0, 256, (DRAWN, DRAWN, 3), np.uint8)
+        return Image.fromarray(numbers).convert(image.mode)
+
+    return {name: with_images(value, draw) for name, value in arguments.items()}

@@ -56,9 +56,8 @@ def load_yaml(text: bytes) -> object:
 
 
 def count(node: yaml.Node, known: dict[int, int]) -> int:
-    """Returns the number of nodes in this one, itself included and aliases expanded.
+    """Returns the number of nodes in this one, itself included and aliases expanded; ``known`` are counts by id.
 
-    ``known`` holds the counts of nodes by id, 0 while a node is being counted.
     Raises ValueError for more than ``MAX_NODES``, a node in itself, a tag, a key that is no text or a duplicate.
     """
     if id(node) in known:

@@ -42,10 +42,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_safetensors(member: Member) -> dict[str, StoredTensor]:
-    """Returns every tensor by name, in the header's order; reads no values.
-
-    Raises ArtifactError when the header is damaged, or its ranges do not cover the bytes behind it exactly.
-    """
+    """Returns every tensor by name, unread. Raises ArtifactError for a damaged header, and ranges with gaps."""
     return read_header(member)[0]
 
 
@@ -123,10 +120,7 @@ def without_duplicates(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _described(member: Member, data: int, entry: Mapping) -> StoredTensor:
-    """Returns the tensor of a header's entry; ``data`` is the first byte behind the header.
-
-    Raises AttributeError, KeyError, TypeError or ValueError for a malformed entry.
-    """
+    """Returns the tensor of a header's entry, with ``data`` behind the header. Raises AttributeError and the like."""
     dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     numbers = (*shape, start, end)
     if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and 0 <= number <= MAX_SIDE for number in numbers):

@@ -16,10 +16,7 @@ MOST = 10**9  # of a number in a config: no network is as wide, and no sampler h
 
 
 def check_schema(schema: type, config: object, path: str = "", whole: bool = True) -> None:
-    """Raises ConfigError for an entry that does not fit its field of the dataclass ``schema``.
-
-    A missing entry is refused if the config has to be ``whole``. ``path`` is for messages.
-    """
+    """Raises ConfigError for an entry that does not fit its field of ``schema``; for a missing one if ``whole``."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"{path.rstrip('.') or 'it'} is {BOUNDED.repr(config)}, expected a mapping")
     for name, (kind, stated) in fields_of(schema).items():
@@ -39,8 +36,7 @@ def check_schema(schema: type, config: object, path: str = "", whole: bool = Tru
 def check_like(usual: Mapping[str, object], config: Mapping) -> None:
     """Raises ConfigError for an entry of another kind than in ``usual``, or with NaN or a number beyond MOST.
 
-    ``usual`` are the defaults of the class that reads the config, which state the kind of each entry: true or false, a
-    number or text. Null and lists have no kind.
+    ``usual`` are the class's defaults, whose kinds are true or false, a number, or text; null and lists have none.
     """
     for name, default in usual.items():
         value = config.get(name)

@@ -42,7 +42,7 @@ def stored_tensors(member: Member, inside: str | None = None) -> dict[str, Store
     """
     records = _zip_records(member)
     try:
-        with _torch_safe_globals_only(), _without_torch_log(), FakeTensorMode(), member.open() as file:
+        with _restricted_torch(), FakeTensorMode(), member.open() as file:
             state = torch.load(file, weights_only=True)
     except ArtifactError:
         raise
@@ -96,10 +96,7 @@ def write_tensors(
 
 
 def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int]) -> None:
-    """Writes the CRC-32 of zip entries, by the offset of their data, for readers other than torch.
-
-    A checksum is in the entry's descriptor, behind the data, and in the directory (APPNOTE.TXT 4.3.9 and 4.3.12).
-    """
+    """Writes CRC-32s by their data's offset into descriptors and directory (APPNOTE.TXT 4.3.9 and 4.3.12)."""
     with member.open() as stream, zipfile.ZipFile(stream) as directory:
         entries, position = directory.infolist(), directory.start_dir
     for entry in entries:
@@ -112,32 +109,20 @@ def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int
 
 
 @contextmanager
-def _torch_safe_globals_only() -> Iterator[None]:
-    """Removes from the unpickler, in this context, the globals that other libraries have added to torch's own."""
-    added = torch.serialization.get_safe_globals()
+def _restricted_torch() -> Iterator[None]:
+    """Takes from the unpickler what other libraries have allowed, and from torch its log of shapes beyond memory."""
+    added, log = torch.serialization.get_safe_globals(), logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
     torch.serialization.clear_safe_globals()
     try:
         yield
     finally:
         torch.serialization.add_safe_globals(added)
-
-
-@contextmanager
-def _without_torch_log() -> Iterator[None]:
-    """Silences torch, which logs a page about a shape that no memory holds."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
         log.disabled = before
 
 
 def _zip_records(member: Member) -> dict[int, zipfile.ZipInfo]:
-    """Returns each entry of the zip by the offset of its data.
-
-    Raises ArtifactError when the file is no zip of torch.save, or its pickle fails ``check_pickle``.
-    """
+    """Returns each entry of the zip by the offset of its data. Raises ArtifactError for a damaged or hostile file."""
     if member.size < 4 or member.read(0, 4) != b"PK\x03\x04":
         raise ArtifactError(
             f"{member.name} is empty, damaged or of a torch version before 1.6; expected the zip format of torch.save"
@@ -182,9 +167,8 @@ def _start(member: Member, entry: zipfile.ZipInfo) -> int:
 def check_pickle(data: bytes) -> None:
     """Raises ValueError for a small pickle that would keep torch busy for hours.
 
-    torch puts refused texts into a message and searches it in quadratic time, so long texts are refused. It hashes keys
-    and prints functions with all that they contain, and a few tuples that contain each other twice expand to a billion,
-    so containers that are referred to again are refused. torch.save writes neither.
+    torch searches messages with refused texts in quadratic time. It hashes and prints nested containers, and a few
+    tuples that contain each other twice make a billion. Refused are long texts, and containers with two references.
     """
     containers: set[int] = set()
     last, stored = "", 0

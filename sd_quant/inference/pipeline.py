@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
-from sd_quant.files.given_images import identities, is_of_each
+from sd_quant.files.images import identities, is_of_each
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.requests import DrawsByImage, Run, latents_of, refusing_steps, request, seeded, told_steps

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from sd_quant.errors import ConfigError
 from sd_quant.files import refusing
-from sd_quant.files.given_images import fitted, is_of_each
+from sd_quant.files.images import fitted, is_of_each
 from sd_quant.models.family import Style
 
 DECIDED = {  # arguments of a pipeline's call that knobs decide, or that change the form of its result

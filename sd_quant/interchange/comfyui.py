@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from sd_quant.checkpoints.nemo_state import to_nemo
+from sd_quant.checkpoints.nemo_networks import to_nemo
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing

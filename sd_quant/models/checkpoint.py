@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sd_quant.files.given_images import identities
+from sd_quant.files.images import identities
 from sd_quant.models.family import Family, PipelineCall, StandIn
 from sd_quant.models.parts import Contract, Part, network_in, wrapped
 from sd_quant.models.roles import roles_of

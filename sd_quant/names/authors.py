@@ -82,10 +82,7 @@ KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def told_family(names: Iterable[str]) -> str | None:
-    """Family name of a denoiser with these tensors, for people: ``a Flux transformer``; None for an unknown one.
-
-    Names may have the denoiser's prefix, and may be a model's authors' or diffusers'.
-    """
+    """Family of a denoiser, by its authors' or diffusers' names, such as ``a Flux transformer``; None if unknown."""
     words = [name.removeprefix(PREFIX) for name in names]
     found = {mark for _, marks in KINDS for mark in marks if any(word.startswith(mark) for word in words)}
     return next((kind for kind, marks in KINDS if found.issuperset(marks)), None)
@@ -115,11 +112,10 @@ def places_in(
     shapes: Mapping[str, Shape],
     multiples: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Places, list[str]]:
-    """Where each tensor of ``network`` lies in a file, as far as it is there, and the names that are none of its.
+    """Where each tensor of ``network`` lies in a file, if it is there, and the file's names that it has not.
 
-    ``needed`` are its tensors by diffusers' name, ``shapes`` those of the file by the names in it, without the prefix;
-    of a name in ``multiples`` the sides are padded to multiples of that number.
-    Raises ArtifactError for the denoiser of another family, or of another size.
+    ``needed`` are its shapes by diffusers' name, ``shapes`` the file's by name without the prefix, with sides padded to
+    ``multiples``. Raises ArtifactError for the denoiser of another family, or of another size.
     """
     told, wanted = told_family(shapes), told_family(needed)
     if told is not None and wanted is not None and told != wanted:
@@ -147,10 +143,7 @@ def places_in(
 
 
 def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
-    """Where each tensor of ``network`` lies in a file with its authors' names, without the prefix.
-
-    Names that no table has are the same in both.
-    """
+    """Where each tensor of ``network`` lies in a file with its authors' names, without the prefix."""
     if type(network).__name__ == "UNet2DConditionModel":
         keys = sgm_names(needed)
         return {name: (Rows(keys[name], 0, _rows(shape), _rows(shape)),) for name, shape in needed.items()}

@@ -39,10 +39,9 @@ class Place:
 
 
 def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, list[list[Place]]]:
-    """Returns the meanings of every name that an update of a linear, convolution or norm can have.
+    """Returns the meanings of every name of an update of a linear, convolution or norm: layers whose rows it holds.
 
-    ``components`` are parameters by diffusers' names. A name has several meanings where it does not say which of two
-    text encoders the layer belongs to. A meaning is a list of layers whose rows one update holds.
+    ``components`` are parameters by diffusers' names. A name without its text encoder has several meanings.
     """
     found: dict[str, list[list[Place]]] = defaultdict(list)
     encoders = 0

@@ -8,7 +8,6 @@ transformer only, and so leaves 590 of 1680 UNet tensors random.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -44,7 +43,12 @@ TRANSPOSED = Layout(
     lambda shape: tuple(reversed(shape)), lambda stored: stored.t().contiguous(), lambda parameters: parameters[0].t()
 )
 THIRDS = {  # OpenCLIP keeps query, key and value in one tensor
-    letter: Layout(lambda shape: (3 * shape[0], *shape[1:]), partial(_third, turn), torch.cat, turn)
+    letter: Layout(
+        lambda shape: (3 * shape[0], *shape[1:]),
+        lambda stored, turn=turn: stored.chunk(3)[turn].clone(),
+        torch.cat,
+        turn,
+    )
     for turn, letter in enumerate("qkv")
 }
 

@@ -92,10 +92,7 @@ def layout_of(layers: Collection[str]) -> Layout:
 
 
 def stored_names(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:
-    """Returns diffusers' ``names`` by the authors' tensor that holds them, in the order of its rows.
-
-    A name that the layout does not have is the same in both.
-    """
+    """Returns diffusers' ``names`` by the authors' tensor that holds them, in the order of its rows."""
     inside: dict[str, dict[int, str]] = {}
     for name in names:
         stored, turn = _stored_name(name, layout)

@@ -24,7 +24,7 @@ from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import write_json
-from sd_quant.files.given_images import drawn, has_images, kinds
+from sd_quant.files.images import drawn, has_images, kinds
 from sd_quant.files.tensors import Weights
 from sd_quant.models import Dtypes
 from sd_quant.models.parts import Axis, Part

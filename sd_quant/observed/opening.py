@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sd_quant.checkpoints.accepted import INDEX, check_kind
 from sd_quant.checkpoints.diffusers_pipeline import (
     AGAIN,
     MOST_SECONDS,
@@ -36,6 +35,7 @@ from sd_quant.checkpoints.diffusers_pipeline import (
     weights_of,
 )
 from sd_quant.checkpoints.entries import check_known, config_class
+from sd_quant.checkpoints.unopened import INDEX, check_kind
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import check_downloaded, refusing
 from sd_quant.files.checks import bounded_modules
@@ -299,7 +299,7 @@ def open_networks(path: Path, components: Mapping[str, Component]) -> tuple[dict
             with confined(MOST_SECONDS):
                 built = network_of(component.kind, config)
         configs[name] = config
-        weights[name] = weights_of(folder, name, component.library, built)
+        weights[name] = weights_of(folder, name, built)
     return configs, weights
 
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import is_panic
-from sd_quant.files.given_images import fitted, has_images
+from sd_quant.files.images import fitted, has_images
 from sd_quant.inference.requests import Run, request, told_steps
 from sd_quant.inference.stand_ins import EngineNetwork, bound
 from sd_quant.models import VAE_ENCODER

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from sd_quant.cache import locked
 from sd_quant.checkpoints.diffusers_pipeline import defaults_of, with_tokenizers
-from sd_quant.checkpoints.licence import licence_of
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
+from sd_quant.checkpoints.unopened import licence_of
 from sd_quant.config import HandOverJob, Infer, QuantizeJob, RecipeJob, recipe_of_run
 from sd_quant.config.precise_steps import ends_of
 from sd_quant.devices import threads

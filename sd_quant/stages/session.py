@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from sd_quant.cache import Cache
 from sd_quant.checkpoints.kinds import open_checkpoint
-from sd_quant.checkpoints.own_knobs import own_size
+from sd_quant.checkpoints.unopened import own_size
 from sd_quant.config import CacheFolder, Infer, Model, Quantize, makes_calibration_images, sizes_of
 from sd_quant.config.model import check_parts_named
 from sd_quant.engines.base import Engine

@@ -27,7 +27,7 @@ from threading import Lock
 CORPUS = Path(__file__).with_name("corpus.json")
 WATCHED = ["sd_quant", "yaml"]  # whole packages
 LONGEST = 2048  # bytes of an input, from which some hundred numbers are drawn
-MEMORY_CAP = 2**30  # above what the process has at its start
+
 WRITING = Lock()  # of the corpus, by the threads that wait for readers
 TRIES = 20  # of a reader whose process ends early
 FUZZER = "-print_final_stats=0 -verbosity=0 -detect_leaks=0 -close_fd_mask=0 -rss_limit_mb=0 -reload=0".split()
@@ -114,8 +114,10 @@ def child(wanted: argparse.Namespace) -> int:
         readers = importlib.import_module("tests.fuzz.readers")
     from hypothesis import given, settings
 
+    from sd_quant.process import mapped_bytes
+
     from .harness import Place
-    from .run import EVERY_INPUT, Tally, tried
+    from .run import EVERY_INPUT, MEMORY_CAP, Tally, tried
 
     [reader] = [each for each in readers.make_readers(root / "made") if each.name == name]
     place, tally = Place(reader, root), Tally()
@@ -137,8 +139,7 @@ def child(wanted: argparse.Namespace) -> int:
             tell()
             os._exit(0)  # libFuzzer counts bytes of which Hypothesis made no input too
 
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_CAP
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + MEMORY_CAP, resource.RLIM_INFINITY))
     options = [f"-max_len={LONGEST}", f"-seed={wanted.seed}", "-timeout=60", f"-artifact_prefix={root}/", *FUZZER]
     atheris.Setup(["learn", *options, str(corpus)], read_one.hypothesis.fuzz_one_input)
     atheris.Fuzz()

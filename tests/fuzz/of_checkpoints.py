@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from sd_quant.checkpoints.accepted import INDEX
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
+from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.files.archive import open_members, whole_file
 from sd_quant.files.checks import check_finite
 from sd_quant.files.safetensors import read_safetensors

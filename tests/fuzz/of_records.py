@@ -19,7 +19,7 @@ from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import markdown, read_sweep
 
 from ..presets import model_of
-from ..unit.report.sweeps import LAYERS, MEMORY, record_of
+from ..unit.report.sweeps import LAYERS, MEMORY, QUIET, record_of, timing
 from .harness import Reader
 from .mutations import YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
 from .shared import Files, ways
@@ -31,7 +31,7 @@ def a_record(decibels: float, speedup: float) -> dict:
     times, sizes = record["latency"]["openvino"], record["sizes_bytes"]
     denoiser, image = times["unet_xl"]["2"], times["image"]["1"]
     denoiser["speedup_interval"] = image["speedup_interval"] = [speedup - 0.1, speedup + 0.1]
-    denoiser["rounds"] = TIMING["blocks"][0]["rounds"] | {"stopped": "budget", "others": 0.3, "steal": None}
+    denoiser["rounds"] = QUIET | {"stopped": "budget", "others": 0.3, "steal": None}
     sizes["unet_xl"]["weights_fp32"], sizes["vae"]["weights_fp32"] = 8000000, 69
     record["knobs"] |= {
         "format": "int8", "quant_level": 3.0, "alpha": 0.8, "percentile": 1.0,
@@ -64,16 +64,8 @@ PLAN = {
     "published": PUBLISHED, "verdict": {"enough_db": 40.0, "confidence": 0.95, "image_ms": 40.0},
 }  # fmt: skip
 PLAN["jobs"][3]["same_as"] = "alpha=0.5"
-TIMING = {
-    "schema_version": 1, "origin": "x", "machine": "this one", "left_out": [{"job": "alpha=auto", "reason": "<b>"}],
-    "blocks": [{
-        "engine": "openvino", "rest": 0.1, "image_ms": 420.0, "seconds": 3.0,
-        "reference_ms": [20.0, 19.0, 21.0, 20.0, 20.5],
-        "subjects": [{"sha256": "a", "jobs": ["alpha=0.5"], "samples_ms": [10.0, 9.0, 11.0, 10.0, 10.5],
-                      "saved": {"alpha=0.5": 0.02}}],
-        "rounds": {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.1},
-    }],
-}  # fmt: skip
+TIMING = timing({"alpha=0.5": 2.0}) | {"left_out": [{"job": "alpha=auto", "reason": "<b>"}]}
+TIMING["blocks"][0]["subjects"][0]["saved"] = {"alpha=0.5": 0.02}
 RECORDS = {
     "sweep.json": PLAN,
     "timing.json": TIMING,

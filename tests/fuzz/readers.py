@@ -5,11 +5,10 @@ from pathlib import Path
 from .harness import Reader
 from .of_artifacts import cache_entry, onnx_graph, plan_record
 from .of_checkpoints import archives, nemo, observed, pipeline, safetensors, weights
-from .of_folders import folders
+from .of_denoisers import denoisers
 from .of_images import images, lora, noise
 from .of_prompts_and_statistics import prompts, statistics
 from .of_records import configuration, records, report
-from .of_single_files import single_files
 
 
 def make_readers(scratch: Path) -> list[Reader]:
@@ -18,5 +17,5 @@ def make_readers(scratch: Path) -> list[Reader]:
     return [
         archives(), weights(), nemo(scratch), safetensors(), pipeline(scratch), observed(scratch / "observed"),
         prompts(), statistics(scratch), records(), report(), configuration(), onnx_graph(), noise(), lora(), images(),
-        plan_record(), cache_entry(), *single_files(scratch), *folders(scratch / "folders"),
+        plan_record(), cache_entry(), *denoisers(scratch / "denoisers"),
     ]  # fmt: skip

@@ -28,6 +28,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
+from sd_quant.process import mapped_bytes, peak_memory_bytes, reset_peak
+
 from .harness import OTHER, REFUSED, SAME, SECONDS, Place, Reader, Wrong, outcome
 from .readers import make_readers
 
@@ -131,8 +133,7 @@ def in_child(reader: Reader, count: int, seed: int, root: Path, sending: int, wa
     os.environ["TMPDIR"] = tempfile.tempdir = str(place.outside)
     os.chdir(place.outside)
     with suppress(OSError, ValueError):
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_CAP, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + MEMORY_CAP, resource.RLIM_INFINITY))
     number = 0
 
     @seeded(seed)
@@ -150,7 +151,8 @@ def in_child(reader: Reader, count: int, seed: int, root: Path, sending: int, wa
 def tried(place: Place, recipe: object, keep: Path, name: str, limit: float = SECONDS) -> tuple[str, float, int]:
     """Returns the outcome of an input, its seconds and its bytes of memory. A failure is kept under the name."""
     place.put(recipe)
-    base = forget_peak()
+    reset_peak()
+    base = peak_memory_bytes()
     try:
         kind, seconds = outcome(place, limit)
     except Wrong as error:
@@ -158,20 +160,7 @@ def tried(place: Place, recipe: object, keep: Path, name: str, limit: float = SE
         preserve(place.input, keep, name, f"{error}\n\n{recipe!r}\n\n{''.join(traceback.format_exception(error))}")
         for extra in place.outside.iterdir():
             extra.unlink()
-    return kind, seconds, max(0, peak() - base)
-
-
-def forget_peak() -> int:
-    """Bytes now; from here on ``peak`` is the highest from now."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return peak()
-
-
-def peak() -> int:
-    with suppress(OSError), open("/proc/self/status") as status:
-        return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")), 0)
-    return 0
+    return kind, seconds, max(0, peak_memory_bytes() - base)
 
 
 def table(tallies: dict[str, Tally]) -> str:

@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
 def opened(folders) -> Callable[..., Checkpoint]:
     def opened(family: str, *scales: float, io: str | None = None) -> Checkpoint:
         nets = [(folders / family / f"net{number}", scale) for number, scale in enumerate(scales, 1)]
-        return open_checkpoint(folders / family / "base", family, io=io, max_sequence_length=None, controlnets=nets)
+        return open_checkpoint(folders / family / "base", family, io=io, controlnets=nets)
 
     return opened
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +77,10 @@ Opener = Callable[[Path], Any]
 
 def of(opener: Opener, *rows: tuple) -> list[tuple]:
     return [(opener, *row) for row in rows]
+
+
+def of_both(*rows: tuple) -> list[tuple]:
+    return [(opener, *row) for opener in OPENERS.values() for row in rows]
 
 
 @pytest.fixture(params=OPENERS)
@@ -173,19 +176,15 @@ def nothing_made(monkeypatch):
 
 
 def test_opening_reads_names_and_shapes_but_no_numbers(whole, opener, monkeypatch):
-    read = 0
+    read: list[int] = []
     plain = Member.read
 
     def counted(member: Member, start: int, length: int):
-        nonlocal read
-        read += length if ".safetensors" in member.name else 0
+        read.append(length if ".safetensors" in member.name else 0)
         return plain(member, start, length)
 
-    def unread(tensor: StoredTensor):
-        raise AssertionError(f"{tensor.member.name} was read")
-
     monkeypatch.setattr(Member, "read", counted)
-    monkeypatch.setattr(StoredTensor, "read", unread)
+    monkeypatch.setattr(StoredTensor, "read", never)
     opened = opener(whole)
     if opener is by_family:
         assert pipeline_of(opened, {}).own_sampler
@@ -194,9 +193,8 @@ def test_opening_reads_names_and_shapes_but_no_numbers(whole, opener, monkeypatc
         assert type(pipe) is diffusers.PixArtSigmaPipeline
         assert weights.keys() == {"transformer", "vae", "text_encoder"}
         assert all(parameter.is_meta for parameter in pipe.transformer.parameters())
-    files = list(whole.rglob("*.safetensors"))
-    headers = [int.from_bytes(path.read_bytes()[:8], "little") for path in files]
-    assert read == sum(8 + header for header in headers) < sum(path.stat().st_size for path in files) / 50
+    headers = [int.from_bytes(path.read_bytes()[:8], "little") for path in whole.rglob("*.safetensors")]
+    assert sum(read) == sum(8 + header for header in headers)
 
 
 def test_a_familys_components_are_the_networks_weights(whole, theirs):
@@ -348,13 +346,6 @@ def test_a_class_whose_packages_are_missing_names_them(changed, monkeypatch, ope
     monkeypatch.setattr(diffusers, "SpectrogramPipeline", StandIn, raising=False)
     path = changed(INDEX, {name: "SpectrogramPipeline" if name[0] == "_" else ["diffusers", "SpectrogramPipeline"]})
     assert "which needs note_seq; pip install note_seq" in refusal(opener, path, ResourceError)
-
-
-@pytest.mark.skipif(find_spec("torchsde") is not None, reason="torchsde is installed")
-@pytest.mark.parametrize("name", ["DPMSolverSDEScheduler", "CosineDPMSolverMultistepScheduler"])
-def test_a_scheduler_of_another_package_names_it(changed, opener, name):
-    said = refusal(opener, changed(INDEX, {"scheduler": ["diffusers", name]}), ResourceError)
-    assert f"names {name}, which needs torchsde; pip install torchsde" in said
 
 
 @pytest.mark.parametrize(
@@ -581,33 +572,25 @@ def test_a_config_that_would_build_for_ever_is_refused(changed, opener, monkeypa
 
 NO_SCHEDULERS = ("AutoencoderKL", "__builtins__", "utils", "SchedulerMixin", "DiffusionPipeline", "os.system")
 NO_SCHEDULER = "its config describes no DPMSolverMultistepScheduler that can be built"
-NO_NETWORKS = {by_family: "its configs describe no pixart that can be built", by_observation: "describes no "}
-
-
-@pytest.mark.parametrize(
-    ("file", "entries"),
-    [
-        (TRANSFORMER, {"attention_head_dim": None}),
-        (TRANSFORMER, {"patch_size": 0}),
-        (TRANSFORMER, {"norm_type": ["ada"]}),
-        (VAE, {"block_out_channels": "wide"}),
-        (VAE, {"down_block_types": ["os.system"] * 4}),
-        (TEXT, {"d_model": {"a": 1}}),
-    ],
-)
-def test_a_config_of_which_nothing_can_be_built_is_refused(changed, opener, nothing_runs, file, entries):
-    said = refusal(opener, changed(file, entries))
-    assert NO_NETWORKS[opener] in said and "that can be built" in said
+NO_FAMILYS, NO_NETWORK_BUILT = "its configs describe no pixart that can be built", "that can be built"
 
 
 @pytest.mark.parametrize(
     ("opener", "file", "entries", "said"),
     [
+        *of_both(
+            (TRANSFORMER, {"attention_head_dim": None}, NO_NETWORK_BUILT),
+            (TRANSFORMER, {"patch_size": 0}, NO_NETWORK_BUILT),
+            (TRANSFORMER, {"norm_type": ["ada"]}, NO_NETWORK_BUILT),
+            (VAE, {"block_out_channels": "wide"}, NO_NETWORK_BUILT),
+            (VAE, {"down_block_types": ["os.system"] * 4}, NO_NETWORK_BUILT),
+            (TEXT, {"d_model": {"a": 1}}, NO_NETWORK_BUILT),
+        ),
         *of(
             by_family,
-            (TRANSFORMER, {"in_channels": -4}, NO_NETWORKS[by_family]),
+            (TRANSFORMER, {"in_channels": -4}, NO_FAMILYS),
             (VAE, {"block_out_channels": [8] * 10**6}, "expected at most 1048576"),
-            (TEXT, {"vocab_size": 1e9}, NO_NETWORKS[by_family]),
+            (TEXT, {"vocab_size": 1e9}, NO_FAMILYS),
             (SCHEDULER, {"beta_schedule": "none"}, NO_SCHEDULER),
             (INDEX, {"tokenizer": None}, "names no tokenizer, expected one"),
             (INDEX, {"scheduler": None}, "its scheduler is 'None'"),
@@ -868,7 +851,6 @@ def test_missing_weights_are_named_and_a_pickle_is_never_opened(folder, opener, 
         (lambda tensors: tensors.update({BIAS: torch.ones(128, dtype=torch.int8)}), BIAS),
         (lambda tensors: tensors.clear() or tensors.update(x=torch.ones(1)), "missing: "),
     ],
-    ids=["missing", "unknown", "misshapen", "integers", "another network"],
 )
 def test_other_tensors_than_the_configs_are_refused(stored, opener, edit, said):
     assert said in refusal(opener, stored(WEIGHTS, edit))

@@ -1,11 +1,14 @@
-"""What is opened for a path and a family, of which parts, and what is refused."""
+"""What is opened for a path and a family, of which parts, and what is copied of a pipeline's folder or refused."""
 
 import json
+import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from sentencepiece import SentencePieceTrainer
 
+from sd_quant.checkpoints.diffusers_pipeline import ABSENT
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.errors import ArtifactError, ConfigError
@@ -16,8 +19,8 @@ from ..tiny import tiny  # noqa: F401 a fixture
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
 
-def opened(path, family="sdxl", io=None, max_sequence_length=None, parts=None):
-    return open_checkpoint(path, family, io=io, max_sequence_length=max_sequence_length, parts=parts)
+def opened(path, family="sdxl", **options):
+    return open_checkpoint(path, family, **options)
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +120,42 @@ def test_t5s_vocabulary_may_come_as_sentencepieces_model_alone(tmp_path):
     tokenizer = opened(tmp_path, "pixart").tokenizers()["tokenizer"]
     ids = tokenizer("a red cat")["input_ids"]
     assert ids[-1] == 1 and tokenizer.decode(ids[:-1]) == "a red cat"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "theirs"
+    for name in ("unet/config.json", "unet/a.safetensors", "vae/config.json", "vae/a.safetensors", "vae/run.py",
+                 "notes/private.txt", "safety/config.json", "blob"):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    index = {"_class_name": "Pipeline", "unet": ["d", "U"], "vae": ["d", "V"], "safety": ABSENT,
+             "loop": ["d", "L"], "home": ["d", "H"], "..": ["d", "X"]}  # fmt: skip
+    return SimpleNamespace(path=folder, index=index, components={})
+
+
+def copied(checkpoint, tmp_path) -> set[str]:
+    out = tmp_path / "out"
+    write_pipeline_without(checkpoint, {"unet"}, out / "result")
+    assert [path.name for path in out.iterdir()] == ["result"]
+    return {str(path.relative_to(out / "result")) for path in out.rglob("*") if not path.is_dir()}
+
+
+def test_what_a_pipeline_reads_is_copied_without_the_weights_of_some_networks(checkpoint, tmp_path):
+    expected = {"model_index.json", "unet/config.json", "vae/config.json", "vae/a.safetensors"}
+    assert copied(checkpoint, tmp_path) == expected
+
+
+def test_links_to_files_are_followed_and_no_link_to_a_folder_a_pipe_or_a_device_is(checkpoint, tmp_path):
+    """A hub's snapshots are links to files; a link to a home, or to a folder around it, would be copied for ever."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "secret.json").write_text("secret")
+    for name, target in (("vae/b.safetensors", "../blob"), ("loop", "."), ("home", home), ("vae/deep", home),
+                         ("vae/z.json", "/dev/zero")):  # fmt: skip
+        (checkpoint.path / name).symlink_to(target)
+    os.mkfifo(checkpoint.path / "vae/pipe.json")
+    found = copied(checkpoint, tmp_path)
+    expected = {"model_index.json", "unet/config.json", "vae/config.json", "vae/a.safetensors", "vae/b.safetensors"}
+    assert found == expected
+    assert (tmp_path / "out/result/vae/b.safetensors").read_text() == "blob"

@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
-from sd_quant.checkpoints.nemo_networks import described_networks, read_config
-from sd_quant.checkpoints.nemo_state import denoiser_sigmas
+from sd_quant.checkpoints.nemo_networks import denoiser_sigmas, described_networks, read_config
+from sd_quant.checkpoints.synthetic import write_synthetic
 from sd_quant.errors import ArtifactError
 from sd_quant.files import sha256
 from sd_quant.files.archive import whole_file
@@ -186,3 +186,26 @@ def test_configs_that_are_not_plain_yaml(tmp_path, monkeypatch, config, message)
         read_config(whole_file(tmp_path / "model_config.yaml"))
     assert not (tmp_path / "canary").exists()
     assert "holds no model_weights.ckpt but model_config.yaml" in refusal(tmp_path)  # as a model-parallel checkpoint
+
+
+def test_full_size_is_that_of_sdxl_base(full_size_shapes):
+    assert {name: sum(map(math.prod, shapes.values())) for name, shapes in full_size_shapes.items()} == {
+        "unet": 2_567_463_684,
+        "vae": 83_653_863,
+        "text_encoder": 123_060_480,
+        "text_encoder_2": 694_659_840,
+    }
+
+
+def test_the_seed_decides_every_byte_of_a_synthetic_checkpoint(tmp_path, tiny_config, tiny_texts):
+    half, again, single = (tmp_path / f"{name}.nemo" for name in ("half", "again", "single"))
+    for path, dtype, seed in ((half, torch.float16, 0), (again, torch.float16, 0), (single, torch.float32, 1)):
+        write_synthetic(path, dtype, seed, tiny_config, *tiny_texts)
+    assert again.read_bytes() == half.read_bytes()
+    checkpoint, other = open_nemo(half), open_nemo(single)
+    for opened, dtype in ((checkpoint, torch.float16), (other, torch.float32)):
+        for source in opened.components.values():
+            check_finite(source)
+            assert {parameter.dtype for parameter in source.parameters.values()} == {dtype}
+    unet, another = checkpoint.components["unet"], other.components["unet"]
+    assert not any(torch.equal(unet[name], another[name].half()) for name in unet)

@@ -3,6 +3,7 @@
 import inspect
 import json
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,12 @@ from diffusers.loaders import single_file_utils
 from sd_quant.checkpoints.convert import convert, open_sdxl
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.checkpoints.nemo_networks import sdxl_base_config
+from sd_quant.checkpoints.nemo_networks import betas_of, denoiser_sigmas, sdxl_base_config
 from sd_quant.checkpoints.single_file import DESCRIPTION, open_single_file
 from sd_quant.errors import ArtifactError
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.sdxl_nemo import noise_config, with_noise
+from sd_quant.models.sdxl_nemo import noise_config, scheduler, with_noise
 from sd_quant.names.nemo import POSITION_IDS
 from sd_quant.places import HOME
 from tests.networks import assert_same
@@ -39,7 +40,7 @@ def read(path) -> dict[str, torch.Tensor]:
 
 
 def opened(path, **knobs):
-    return open_checkpoint(path, "sdxl", **{"io": None, "max_sequence_length": None} | knobs)
+    return open_checkpoint(path, "sdxl", **knobs)
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +52,15 @@ def single(tiny_nemo, tmp_path_factory):
 
 @pytest.fixture
 def marked(single, tmp_path):
-    """Writes the file with further tensors and entries of metadata."""
+    """Writes the file with further tensors and entries of metadata, without names that match ``missing``."""
 
-    def write(tensors, **metadata):
+    def write(tensors, missing: str = " ", **metadata):
         with safetensors.safe_open(single, "pt") as file:
             metadata = file.metadata() | metadata
-        safetensors.torch.save_file(safetensors.torch.load_file(single) | tensors, tmp_path / "a.safetensors", metadata)
+        kept = {
+            name: each for name, each in safetensors.torch.load_file(single).items() if not re.search(missing, name)
+        }
+        safetensors.torch.save_file(kept | tensors, tmp_path / "a.safetensors", metadata)
         return tmp_path / "a.safetensors"
 
     return write
@@ -164,6 +168,81 @@ def test_a_description_in_metadata_is_untrusted(marked):
     for text, said in texts.items():
         with pytest.raises(ArtifactError, match=said):
             open_single_file(marked({}, **{DESCRIPTION: text}))
+
+
+SGM = "model.diffusion_model."
+ALPHAS = 1 / (1 + denoiser_sigmas({}) ** 2)
+MARK = torch.empty(0)
+KNOWN = {  # beside the networks, in merges and in what trainers save
+    "betas": betas_of({}), "alphas_cumprod": ALPHAS.half(), "denoiser.sigmas": denoiser_sigmas({}).bfloat16(),
+    "scale_factor": torch.tensor(0.13025), "conditioner.embedders.0.logit_scale": torch.tensor(4.6),
+    "conditioner.embedders.0.transformer.text_projection.weight": torch.eye(64), "global_step": torch.tensor(7),
+    "model_ema.decay": torch.tensor(0.9), "model_ema.num_updates": torch.tensor(7), "model_ema.outbias": torch.ones(3),
+    **{name: torch.ones(1000) for name in ("alphas_cumprod_prev", "sqrt_alphas_cumprod", "logvar")},
+    "first_stage_model.loss.logvar": torch.tensor(0.0), "loss_fn.weight": torch.ones(2),
+}  # fmt: skip
+
+
+@commit
+@pytest.mark.parametrize("marks, prediction, zero", [
+    ((), "epsilon", False), ((f"{SGM}v_pred",), "v_prediction", False), (("v_pred", "ztsnr"), "v_prediction", True)
+])  # fmt: skip
+def test_marks_are_followed_and_what_training_keeps_is_left_out(marked, single, tmp_path, marks, prediction, zero):
+    path, target = marked(KNOWN | dict.fromkeys(marks, MARK)), tmp_path / "a.nemo"
+    checkpoint = open_single_file(path)
+    noise = noise_config(checkpoint.model_config)
+    assert (noise["prediction_type"], noise["rescale_betas_zero_snr"]) == (prediction, zero)
+    assert checkpoint.state().keys() == open_single_file(single).state().keys()
+    sampler = scheduler(checkpoint.model_config)
+    sampler.set_timesteps(4)
+    assert sampler.sigmas[0] == pytest.approx(4096 if zero else 14.6146, rel=1e-4) and sampler.timesteps[0] == 999
+    if zero:
+        with pytest.raises(ArtifactError, match="terminal SNR of zero"):
+            convert(path, target)
+    else:
+        convert(path, target)
+        assert noise_config(open_nemo(target).model_config)["prediction_type"] == prediction
+
+
+@commit
+def test_another_architecture_than_the_config_describes_is_refused(single):
+    with pytest.raises(ArtifactError, match="misshapen"):
+        open_single_file(single, sdxl_base_config())
+
+
+ONLY_UNET = "is UNet only: it needs text encoders and a VAE; give a whole checkpoint"
+
+
+@commit
+@pytest.mark.parametrize("state, missing, message", [
+    ({}, "e_model.|conditioner", ONLY_UNET),
+    ({"down_blocks.0.resnets.0.conv1.weight": MARK, "add_embedding.linear_1.weight": MARK}, ".", ONLY_UNET),
+    ({"input_blocks.0.0.weight": MARK, "label_emb.0.0.weight": MARK}, ".", ONLY_UNET),
+    ({}, "first_stage_model", "is no whole SDXL: none of its tensors begins with first_stage_model.;"),
+    ({"lora_unet_input_blocks.lora_up.weight": MARK}, ".", "is no whole SDXL"),
+    ({f"{SGM}input_blocks.0.0.weight": torch.zeros(32, 9, 3, 3)}, " ", "is an inpainting UNet, with 9 input channels"),
+    ({f"{SGM}input_blocks.0.0.weight": MARK, f"{SGM}output_blocks.0": MARK}, ".", "is a Stable Diffusion 1 or 2"),
+    ({f"{SGM}joint_blocks.0.x": MARK}, ".", "is a Stable Diffusion 3 transformer, expected SDXL"),
+    ({"double_blocks.0.x": MARK, "single_blocks.0.x": MARK}, ".", "is a Flux transformer, expected SDXL"),
+    ({"edm_mean": torch.zeros(1, 4, 1, 1)}, " ", "has the mark edm_mean, which is not followed"),
+    ({"edm_vpred.sigma_max": torch.tensor(120.0)}, " ", "has the mark edm_vpred.sigma_max, "),
+    ({"ztsnr": MARK}, " ", "has the mark ztsnr, which"),
+    ({"__index_timestep_zero__": MARK}, " ", "1 unknown: __index_timestep_zero__"),
+    ({"cond_stage_model.model.ln_final.bias": MARK}, " ", "text encoder of Stable Diffusion 1 or 2, which"),
+    ({"lora_unet_out.lora_up.weight": MARK}, " ", "lora_* are a LoRA, so give it to model.loras"),
+    ({"edm_vpred.sigma_max": torch.tensor(-1.0), "edm_vpred.sigma_min": torch.ones(2)}, " ", "are nan and -1, ex"),
+    ({f"edm_vpred.sigma_{end}": torch.tensor(1.0) for end in ("max", "min")}, " ", "are 1 and 1, expected a positive"),
+    ({"betas": torch.linspace(1e-4, 0.02, 1000)}, " ", "the values of betas are not those of SDXL"),
+    ({"alphas_cumprod": torch.ones(7)}, " ", "the values of alphas_cumprod are not"),
+    ({"scale_factor": torch.tensor(0.18215)}, " ", "the values of scale_factor are not"),
+    ({"denoiser.sigmas": torch.linspace(0.002, 80, 1000)}, " ", "not those of denoiser_config"),
+    ({f"{SGM}out.1.weight": torch.ones(4, 32, 3, 3)}, " ", "twice"),
+    ({}, "middle_block.1.", "another kind"),
+])  # fmt: skip
+def test_files_of_another_kind_are_named_by_what_they_are(marked, state, missing, message):
+    with pytest.raises(ArtifactError) as refusal:
+        open_single_file(marked(state, missing))
+    assert message in str(refusal.value)
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sd_quant import sweep
 from sd_quant.calibration.prompts import read_prompts
-from sd_quant.checkpoints import own_knobs
+from sd_quant.checkpoints import unopened
 from sd_quant.composition import SHORTHANDS, composing, job_of, settled
 from sd_quant.config import InferJob, QuantizeJob
 from sd_quant.engines import RUNTIMES
@@ -80,7 +80,7 @@ def test_composing_opens_no_checkpoint_and_a_job_that_starts_does(monkeypatch):
         raise ResourceError(f"{path} is opened")
 
     for reader in ("own_size", "own_parts"):
-        monkeypatch.setattr(own_knobs, reader, opened)
+        monkeypatch.setattr(unopened, reader, opened)
     every = [(primary, option) for primary, option in options() if option == "model=sdxl"]
     assert {("quantize", "model=sdxl"), ("infer", "model=sdxl")} <= {*every}
     for primary, option in every + in_turn("model="):

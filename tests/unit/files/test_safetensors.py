@@ -71,6 +71,7 @@ def entry(dtype="F32", shape=(2,), data_offsets=(0, 8)) -> dict:
         (packed(entry(shape=(3,))), "8 bytes for a tensor of shape"), (packed(entry(shape=(2.0,))), "that is none"),
         (packed(entry(shape=(True, 2))), "that is none"), (packed(entry(shape=[1] * 70 + [2])), "that is none"),
         (packed(entry(shape=(0, 2**62, 2**62), data_offsets=(4, 4))), "that is none"),
+        (packed(entry(shape=(0, 10**400), data_offsets=(0, 0)), b""), "that is none"),
         (packed(entry(data_offsets=(-8, 0))), "that is none"),
         (packed(entry(data_offsets=(0, 4, 8))), "too many values"), (packed(entry() | {"b": entry()["a"]}), "overlap"),
         (packed(entry() | {"b": entry(data_offsets=(12, 20))["a"]}, bytes(20)), "gap at byte"),

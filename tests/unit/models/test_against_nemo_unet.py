@@ -17,7 +17,7 @@ import yaml
 from torch import Tensor
 
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.checkpoints.nemo_state import to_nemo
+from sd_quant.checkpoints.nemo_networks import to_nemo
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.sdxl import vector_condition

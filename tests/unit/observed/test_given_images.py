@@ -8,7 +8,7 @@ from PIL import Image
 
 from sd_quant.calibration import hooks
 from sd_quant.calibration.collection import Pass, calibrate, fabric_for
-from sd_quant.files.given_images import fitted, identities, kinds
+from sd_quant.files.images import fitted, identities, kinds
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.checkpoint import key_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sd_quant.engines.base import Engine
 from sd_quant.errors import SdQuantError
-from sd_quant.files.given_images import with_images
+from sd_quant.files.images import with_images
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Pipeline, Sampling, by_image
 from sd_quant.inference.requests import latents_of, told_steps
