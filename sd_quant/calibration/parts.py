@@ -31,7 +31,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import key_of
-from sd_quant.models.observed import Observed
+from sd_quant.models.family import Observed
 from sd_quant.models.parts import network_in
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import Statistics

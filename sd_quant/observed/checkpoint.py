@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.family import Family, PipelineCall, StandIn
-from sd_quant.models.observed import Observed
+from sd_quant.models.family import Family, Observed, PipelineCall, StandIn
 from sd_quant.models.parts import Axis, Heads, Part, SharedInput, with_dtypes
 from sd_quant.observed.calls import Signature, restored
 from sd_quant.observed.ladder import IN_FP32

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.models.empty import META, random_weights, reader, with_weights
-from sd_quant.observed.calls import Call, at, encoded, identifier, leaves, rebuilt, tensors_in, tree_of
+from sd_quant.observed.calls import Call, at, children, encoded, identifier, leaves, rebuilt, tensors_in, tree_of
 from sd_quant.observed.pairs import mapped
 
 ATEN = torch.ops.aten
@@ -117,13 +117,12 @@ def run(network: nn.Module, method: str, arguments: Mapping[str, Any]) -> Any:
 
 def same(first: Any, second: Any) -> bool:
     """Whether two nested values are equal."""
-    if isinstance(first, Tensor) or isinstance(second, Tensor):
-        tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
-        return tensors and first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+    found, expected = children(first), children(second)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+    if found is not None and expected is not None:
+        pairs = zip(found, expected, strict=False)
+        return len(found) == len(expected) and all(a == b and same(x, y) for (a, x), (b, y) in pairs)
     return type(first) is type(second) and first == second
 
 
