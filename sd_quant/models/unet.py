@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor, nn
-
 from sd_quant.models.family import Family
 from sd_quant.models.parts import SharedInput
 from sd_quant.models.roles import Row, attention_heads, inputs_by_place
@@ -42,27 +40,3 @@ class UnetFamily(Family):
 
     EXCLUDED = EXCLUDED
     shared_inputs, attentions = staticmethod(shared_inputs), staticmethod(attention_heads)
-
-
-class UnetPart(nn.Module):
-    """The UNet with diffusers' inputs. SDXL's also reads the pooled text and six sizes."""
-
-    def __init__(self, unet: nn.Module):
-        super().__init__()
-        self.unet = unet
-
-    def forward(
-        self,
-        sample: Tensor,
-        timestep: Tensor,
-        encoder_hidden_states: Tensor,
-        text_embeds: Tensor | None = None,
-        time_ids: Tensor | None = None,
-        timestep_cond: Tensor | None = None,
-    ) -> Tensor:
-        added = None
-        if text_embeds is not None and time_ids is not None:  # diffusers concatenates the two, so they need one dtype
-            added = {"text_embeds": text_embeds.to(time_ids.dtype), "time_ids": time_ids}
-        return self.unet(
-            sample, timestep, encoder_hidden_states, None, timestep_cond, added_cond_kwargs=added, return_dict=False
-        )[0]

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from sd_quant.models.parts import Axis, Heads, Part, SharedInput, with_dtypes
 from sd_quant.observed.calls import Signature, restored
 from sd_quant.observed.ladder import IN_FP32
 from sd_quant.observed.layers import ObservedLayers
-from sd_quant.observed.opening import Folder, network_of
+from sd_quant.observed.opening import Folder, network_of, with_small_weights
 from sd_quant.observed.part import Rung, part_of
 from sd_quant.observed.watching import MOVING, Facts
 
@@ -106,13 +106,6 @@ class ObservedFamily(Observed):
 
     def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
         return dict(self.layers.attentions)
-
-
-def with_small_weights(network: nn.Module, weights: Mapping[str, Tensor], most: float) -> None:
-    """Gives a network its weights of at most ``most`` numbers each, in fp32."""
-    small = {name for name, each in network.state_dict().items() if each.numel() <= most and name in weights}
-    network.load_state_dict({name: weights[name].float() for name in small}, assign=True, strict=False)
-    network.requires_grad_(False)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from sd_quant.observed.calls import Call, one_structure, signature_of, with_outp
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint, ObservedPart
 from sd_quant.observed.ladder import LARGE, climb
 from sd_quant.observed.layers import observed_layers
-from sd_quant.observed.opening import Folder, network_of, open_folder
+from sd_quant.observed.opening import Folder, network_of, open_folder, with_small_weights
 from sd_quant.observed.part import Rung, part_of
 from sd_quant.observed.watching import Asked, Facts, Watched, runs_of, watch
 from sd_quant.report.provenance import fingerprint, versions
@@ -164,11 +164,9 @@ def smaller(side: int) -> int:
 
 def filled(network: nn.Module, weights: Weights) -> nn.Module:
     """Returns a small network with its weights, a large one without."""
-    if not is_small(weights):
-        return network
-    state = {name: weights[name].float() for name in network.state_dict() if name in weights}
-    network.load_state_dict(state, assign=True, strict=False)
-    return network.requires_grad_(False)
+    if is_small(weights):
+        with_small_weights(network, weights, math.inf)
+    return network
 
 
 def chosen(calls: Sequence[Call]) -> list[Call]:

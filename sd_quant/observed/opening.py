@@ -272,6 +272,13 @@ def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = 
         return kind(made).eval()
 
 
+def with_small_weights(network: nn.Module, weights: Mapping[str, Tensor], most: float) -> None:
+    """Gives a network its weights of at most ``most`` numbers each, in fp32."""
+    small = {name for name, each in network.state_dict().items() if each.numel() <= most and name in weights}
+    network.load_state_dict({name: weights[name].float() for name in small}, assign=True, strict=False)
+    network.requires_grad_(False)
+
+
 def check_tables(network: nn.Module) -> None:
     """Raises ValueError for a network whose constructor computes more than ``MOST_TABLES`` bytes, buffers or not."""
     held = [each for module in network.modules() for each in pytree.tree_leaves(vars(module))]

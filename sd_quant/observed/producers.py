@@ -164,12 +164,12 @@ class _Search:
         scale = next((each for each in one.operands[:2] if isinstance(each, Value)), None)
         if scale is None or [each for each in one.operands[:2] if not isinstance(each, Value)] != [1]:
             return None
-        of_shift = self.origin(shift, of_shift, {addition}, moves_only=True)
-        of_scale = self.origin(scale, of_factor, {one}, moves_only=True)
+        first = self.origin(shift, of_shift, {addition}, moves_only=True)
+        second = self.origin(scale, of_factor, {one}, moves_only=True)
         width = value.shape[-1]
-        if of_shift is None or of_scale is None or of_shift[0] != of_scale[0]:
+        if first is None or second is None or first[0] != second[0]:
             return None
-        name, starts = of_shift[0], (of_shift[1], of_scale[1])
+        name, starts = first[0], (first[1], second[1])
         if any(start % width for start in starts) or self.flow.layers[name].bias is None:  # the bias holds the 1
             return None
         return name, (starts[0] // width, starts[1] // width)

@@ -21,9 +21,10 @@ from sd_quant.models.family import Style
 from sd_quant.models.parts import Axis, exported
 from sd_quant.observed import observing
 from sd_quant.observed.calls import Call, signature_of
-from sd_quant.observed.checkpoint import Observation, ObservedFamily, why_refused, with_small_weights
+from sd_quant.observed.checkpoint import Observation, ObservedFamily, why_refused
 from sd_quant.observed.ladder import IN_FP32
 from sd_quant.observed.observing import axis_of, chosen, filled, for_any_text, smaller, text_of
+from sd_quant.observed.opening import with_small_weights
 from sd_quant.observed.part import Rung
 from tests.presets import job
 
