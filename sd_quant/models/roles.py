@@ -21,8 +21,8 @@ MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")  # ends of
 OF_ATTENTION, OF_FEED_FORWARD, OF_SECOND_ATTENTION, CONTINUOUS = (0, 1), (3, 4), (6, 7), (1, 0)
 
 
-# A place in a block, the ends of the linears there that read one tensor, the module of the block that makes the tensor,
-# and whether the tensor is computed from the prompt alone
+# A place in a block, ends of the linears there that read one tensor, the block's module that makes the tensor, and
+# whether it is computed from the prompt alone
 Row = tuple[str, tuple[str, ...], str | None, bool]
 
 
