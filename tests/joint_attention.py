@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import diffusers
@@ -114,11 +114,12 @@ def inputs_of(contract: Contract, seed: int) -> dict[str, Tensor]:
     return found
 
 
+PIXART_INPUTS = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask", "timestep")
 MADE: dict[str, tuple[Callable[[], nn.Module], Family, Callable[[nn.Module], nn.Module]]] = {
     "sd3": (lambda: transformer(False), sd3.FAMILY, TransformerPart),
     "sd35": (lambda: transformer(True), sd3.FAMILY, TransformerPart),
     "flux": (flux_transformer, flux.FAMILY, flux.with_rotary),
-    "pixart": (pixart_transformer, pixart.FAMILY, pixart.PixArtPart),
+    "pixart": (pixart_transformer, pixart.FAMILY, partial(pixart.with_positions, PIXART_INPUTS)),
 }
 
 

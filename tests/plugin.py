@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from sd_quant import process
 from sd_quant.calibration.hooks import collect, draw
-from sd_quant.models.sdxl import NemoUnetPart
-from sd_quant.models.unet import layer_roles, shared_inputs
+from sd_quant.models.sdxl import FAMILY, NemoUnetPart
+from sd_quant.models.unet import shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -151,7 +151,7 @@ def calibrate() -> Callable[[NemoUnetPart, list[dict[str, Tensor]]], Calibrated]
     """Collects statistics as calibration does, each call a prompt of its own at one step."""
 
     def run(part: NemoUnetPart, calls: list[dict[str, Tensor]]) -> Calibrated:
-        pristine, roles, now = copy.deepcopy(part), layer_roles(part.unet), {}
+        pristine, roles, now = copy.deepcopy(part), FAMILY.layer_roles(part.unet), {}
         layers = {name: part.unet.get_submodule(name) for name, role in roles.items() if role != "excluded"}
         wanted = draw(layers, range(len(calls)), 1, seed=0)
         with collect(part, layers, range(len(calls)), 1, lambda: (0, [now["call"]]), wanted) as statistics:

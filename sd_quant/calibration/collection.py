@@ -34,7 +34,7 @@ from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import VAE_ENCODER
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, in_place, key_of, samples_per_image
-from sd_quant.models.observed import Observed
+from sd_quant.models.family import Observed
 from sd_quant.models.parts import filled, network_in, text_readers
 from sd_quant.progress import progress
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians

@@ -22,7 +22,7 @@ FAMILIES = {
     "sd3": "sd_quant.models.sd3",
     "flux": "sd_quant.models.flux",
     "pixart": "sd_quant.models.pixart",
-    OBSERVED: "sd_quant.models.observed",
+    OBSERVED: "sd_quant.models.family",
 }
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sd_quant.errors import SdQuantError
 from sd_quant.models.family import PipelineCall, remade
-from sd_quant.models.parts import Contract, NamedForward, Part, as_inputs
+from sd_quant.models.parts import Contract, NamedForward, NamedPart, Part, as_inputs
 from sd_quant.models.sdxl import TIME_IDS
 from sd_quant.models.unet import EXCLUDED
 
@@ -63,30 +63,11 @@ def halved(times: int) -> tuple[str, str]:
     return (f"height_{2**times}", f"width_{2**times}") if times else ("height", "width")
 
 
-class ControlNetPart(nn.Module):
+class ControlNetPart(NamedPart):
     """diffusers' ControlNet, whose outputs are one tuple."""
 
-    def __init__(self, controlnet: nn.Module):
-        super().__init__()
-        self.controlnet = controlnet
-
-    def forward(
-        self,
-        sample: Tensor,
-        timestep: Tensor,
-        encoder_hidden_states: Tensor,
-        controlnet_cond: Tensor,
-        conditioning_scale: Tensor,
-        text_embeds: Tensor | None = None,
-        time_ids: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        added = None
-        if text_embeds is not None and time_ids is not None:  # as in ``unet.UnetPart``
-            added = {"text_embeds": text_embeds.to(time_ids.dtype), "time_ids": time_ids}
-        down, mid = self.controlnet(
-            sample, timestep, encoder_hidden_states, controlnet_cond, conditioning_scale.to(sample.dtype),
-            added_cond_kwargs=added, return_dict=False,
-        )  # fmt: skip
+    def called(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        down, mid = self.outputs(tensors)
         return (*down, mid)
 
 
@@ -145,7 +126,8 @@ def controlnet_part(component: str, config: Mapping[str, Any], context: tuple) -
     dtypes |= {"time_ids": single} if "time_ids" in shapes else {}
     excluded = (*EXCLUDED, "controlnet_cond_embedding", "controlnet_down_blocks", "controlnet_mid_block")
     return Part(
-        component, "controlnet.", Contract(shapes, tuple(residuals_of(config)), dtypes, half), ControlNetPart,
+        component, "controlnet.", Contract(shapes, tuple(residuals_of(config)), dtypes, half),
+        partial(ControlNetPart, "controlnet", tuple(shapes)),
         answer=residual_answer, arguments=unguessed, excluded=excluded, in_steps=True,
     )  # fmt: skip
 

@@ -68,6 +68,24 @@ class Family:
         return latents
 
 
+class Observed(Family):
+    """A pipeline of diffusers whose facts are observed where it is opened (``sd_quant.observed``), not stated here.
+
+    The class itself stands for all, before a checkpoint is opened.
+    """
+
+    PIPELINES: tuple[str, ...] = ()
+    NETWORKS: dict[str, str] = {}
+    EXCLUDED: tuple[str, ...] = ()
+    OWN_NOISE = True
+
+    def reads_guidance(self, contract: Contract) -> bool:
+        return True  # nobody knows what a pipeline makes of it
+
+
+FAMILY = Observed()
+
+
 def family_named(name: str) -> Family:
     """Returns the family. Raises KeyError for a name that is not in ``FAMILIES``."""
     return import_module(FAMILIES[name]).FAMILY

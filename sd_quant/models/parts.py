@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from sd_quant.errors import SdQuantError
 from sd_quant.models import EXPORTED, LATENT_FACTOR, STORED, VAE_ENCODER, Dtypes
 
+ADDED = ("text_embeds", "time_ids", "resolution", "aspect_ratio")  # inputs that networks take in added_cond_kwargs
+
 
 @dataclass(frozen=True, slots=True)
 class Contract:
@@ -194,6 +196,27 @@ class NamedForward:
 
     def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
         return self.module.called(self.__signature__.bind(*arguments, **named).arguments)
+
+
+class NamedPart(nn.Module):
+    """A network of diffusers, called ``name`` in the part, with these inputs by diffusers' names."""
+
+    def __init__(self, name: str, inputs: Collection[str], network: nn.Module):
+        super().__init__()
+        self.add_module(name, network)
+        self.name, self.forward = name, NamedForward(self, inputs)
+
+    def outputs(self, tensors: Mapping[str, Tensor]) -> tuple:
+        added = {name: tensors[name] for name in ADDED if name in tensors}
+        if "time_ids" in added:  # diffusers concatenates the two, so they need one dtype
+            added["text_embeds"] = added["text_embeds"].to(added["time_ids"].dtype)
+        own = {name: tensor for name, tensor in tensors.items() if name not in added}
+        if "conditioning_scale" in own:  # multiplies what a ControlNet computes
+            own["conditioning_scale"] = own["conditioning_scale"].to(own["sample"].dtype)
+        return self.get_submodule(self.name)(**own, added_cond_kwargs=added or None, return_dict=False)
+
+    def called(self, tensors: Mapping[str, Tensor]) -> Any:
+        return self.outputs(tensors)[0]
 
 
 class VaePart(nn.Module):

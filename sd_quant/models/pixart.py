@@ -12,14 +12,15 @@ T is the longest text that T5 reads. Level 4 quantizes self-attention and, in FP
 text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sd_quant.models.family import Family
-from sd_quant.models.parts import Part, half_contract, vae_part
+from sd_quant.models.parts import NamedPart, Part, half_contract, vae_part
 from sd_quant.models.roles import attention_heads
 from sd_quant.models.text_encoders import t5_part
 
@@ -55,29 +56,10 @@ class Positions(nn.Module):
         return (patches.flatten(2).transpose(1, 2) + places).to(patches.dtype)
 
 
-class PixArtPart(nn.Module):
-    def __init__(self, transformer: Any):
-        super().__init__()
-        self.transformer = transformer
-        transformer.pos_embed = Positions(transformer.pos_embed)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        encoder_attention_mask: Tensor,
-        timestep: Tensor,
-        resolution: Tensor | None = None,
-        aspect_ratio: Tensor | None = None,
-    ) -> Tensor:
-        return self.transformer(
-            hidden_states,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            timestep=timestep,
-            added_cond_kwargs={"resolution": resolution, "aspect_ratio": aspect_ratio},
-            return_dict=False,
-        )[0]
+def with_positions(inputs: Collection[str], transformer: Any) -> NamedPart:
+    """Returns the transformer as a part, with its own positions replaced."""
+    transformer.pos_embed = Positions(transformer.pos_embed)
+    return NamedPart("transformer", inputs, transformer)
 
 
 class PixArt(Family):
@@ -104,7 +86,7 @@ class PixArt(Family):
             shapes |= {name: ("batch", width) for name, width in ADDED.items()}
         contract = half_contract(shapes, "out_sample", single=("timestep", *ADDED))
         return {
-            "transformer": Part("transformer", "transformer.", contract, PixArtPart),
+            "transformer": Part("transformer", "transformer.", contract, partial(with_positions, tuple(shapes))),
             "vae": vae_part(configs["vae"]["latent_channels"]),
             "text_encoder": t5_part("text_encoder", tokens, masked=True),
         }

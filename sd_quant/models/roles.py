@@ -21,6 +21,11 @@ MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")  # ends of
 OF_ATTENTION, OF_FEED_FORWARD, OF_SECOND_ATTENTION, CONTINUOUS = (0, 1), (3, 4), (6, 7), (1, 0)
 
 
+# A place in a block, ends of the linears there that read one tensor, the block's module that makes the tensor, and
+# whether it is computed from the prompt alone
+Row = tuple[str, tuple[str, ...], str | None, bool]
+
+
 def layer_role(name: str, is_conv: bool, excluded: Iterable[str]) -> str:
     """Returns the role of a layer: excluded, conv, ffn, qkv or linear.
 
@@ -55,6 +60,20 @@ def attention_heads(denoiser: nn.Module) -> dict[str, Heads]:
             normed = getattr(module.norm_q, "weight", None) is not None
             found[name] = Heads(module.to_q.out_features // module.heads, rotary, normed)
     return found
+
+
+def inputs_by_place(linears: Iterable[str], rows: Iterable[Row]) -> list[SharedInput]:
+    """Returns the inputs of the linears whose names end as in ``rows``, in the order of the linears."""
+    known, inputs, seen = dict.fromkeys(linears), [], set[str]()
+    patterns = [(re.compile(rf"(.*\.)?{re.escape(row[0])}({'|'.join(map(re.escape, row[1]))})"), row) for row in rows]
+    for name in known:
+        for pattern, (place, ends, producer, text) in patterns:
+            if name not in seen and (found := pattern.fullmatch(name)):
+                block = found[1] or ""
+                readers = tuple(each for end in ends if (each := f"{block}{place}{end}") in known)
+                inputs.append(SharedInput(readers, producer and f"{block}{producer}", text))
+                seen.update(readers)
+    return inputs
 
 
 def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:

@@ -8,11 +8,12 @@
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.parts import Part, half_contract, vae_part
+from sd_quant.models.parts import NamedPart, Part, half_contract, vae_part
 from sd_quant.models.text_encoders import clip_part
-from sd_quant.models.unet import UnetFamily, UnetPart, guidance_embedding
+from sd_quant.models.unet import UnetFamily, guidance_embedding
 
 
 class StableDiffusion(UnetFamily):
@@ -32,7 +33,7 @@ class StableDiffusion(UnetFamily):
         }
         contract = half_contract(shapes, "out_sample", single=("timestep",))
         return {
-            "unet": Part("unet", "unet.", contract, UnetPart),
+            "unet": Part("unet", "unet.", contract, partial(NamedPart, "unet", tuple(shapes))),
             "vae": vae_part(configs["vae"]["latent_channels"]),
             "text_encoder": clip_part("text_encoder", "last_hidden_state"),
         }

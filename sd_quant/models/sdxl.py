@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
-from sd_quant.models.parts import Contract, Part, half_contract, taken, vae_part
+from sd_quant.models.parts import Contract, NamedPart, Part, half_contract, taken, vae_part
 from sd_quant.models.text_encoders import clip_part
-from sd_quant.models.unet import UnetFamily, UnetPart, guidance_embedding
+from sd_quant.models.unet import UnetFamily, guidance_embedding
 
 TIME_IDS = 6  # of time_ids: original height and width, top and left of the crop, target height and width
 
@@ -86,7 +86,8 @@ def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
         "time_ids": ("batch", TIME_IDS),
         **guidance_embedding(unet),
     }
-    return Part("unet", "unet.", half_contract(shapes, "out_sample", single=("timestep", "time_ids")), UnetPart)
+    contract = half_contract(shapes, "out_sample", single=("timestep", "time_ids"))
+    return Part("unet", "unet.", contract, partial(NamedPart, "unet", tuple(shapes)))
 
 
 class StableDiffusionXL(UnetFamily):

@@ -8,7 +8,6 @@
 |               | attention_mask [B,T]                          |                                                      |
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -20,17 +19,17 @@ from torch import Tensor, nn
 
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.parts import Contract, Part, SharedInput
-from sd_quant.models.roles import inputs_of_transformer
+from sd_quant.models.roles import Row, inputs_by_place, inputs_of_transformer
 
-# Linears that read one tensor, by the ends of their names, and the module of the same block that makes it: a norm with
-# a gain, or the values, of which an attention's output is a weighted mean. CLIP's, then T5's.
-OF_BLOCKS = (
-    ("self_attn.", ("q_proj", "k_proj", "v_proj"), "layer_norm1"),
-    ("self_attn.", ("out_proj",), "self_attn.v_proj"),
-    ("mlp.", ("fc1",), "layer_norm2"),
-    ("layer.0.SelfAttention.", ("q", "k", "v"), "layer.0.layer_norm"),
-    ("layer.0.SelfAttention.", ("o",), "layer.0.SelfAttention.v"),
-    ("layer.1.DenseReluDense.", ("wi", "wi_0", "wi_1"), "layer.1.layer_norm"),
+# A norm with a gain makes what a block reads, or the values, of which an attention's output is a weighted mean. CLIP's
+# blocks, then T5's.
+INPUTS: tuple[Row, ...] = (
+    ("self_attn.", ("q_proj", "k_proj", "v_proj"), "layer_norm1", False),
+    ("self_attn.", ("out_proj",), "self_attn.v_proj", False),
+    ("mlp.", ("fc1",), "layer_norm2", False),
+    ("layer.0.SelfAttention.", ("q", "k", "v"), "layer.0.layer_norm", False),
+    ("layer.0.SelfAttention.", ("o",), "layer.0.SelfAttention.v", False),
+    ("layer.1.DenseReluDense.", ("wi", "wi_0", "wi_1"), "layer.1.layer_norm", False),
 )
 
 
@@ -39,18 +38,14 @@ def inputs_of_part(network: nn.Module, layers: Iterable[str]) -> list[SharedInpu
 
     A module that makes an input is known of CLIP and T5, and of the autoencoder's attention.
     """
-    linears = [name for name in layers if isinstance(network.get_submodule(name), nn.Linear)]
-    modules, inputs, seen = dict(network.named_modules()), [], set[str]()
-    for name in linears:
-        for place, ends, producer in OF_BLOCKS:
-            found = re.fullmatch(rf"(.*\.)?{re.escape(place)}({'|'.join(ends)})", name)
-            if found and name not in seen:
-                block = found[1] or ""
-                readers = tuple(each for end in ends if (each := f"{block}{place}{end}") in linears)
-                made = modules.get(f"{block}{producer}")  # as wide as the tensor
-                whole = made is not None and len(made.weight) == modules[name].in_features
-                inputs.append(SharedInput(readers, f"{block}{producer}" if whole else None))
-                seen.update(readers)
+    modules = dict(network.named_modules())
+    linears = [name for name in layers if isinstance(modules[name], nn.Linear)]
+    inputs = inputs_by_place(linears, INPUTS)
+    for place, shared in enumerate(inputs):
+        made = modules.get(shared.producer)
+        if made is None or len(made.weight) != modules[shared.readers[0]].in_features:  # not as wide as the tensor
+            inputs[place] = SharedInput(shared.readers)
+    seen = {name for shared in inputs for name in shared.readers}
     return [*inputs, *inputs_of_transformer([name for name in linears if name not in seen])]
 
 

@@ -55,7 +55,7 @@ class Signature:
 
 
 def restored(kind: Any, value: Any) -> Any:
-    """Returns the value of this type of which ``asdict`` and JSON, where tuples become lists, have made ``value``."""
+    """Returns a value of this type from its form after ``asdict`` and JSON, which turns tuples into lists."""
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
@@ -86,7 +86,7 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def is_distribution(value: Any) -> bool:
-    """Whether a value is what an autoencoder's encoder returns, a distribution of latents that one tensor describes."""
+    """Whether a value is a distribution of latents, described by one tensor, as an autoencoder's encoder returns it."""
     return isinstance(getattr(value, "parameters", None), Tensor)
 
 
@@ -99,9 +99,9 @@ def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
 
 
 def encoded(value: Any, path: Sequence[object]) -> Any:
-    """Returns a value without tensors for JSON, in which tuples are told from lists.
+    """Returns a value without tensors for JSON, with tuples apart from lists.
 
-    Raises ArtifactError for anything that is no None, bool, number, text or container of them.
+    Raises ArtifactError for anything but None, flags, numbers, texts and containers of them.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -130,11 +130,11 @@ def decoded(value: Any) -> Any:
 def tree_of(value: Any, leaf: Callable[[Any, tuple], Tree], path: tuple = ()) -> Tree:
     """Returns the structure of a nested value.
 
-    It is {"list" | "tuple" | "dict": children} for a container of tensors and what ``leaf`` returns for a tensor, and
-    for a whole value that holds no tensor, of which it is given the path.
+    A container of tensors becomes {"list" | "tuple" | "dict": children}; a tensor, and a value without any tensor,
+    becomes ``leaf(value, path)``.
     """
     found = None if isinstance(value, Tensor) else children(value)
-    if found is None or not any(True for _ in tensors_in(value)):
+    if found is None or not holds_tensors(value):
         return leaf(value, path)
     trees = [(key, tree_of(child, leaf, (*path, key))) for key, child in found]
     if isinstance(value, Mapping) or is_distribution(value):
@@ -143,9 +143,9 @@ def tree_of(value: Any, leaf: Callable[[Any, tuple], Tree], path: tuple = ()) ->
 
 
 def output_class(name: str) -> type:
-    """Returns the class of ``class_of``. Raises SdQuantError unless it is an output of diffusers or transformers.
+    """Returns the class with a name of ``class_of``, which may come from a hostile file.
 
-    The name may come from a file that others can write.
+    Raises SdQuantError unless it is a class of outputs of diffusers or transformers.
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
     from diffusers.utils import BaseOutput
@@ -192,14 +192,14 @@ def rebuilt(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Returns what a leaf is, in words."""
+    """Returns a leaf's kind in words."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.ndim} axes in {str(value.dtype).removeprefix('torch.')}"
     return "None" if value is None else f"{type(value).__name__} {value!r:.80}"
 
 
 def structure_of(arguments: Mapping[str, Any]) -> str:
-    """Returns a text that two calls share if they have tensors and constants in the same places."""
+    """Returns a text that is equal for calls with tensors and constants in the same places."""
 
     def leaf(value: Any, path: tuple) -> Tree:
         return {"kind": kind_of(value) if value is None or isinstance(value, Tensor) else "constant"}
@@ -214,7 +214,7 @@ def one_structure(calls: Sequence[Call]) -> list[int]:
 
 
 def at(value: Any, path: Sequence[Any]) -> Any:
-    """Returns what a nested value holds at ``path``."""
+    """Returns the value at a path in a nested value."""
     for key in path:
         value = value[key]
     return value
@@ -298,16 +298,16 @@ def named_axes(
 
 
 def followed(sizes: Sequence[int], runs: Sequence[str]) -> str:
-    """Returns the word for what an axis with these ``sizes`` in the calls of ``runs`` follows; tokens if several."""
+    """Returns what an axis with these ``sizes`` in the calls of ``runs`` follows: a word of FOLLOWS, or tokens."""
     of_base = {size for size, run in zip(sizes, runs, strict=True) if run == runs[0]}
     differ = {run for size, run in zip(sizes, runs, strict=True) if {size} != of_base}
     return FOLLOWS.get(differ.pop(), "tokens") if len(differ) == 1 else "tokens"
 
 
 def example_of(axes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Returns the sizes to trace with: all above 1, for which a tracer makes a graph of its own, and different.
+    """Returns different sizes to trace with, all above 1, for which a tracer makes a graph of its own.
 
-    They are those of a call, with the largest batch of all calls where no other axis depends on the batch.
+    They are those of one call, with the largest batch of all where no other axis depends on the batch.
     """
     calls = [dict(zip(axes, sizes, strict=True)) for sizes in zip(*axes.values(), strict=True)]
     if "batch" in axes and not any(name.startswith("tokens") for name in axes):
@@ -361,10 +361,7 @@ def shown(value: Any) -> str:
 
 
 def with_outputs(signature: Signature, output: Any) -> Signature:
-    """Returns the signature with the structure of what the network returned.
-
-    Things that are neither tensors nor constants, such as a cache, are left out, and noted.
-    """
+    """Returns the signature with the structure of an output, noting what is neither tensor nor constant: a cache."""
     results: dict[int, str] = {}  # by the tensor's identity: an encoder returns its last hidden state twice
     notes = list(signature.notes)
 
@@ -384,5 +381,5 @@ def with_outputs(signature: Signature, output: Any) -> Signature:
 
 
 def result_tensors(output: Any) -> tuple[Tensor, ...]:
-    """Returns the tensors of what a network returned, in the order of ``Signature.results``."""
+    """Returns the tensors of an output in the order of ``Signature.results``."""
     return tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())

@@ -1,4 +1,4 @@
-"""A pipeline of diffusers that was opened and observed, as a checkpoint: what families state by hand was found out."""
+"""An observed pipeline of diffusers as a checkpoint, with found facts in the place of a family's stated ones."""
 
 import inspect
 import json
@@ -9,17 +9,16 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.models.family import Family, PipelineCall, StandIn
-from sd_quant.models.observed import Observed
+from sd_quant.models.family import Family, Observed, PipelineCall, StandIn
 from sd_quant.models.parts import Axis, Heads, Part, SharedInput, with_dtypes
 from sd_quant.observed.calls import Signature, restored
 from sd_quant.observed.ladder import IN_FP32
 from sd_quant.observed.layers import ObservedLayers
-from sd_quant.observed.opening import Folder, network_of
+from sd_quant.observed.opening import Folder, network_of, with_small_weights
 from sd_quant.observed.part import Rung, part_of
 from sd_quant.observed.watching import MOVING, Facts
 
@@ -40,7 +39,7 @@ class ObservedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation(Facts):
-    """All that was observed of a pipeline; the content of ``observed.json``."""
+    """Facts about a pipeline, its parts and its layers; the content of ``observed.json``."""
 
     pipeline: str  # the class
     size: tuple[int, int]  # width and height of the images with which it was observed
@@ -52,7 +51,7 @@ class Observation(Facts):
         return asdict(self)
 
     def that_miss(self, run: str) -> list[str]:
-        """Returns the exported parts whose graphs do not serve a run that was made."""
+        """Returns the exported parts whose graphs do not serve a run of the pipeline."""
         made = run not in self.fixed and (run != "batch" or self.style.batched)
         return [name for name, part in self.parts.items() if made and not part.rung.cause and run not in part.runs]
 
@@ -63,12 +62,12 @@ class Observation(Facts):
 
 
 def why_refused(rung: Rung) -> str | None:
-    """Why a part is not exported; None where it is. Quantized graphs hold the rest of their weights in fp16."""
+    """The reason against exporting a part, or None. Quantized graphs hold the rest of their weights in fp16."""
     return rung.cause or next((note for note in rung.notes if note.startswith(IN_FP32)), None)
 
 
 class ObservedFamily(Observed):
-    """The facts of one pipeline in the place of a family's."""
+    """A family of one observed pipeline."""
 
     def __init__(
         self, observation: Observation, denoiser: str, networks: Mapping[str, str], excluded: tuple[str, ...],
@@ -107,13 +106,6 @@ class ObservedFamily(Observed):
 
     def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
         return dict(self.layers.attentions)
-
-
-def with_small_weights(network: nn.Module, weights: Mapping[str, Tensor], most: float) -> None:
-    """Gives a network its weights of at most ``most`` numbers each, in fp32."""
-    small = {name for name, each in network.state_dict().items() if each.numel() <= most and name in weights}
-    network.load_state_dict({name: weights[name].float() for name in small}, assign=True, strict=False)
-    network.requires_grad_(False)
 
 
 @dataclass(frozen=True)

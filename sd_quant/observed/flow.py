@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Flow:
-    """A tape, and what is asked of it more than once."""
+    """Facts about the layers of a tape."""
 
     network: nn.Module
     tape: Tape
@@ -166,7 +166,7 @@ class Flow:
         return found
 
     def activated(self, value: Value) -> set[str]:
-        """The linears that a value is an activation of; none if anything else has part in it."""
+        """The linears of whose outputs alone a value is an activation."""
         found, activation, waiting, met = set[str](), False, [value], set[Value]()
         while waiting:
             current = waiting.pop()
@@ -185,7 +185,7 @@ class Flow:
 
     @cached_property
     def content(self) -> set[str]:
-        """Inputs that are no times, sizes or other numbers of an image: those of three axes or more, and the text."""
+        """Inputs with content, not times or sizes: the text, and those of three axes or more."""
         return {name for name, value in self.tape.inputs.items() if len(value.shape) > 2 or self.of_text(name)}
 
     def is_text(self, value: Value) -> bool:
@@ -198,14 +198,14 @@ class Flow:
 
 
 def is_layer(operation: Operation) -> bool:
-    """Whether an operation multiplies by a parameter's matrix."""
+    """Whether an operation multiplies by a matrix that is a parameter."""
     if MATRICES.fullmatch(operation.kind) is None:
         return False
     return any(len(value.shape) > 1 and parameter(value, MOVES) is not None for value in operation.values())
 
 
 def parameter(value: Any, through: Sequence[str] = COPIES) -> str | None:
-    """Returns the name of the parameter or buffer that a value is, in any dtype or behind other kinds of operations."""
+    """Returns the name of the parameter or buffer behind a value, through casts, copies or other ``through``."""
     while isinstance(value, Value) and value.operation is not None and value.operation.kind in through:
         value = value.operation.operands[0]
     known = isinstance(value, Value) and value.operation is None and not value.depends

@@ -11,9 +11,9 @@ weights are those with ``network.`` in front. Weights that modules share may be 
 (``empty.reader`` finds them).
 
 Each rung changes the network more than the one before, and the first that serves all calls in one runtime is taken.
-A graph serves a call if a fresh session of the runtime returns outputs of the shapes of the network's own, and the
-numbers within ``TOLERANCE`` of their norm. The road not taken is a best effort: graphs that a tracer returned without
-complaint gave the old size's shape for a new size.
+A graph serves a call if a fresh session of the runtime returns outputs of the network's own shapes, within
+``TOLERANCE`` of their norm. The road not taken is a best effort: graphs that a tracer returned without complaint gave
+the old size's shape for a new size.
 """
 
 import logging
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_quant.engines import RUNTIMES, load_engine
+from sd_quant.engines.base import Engine
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import trace
@@ -108,19 +109,8 @@ class Case:
         paths = {**self.counts, **self.known}
         return [look(self.network, self.method, call.arguments, list(paths)) for call in self.calls]
 
-    def of(self, numbers: Sequence[int]) -> "Case":
-        """The same network with these of the calls."""
-        chosen = replace(
-            self, calls=[self.calls[each] for each in numbers], expected=[self.expected[each] for each in numbers]
-        )
-        for name in ("counts", "known", "numbers", "seen"):
-            if name in vars(self):  # computed already
-                value = vars(self)[name]
-                vars(chosen)[name] = [value[each] for each in numbers] if name == "seen" else value
-        return chosen
-
-    def signature(self, remedies: tuple[str, ...]) -> Signature:
-        """The signature of the calls with these remedies.
+    def signature(self, remedies: tuple[str, ...], numbers: Sequence[int]) -> Signature:
+        """The signature of the calls with these ``numbers`` and remedies.
 
         Raises ArtifactError where a remedy changes nothing, or does not serve all calls.
         """
@@ -132,13 +122,14 @@ class Case:
             raise ArtifactError("no other module does without weights")
         if paths:
             trees = input_trees({path: self.seen[0][path] for path in paths})
-            tensors = [named_tensors(trees, seen) for seen in self.seen]
+            tensors = [named_tensors(trees, self.seen[number]) for number in numbers]
             extra = {name: [each[name] for each in tensors] for name in tensors[0]}
         if not remedies and self.numbers.complex:
             raise ArtifactError("no runtime computes with complex numbers")
         if remedies == (REALS,) and not self.numbers.changed:
             raise ArtifactError("nothing is complex or in fp64")
-        return replace(with_outputs(signature_of(self.calls, extra), self.output), outside=trees)
+        calls = [self.calls[number] for number in numbers]
+        return replace(with_outputs(signature_of(calls, extra), self.output), outside=trees)
 
 
 RUNGS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -184,21 +175,20 @@ def climb(
     }.items():  # fmt: skip
         if scope and len(numbers) == len(everything):  # tried already
             continue
-        chosen = case.of(numbers)
         for words, remedies in RUNGS:
             name = f"{scope}: {words}" if scope else words
             try:
-                signature = chosen.signature(remedies)
+                signature = case.signature(remedies, numbers)
             except Exception as error:  # whatever a network raises where it is looked at
                 not_tried[name] = cause_of(error)
                 LOG.debug("%s: %s", name, not_tried[name])
                 continue
             serves = tuple(structure[number] for number in numbers)
             rung = Rung(name, signature, method, remedies, serves=serves, notes=(*notes, *signature.notes))
-            verified, refused = outcome(chosen, rung, READ_ONNX, threads, TOLERANCE)
+            verified, refused = outcome(case, numbers, rung, READ_ONNX, threads, TOLERANCE)
             LOG.debug("%s: %s, refused %s", name, verified, refused)
             if verified:
-                return in_dtype(chosen, replace(rung, verified=verified, refused=refused), dtype, threads)
+                return in_dtype(case, replace(rung, verified=verified, refused=refused), dtype, threads)
             causes[name] = next(iter(refused.values()))
     causes = causes or not_tried
     plainest, last = next(iter(causes.items())), list(causes.items())[-1]
@@ -216,11 +206,11 @@ def in_dtype(case: Case, rung: Rung, dtype: torch.dtype, threads: int | None) ->
     """
     if dtype == torch.float32:
         return rung
-    runtime, first, cause, half = next(iter(rung.verified)), case.of([0]), "", str(dtype).removeprefix("torch.")
+    runtime, cause, half = next(iter(rung.verified)), "", str(dtype).removeprefix("torch.")
     for more in ((), (BUFFERS,), (BUFFERS, INPUTS)):
         for single in dict.fromkeys((kept_single(rung.signature), ())):
             tried = replace(rung, remedies=(*rung.remedies, *more), weights=half, single=single)
-            verified, refused = outcome(first, tried, [runtime], threads, ROUNDED)
+            verified, refused = outcome(case, [0], tried, [runtime], threads, ROUNDED)
             if verified:
                 return tried
             cause = cause or refused[runtime]
@@ -268,9 +258,9 @@ def case_of(build: Build, calls: Sequence[Call], weights: Mapping[str, Tensor], 
 
 
 def outcome(
-    case: Case, rung: Rung, runtimes: Sequence[str], threads: int | None, tolerance: float
+    case: Case, numbers: Sequence[int], rung: Rung, runtimes: Sequence[str], threads: int | None, tolerance: float
 ) -> tuple[dict[str, Verified], dict[str, str]]:
-    """Returns how each runtime computes all calls, or the cause for which it does not, both by runtime."""
+    """Returns how each runtime computes the calls with these numbers, or the cause why not, both by runtime."""
     part = part_of("", rung.signature, rung, case.build)
     try:
         with redirect_stderr(StringIO()):  # torch prints the whole graph of a network that it cannot export
@@ -289,34 +279,34 @@ def outcome(
             return {}, dict.fromkeys(runtimes, f"cannot be written: {cause_of(error)}")
         for runtime in runtimes:
             try:
-                verified[runtime] = verify(runtime, path, part, case, threads, tolerance)
+                engine = load_engine(runtime, path, threads=threads)
+                calls = [(case.calls[number], case.expected[number]) for number in numbers]
+                try:
+                    verified[runtime] = verify(engine, part, calls, tolerance)
+                finally:
+                    engine.close()
             except Exception as error:  # a runtime's exceptions have no common base class
                 refused[runtime] = cause_of(error)
     return verified, refused
 
 
-def verify(runtime: str, path: Path, part: Part, case: Case, threads: int | None, tolerance: float) -> Verified:
-    """Returns how ``runtime`` computes all calls with the graph at ``path``.
+def verify(engine: Engine, part: Part, calls: Sequence[tuple[Call, Sequence[Tensor]]], tolerance: float) -> Verified:
+    """Returns how an engine computes calls whose outputs are known.
 
     Raises ArtifactError for an output of another shape, or with other numbers, and what the runtime raises.
     """
-    engine, worst = load_engine(runtime, path, threads=threads), 0.0
-    try:
-        for call, expected in zip(case.calls, case.expected, strict=True):
-            outputs = engine(**part.arguments(part.contract, call.arguments))
-            for (name, output), reference in zip(outputs.items(), expected, strict=True):
-                where = f"{name} of a call of the run {call.run}"
-                if output.shape != reference.shape:
-                    raise ArtifactError(
-                        f"{where} has the shape {tuple(output.shape)}, expected {tuple(reference.shape)}"
-                    )
-                error = error_of(output, reference)
-                if not error <= tolerance:  # NaN too
-                    raise ArtifactError(f"{where} is {error:.2g} of its norm away from the network's")
-                worst = max(worst, error)
-    finally:
-        engine.close()
-    return Verified(len(case.calls), worst)
+    worst = 0.0
+    for call, expected in calls:
+        outputs = engine(**part.arguments(part.contract, call.arguments))
+        for (name, output), reference in zip(outputs.items(), expected, strict=True):
+            where = f"{name} of a call of the run {call.run}"
+            if output.shape != reference.shape:
+                raise ArtifactError(f"{where} has the shape {tuple(output.shape)}, expected {tuple(reference.shape)}")
+            error = error_of(output, reference)
+            if not error <= tolerance:  # NaN too
+                raise ArtifactError(f"{where} is {error:.2g} of its norm away from the network's")
+            worst = max(worst, error)
+    return Verified(len(calls), worst)
 
 
 def error_of(output: Tensor, reference: Tensor) -> float:

@@ -1,7 +1,7 @@
 """Opens the folder of any pipeline: watches it, climbs the ladder with each network, and finds the roles of its layers.
 
-What was found is kept in the cache under a hash of all that was read of the folder, of the request and of this code, so
-that a job, its helpers and the jobs of a sweep observe once.
+The observation is cached under a hash of the folder's files, the request and this code, so that a job, its helpers and
+the jobs of a sweep observe once.
 """
 
 import json
@@ -32,7 +32,7 @@ from sd_quant.observed.calls import Call, one_structure, signature_of, with_outp
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint, ObservedPart
 from sd_quant.observed.ladder import LARGE, climb
 from sd_quant.observed.layers import observed_layers
-from sd_quant.observed.opening import Folder, network_of, open_folder
+from sd_quant.observed.opening import Folder, network_of, open_folder, with_small_weights
 from sd_quant.observed.part import Rung, part_of
 from sd_quant.observed.watching import Asked, Facts, Watched, runs_of, watch
 from sd_quant.report.provenance import fingerprint, versions
@@ -134,7 +134,7 @@ def observe(folder: Folder, asked: Asked) -> Observation:
 
 
 def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:
-    """Returns the rung, refused if its graph serves texts of one length alone: nobody has only such prompts."""
+    """Returns the rung, or a refusal of a graph for texts of one length alone: prompts differ in length."""
     alike = one_structure(calls)
     served = {calls[number].run for number in rung.serves}
     missed = any(calls[number].run == "prompt" and number not in rung.serves for number in alike)
@@ -153,22 +153,20 @@ def hash_of(folder: Path) -> str | None:
 
 
 def is_small(weights: Weights) -> bool:
-    """Whether a network computes while it is watched, so that its weights are read, and part of the cache's key."""
+    """Whether a network computes while it is watched, with its weights in memory and in the cache's key."""
     return sum(math.prod(tensor.shape) for tensor in weights.tensors.values()) <= SMALL
 
 
 def smaller(side: int) -> int:
-    """Returns a side in pixels with which a large network is observed: a graph for all sizes has no size of its own."""
+    """Returns a smaller side in pixels for observing a large network; a graph for all sizes serves the asked one."""
     return min(side, max(GRAIN, side // 8 // GRAIN * GRAIN))
 
 
 def filled(network: nn.Module, weights: Weights) -> nn.Module:
     """Returns a small network with its weights, a large one without."""
-    if not is_small(weights):
-        return network
-    state = {name: weights[name].float() for name in network.state_dict() if name in weights}
-    network.load_state_dict(state, assign=True, strict=False)
-    return network.requires_grad_(False)
+    if is_small(weights):
+        with_small_weights(network, weights, math.inf)
+    return network
 
 
 def chosen(calls: Sequence[Call]) -> list[Call]:

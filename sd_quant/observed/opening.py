@@ -139,7 +139,7 @@ def components_of(path: Path, kind: type, index: Mapping[str, Any], images: bool
 
 
 def needed(kind: type) -> set[str]:
-    """Returns the components without which this class of pipelines is not built."""
+    """Returns the components that the class's constructor needs."""
     optional = set(getattr(kind, "_optional_components", ()))
     parameters = inspect.signature(kind.__init__).parameters.values()
     return {each.name for each in parameters if each.default is each.empty} - optional
@@ -197,7 +197,7 @@ def package_of(kind: type) -> str:
 
 
 def packages_in(config: Any) -> Iterator[tuple[str, str]]:
-    """Yields what a configuration of transformers names, at any depth: packages of other ones, and ``ELSEWHERE``."""
+    """Yields names in a configuration of transformers, at any depth: model types with packages, and ``ELSEWHERE``."""
     import transformers
 
     for key, value in children(config) or ():
@@ -209,7 +209,7 @@ def packages_in(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def check_reach(file: Path, kind: Any, config: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for a configuration that has one of another kind in it, or names a network elsewhere."""
+    """Raises ArtifactError for a configuration with one of another kind inside, or with a network on a hub."""
     own = {*ENCODERS, package_of(kind), *(package for _, package in packages_in(kind.config_class().to_dict()))} - {""}
     with refusing(f"{file} is nested too deeply", RecursionError):
         if named := [stated for stated, package in packages_in(config) if package not in own]:
@@ -220,10 +220,7 @@ def check_reach(file: Path, kind: Any, config: Mapping[str, Any]) -> None:
 
 
 def accepted_classes() -> dict[str, tuple[type, ...]]:
-    """Returns the classes by library of which a component is one.
-
-    A pipeline is none of them, nor a class that chooses another by what the folder says.
-    """
+    """Returns the accepted classes of components by library: no pipelines, no classes that choose another by a file."""
     import diffusers
     import transformers
 
@@ -270,6 +267,13 @@ def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = 
             if hasattr(each, "use_cache"):
                 each.use_cache = False  # a cache is for texts that go on
         return kind(made).eval()
+
+
+def with_small_weights(network: nn.Module, weights: Mapping[str, Tensor], most: float) -> None:
+    """Gives a network its weights of at most ``most`` numbers each, in fp32."""
+    small = {name for name, each in network.state_dict().items() if each.numel() <= most and name in weights}
+    network.load_state_dict({name: weights[name].float() for name in small}, assign=True, strict=False)
+    network.requires_grad_(False)
 
 
 def check_tables(network: nn.Module) -> None:

@@ -183,7 +183,7 @@ def evenly_spaced(start: Any, end: Any, steps: Any, dtype: torch.dtype | None = 
 
 
 class Numbers(TorchFunctionMode):
-    """Notes whether an operation of a network returns complex numbers, and whether ``RealNumbers`` changes any."""
+    """Note whether a network computes complex numbers, and whether ``RealNumbers`` changes any of its numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A network that was observed, as a part: what a family's module writes down by hand, made from a signature.
+"""An observed network as a part, made from its signature, where a family's module writes a part by hand.
 
 The graph's module takes one tensor an input, puts the arguments of the observed calls together and calls the network
 itself, unchanged but for its remedies. The road not taken is a copy of each class's forward with simpler arguments.
@@ -31,7 +31,7 @@ INPUTS = "inputs"  # of linears and convolutions are cast to the dtype of their 
 
 @dataclass(frozen=True)
 class Verified:
-    """How a runtime computed the recorded calls."""
+    """The success of a runtime with recorded calls."""
 
     calls: int
     error: float  # the largest of all outputs' errors, of their norm

@@ -10,8 +10,9 @@ table of positional embeddings by class, and to freeze decisions by the inputs' 
 observed: of all pipelines HunyuanVideo 1.5 alone had a graph of use by that.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.models.empty import META, random_weights, reader, with_weights
-from sd_quant.observed.calls import Call, at, encoded, identifier, leaves, rebuilt, tensors_in, tree_of
+from sd_quant.observed.calls import (
+    Call,
+    at,
+    children,
+    encoded,
+    holds_tensors,
+    identifier,
+    leaves,
+    rebuilt,
+    tensors_in,
+    tree_of,
+)
 from sd_quant.observed.pairs import mapped
 
 ATEN = torch.ops.aten
@@ -30,7 +42,7 @@ Outputs = dict[str, list[Any]]  # of each call of a network's modules, by their 
 
 
 class Enough(Exception):
-    """All that was asked of a run is known: its argument."""
+    """Ends a run whose modules of interest have returned."""
 
 
 class WithoutNumbers(TorchDispatchMode):
@@ -70,15 +82,13 @@ def weightless(network: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def replaced_calls(
-    modules: Mapping[str, nn.Module], call: Callable[[str, Callable, tuple, dict], Any]
+    network: nn.Module, paths: Iterable[str], call: Callable[[str, Callable, tuple, dict], Any]
 ) -> Iterator[None]:
-    """Let ``call`` compute the modules: it gets the path, the module's own forward, and the arguments."""
-
-    def forward_of(path: str, own: Callable) -> Callable:
-        return lambda *args, **kwargs: call(path, own, args, kwargs)
-
+    """Let ``call`` compute the modules at ``paths``: it gets the path, the module's own forward, and the arguments."""
+    modules = {path: network.get_submodule(path) for path in paths}
     for path, module in modules.items():
-        module.forward = forward_of(path, module.forward)
+        forward = partial(call, path, module.forward)
+        module.forward = lambda *args, forward=forward, **kwargs: forward(args, kwargs)
     try:
         yield
     finally:
@@ -86,27 +96,15 @@ def replaced_calls(
             del module.forward
 
 
-def look(
-    network: nn.Module,
-    method: str,
-    arguments: Mapping[str, Any],
-    paths: Collection[str],
-    changed: Callable = lambda value: value,
-    check: Callable[[Outputs], object] = lambda seen: None,
-) -> Outputs:
-    """Returns what a network computes in the modules at ``paths``.
-
-    ``changed`` changes their arguments, ``check`` is called whenever one of them has returned.
-    """
-    seen: Outputs = {}
+def look(network: nn.Module, method: str, arguments: Mapping[str, Any], paths: Collection[str]) -> Outputs:
+    """Returns what a network computes in the modules at ``paths``."""
+    seen = Outputs()
 
     def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
-        args, kwargs = mapped((args, kwargs), changed)
         seen.setdefault(path, []).append(own(*args, **kwargs))
-        check(seen)
         return seen[path][-1]
 
-    with torch.no_grad(), replaced_calls({path: network.get_submodule(path) for path in paths}, call):
+    with torch.no_grad(), replaced_calls(network, paths, call):
         run(network, method, arguments)
     return seen
 
@@ -117,13 +115,12 @@ def run(network: nn.Module, method: str, arguments: Mapping[str, Any]) -> Any:
 
 def same(first: Any, second: Any) -> bool:
     """Whether two nested values are equal."""
-    if isinstance(first, Tensor) or isinstance(second, Tensor):
-        tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
-        return tensors and first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+    found, expected = children(first), children(second)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+    if found is not None and expected is not None:
+        pairs = zip(found, expected, strict=False)
+        return len(found) == len(expected) and all(a == b and same(x, y) for (a, x), (b, y) in pairs)
     return type(first) is type(second) and first == second
 
 
@@ -167,7 +164,7 @@ def of_sizes_alone(build: Callable[[], nn.Module], method: str, calls: Sequence[
     return {
         path: len(outputs)
         for path, outputs in seen[0].items()
-        if any(True for _ in tensors_in(outputs)) and all(same(outputs, other.get(path)) for other in seen[1:])
+        if holds_tensors(outputs) and all(same(outputs, other.get(path)) for other in seen[1:])
     }
 
 
@@ -176,7 +173,7 @@ def shapes_of(call: Call) -> list[tuple]:
 
 
 def input_trees(outputs: Mapping[str, Sequence[Any]]) -> dict[str, list[dict]]:
-    """Returns the structure of each module's outputs, with names for their tensors, for JSON."""
+    """Returns the structure of each module's outputs for JSON, with a name for each tensor."""
 
     def named(path: str, number: int, output: Any) -> dict:
         def leaf(value: Any, inner: tuple) -> dict:
@@ -208,7 +205,7 @@ def named_tensors(trees: Mapping[str, Sequence[dict]], outputs: Mapping[str, Seq
 
 
 def known_without_weights(build: Callable[[], nn.Module], method: str, arguments: Mapping[str, Any]) -> Outputs:
-    """Returns what the modules without weights compute that get no tensor that depends on a weight."""
+    """Returns the outputs of modules without weights whose arguments depend on no weight."""
     network, seen = build().eval(), Outputs()
 
     def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
@@ -222,7 +219,7 @@ def known_without_weights(build: Callable[[], nn.Module], method: str, arguments
 
     unknown: set[str] = set()
     try:
-        with torch.no_grad(), WithoutNumbers(), replaced_calls(weightless(network), call):
+        with torch.no_grad(), WithoutNumbers(), replaced_calls(network, weightless(network), call):
             run(network, method, arguments)
     except Exception:  # at the first decision by what depends on weights
         return {}
@@ -259,15 +256,20 @@ class Outside:
         return self.known[key]
 
     def computed(self, network: nn.Module, arguments: Mapping[str, Any]) -> Outputs:
-        def stop_if_enough(seen: Outputs) -> None:
+        seen = Outputs()
+
+        def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
+            args, kwargs = mapped((args, kwargs), with_numbers)
+            seen.setdefault(path, []).append(own(*args, **kwargs))
             if sum(map(len, seen.values())) >= sum(self.counts.values()):
-                raise Enough(seen)
+                raise Enough
+            return seen[path][-1]
 
         try:
-            with WithoutNumbers():
-                look(network, self.method, arguments, self.counts, known, stop_if_enough)
-        except Enough as enough:
-            return enough.args[0]
+            with torch.no_grad(), WithoutNumbers(), replaced_calls(network, self.counts, call):
+                run(network, self.method, arguments)
+        except Enough:
+            return seen
         except Exception as error:  # whatever a network raises without numbers
             raise SdQuantError(
                 f"{type(network).__name__} needs weights for its positions ({error}); it is not served"
@@ -275,7 +277,7 @@ class Outside:
         raise ArtifactError(f"{type(network).__name__} computes fewer positions than it was observed to")
 
 
-def known(value: Any) -> Any:
+def with_numbers(value: Any) -> Any:
     """Returns zeros for a tensor without numbers. A module of sizes alone does not look at them."""
     return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) and value.device == META else value
 
@@ -294,5 +296,5 @@ def given_outputs(
         calls[path] += 1
         return rebuilt(tree, tensors)
 
-    with replaced_calls({path: network.get_submodule(path) for path in trees}, call):
+    with replaced_calls(network, trees, call):
         yield

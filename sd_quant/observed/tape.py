@@ -44,7 +44,7 @@ class NotObservable(SdQuantError):
 
 @dataclass(frozen=True, eq=False, repr=False)  # a repr would hold the whole run, many times over
 class Value:
-    """One tensor at one time of the run."""
+    """One tensor between two changes of it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class Operation:
     place: int  # in the run
 
     def values(self) -> Iterator[Value]:
-        """Yields every value that the operation reads, as often as it reads it."""
+        """Yields every value that the operation reads, once for each reading."""
         yield from _leaves((self.operands, tuple(self.options.values())), Value)
 
 

@@ -15,9 +15,10 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +42,12 @@ MOVING = ("frames", "video")  # kinds of results that have an axis of frames
 KINDS = ("images", "image", *MOVING)
 SHORT, LONG = "a red cat", "a red bicycle in front of a blue door, and a cat that looks at both of them"
 PIECEWISE = ("enable_slicing", "enable_tiling")  # methods of autoencoders that decode in pieces
-
-
 STYLES = (Style(), Style(each=False), Style(batched=False, each=False))
 
 
 @dataclass
 class Log:
-    """Everything that happened in a run, in order: ("step", None) of the scheduler, or (component, call)."""
+    """All events of a run, in order: ("step", None) of the scheduler, or (component and method, call)."""
 
     run: str
     events: list[tuple[str, Any]] = field(default_factory=list)
@@ -62,7 +61,7 @@ class Log:
         self.made.clear()
 
     def takes(self, name: str, arguments: Any) -> None:
-        """Notes whose outputs are among the arguments of a network: by their memory, which stays theirs in a step."""
+        """Note the networks whose outputs are among another's arguments, by address, which is unique in a step."""
         given = memory_of(arguments) if self.step else set()  # texts are encoded before the first
         self.conditioning |= {other for other, made in self.made if other != name and given & memory_of(made)}
 
@@ -95,7 +94,7 @@ class Watched(Facts):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a pipeline is asked for while it is watched."""
+    """A request for images, for the time that a pipeline is watched."""
 
     width: int  # in pixels
     height: int
@@ -110,9 +109,9 @@ class Asked:
 
 
 def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
-    """Returns the five runs around images of this size by name, each as requests of which the first that works counts.
+    """Returns the five runs around images of this size by name, as requests of which the first that works counts.
 
-    The other size is larger, or smaller where the network knows the places of no more.
+    The other size is larger, or smaller where the network has no more positions.
     """
     grains = [grain for grain in (64, 32, 16, 8) if width % grain == height % grain == 0]
     others = [(width + grain, height + 2 * grain) for grain in grains[:1]]
@@ -191,16 +190,11 @@ def partial_random(values: Any) -> Any:
 @contextmanager
 def on_meta(network: nn.Module) -> Iterator[None]:
     """In the block the buffers of a network are on the meta device, and tensors that it makes too."""
-    places = [(module, name, buffer) for module in network.modules() for name, buffer in module._buffers.items()
-              if buffer is not None]  # fmt: skip
-    for module, name, buffer in places:
-        module._buffers[name] = buffer.to("meta")
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        for module, name, buffer in places:
-            module._buffers[name] = buffer
+    with ExitStack() as stack:
+        for module in network.modules():
+            stack.enter_context(mock.patch.dict(module._buffers, to_meta(dict(module._buffers))))
+        stack.enter_context(torch.device("meta"))
+        yield
 
 
 def watch(make: Callable[[Mapping[str, nn.Module]], Any], networks: Mapping[str, nn.Module], asked: Asked) -> Watched:
@@ -299,19 +293,19 @@ def watch(make: Callable[[Mapping[str, nn.Module]], Any], networks: Mapping[str,
 
 
 def steps_for(pipe: Any, arguments: Mapping[str, Any]) -> int:
-    """Returns the steps to ask for, so that ``STEPS`` are taken: of images, a share of them by their ``strength``."""
+    """Returns the number of steps for a call that takes ``STEPS``: with images a share, by their ``strength``."""
     stated = inspect.signature(type(pipe).__call__).parameters.get("strength")
     strength = arguments.get("strength", 1 if stated is None else stated.default)
     return math.ceil(STEPS / strength) if isinstance(strength, float) and 0 < strength < 1 else STEPS
 
 
 def part_name(component: str, method: str) -> str:
-    """Returns the name of a component's method as a part: the component's, but of an autoencoder's encoder."""
+    """Returns the part's name of a component's method: the component's own, but for an autoencoder's encoder."""
     return component if method != "encode" else VAE_ENCODER if component == "vae" else f"{component}_encoder"
 
 
 def sizes_are_asked_for(pipe: Any) -> bool:
-    """Whether a pipeline's call takes the size of what it makes, which else is that of the image that it is given."""
+    """Whether a pipeline's call takes a size; otherwise that of the given image counts."""
     return {"width", "height"} <= inspect.signature(type(pipe).__call__).parameters.keys()
 
 
@@ -333,7 +327,7 @@ def unequal(style: Style, logs: Mapping[str, Log], failures: Mapping[str, str]) 
 
 
 def unlike(one: Log, other: Log) -> str | None:
-    """Returns which network is called with other arguments in the ``other`` run, None where none is."""
+    """Returns a sentence about a network with other arguments in the ``other`` run; None without one."""
     first = {name: call for name, call in reversed(one.events) if name != "step"}
     for name, call in other.events:
         if name != "step" and structure_of(call.arguments) != structure_of(first[name].arguments):
@@ -352,7 +346,7 @@ def kind_of(pipe: Any, result: Any) -> str:
 
 
 def denoisers_of(log: Log) -> list[str]:
-    """Returns what is called between two steps of the scheduler, or last before the first of them, for the scheduler.
+    """Returns the networks called between two steps of the scheduler, or last before the first, but for conditioners.
 
     The road not taken is to follow outputs up to the scheduler: guidance makes new tensors of them.
     """
@@ -367,11 +361,11 @@ def denoisers_of(log: Log) -> list[str]:
 
 
 def memory_of(values: Any) -> set[int]:
-    """Returns where the numbers of all tensors among these values lie."""
+    """Returns the addresses of all tensors among these values."""
     tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
     return {each.untyped_storage().data_ptr() for each in tensors} - {0}
 
 
 def batch_of(arguments: Mapping[str, Any]) -> int:
-    """Returns the length of the first tensor that has samples."""
+    """Returns the length of the first tensor with samples."""
     return next((len(tensor) for _, tensor in tensors_in(arguments) if tensor.ndim > 1), 1)

@@ -19,7 +19,7 @@ from sd_quant.inference.samplers import BETTER_SOLVER, noise_levels, sampler_for
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
-from sd_quant.models.observed import Observed
+from sd_quant.models.family import Observed
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.record import IMAGE, Control, Levers
 from sd_quant.source import source_digest

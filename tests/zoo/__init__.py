@@ -6,7 +6,7 @@ them as diffusers' own tests do: those are not installed with it, and some are d
 Here a network has two blocks and two heads or more, heads of 8 or more, and no weight that keeps a layer from reaching
 the output (see `enliven`).
 
-`PIPELINES` builds one by the name of its class, and after a comma of a variant where a class is here more than once.
+`build` makes one by the name of its class, and after a comma of a variant where a class is here more than once.
 `write` saves one as a folder, `CASES` says how to call it, `LEFT_OUT` says of every other class why it is not here.
 `takes_a_prompt_alone` and `takes_images` find those classes, so a test can hold both against the installed diffusers.
 """
@@ -14,8 +14,6 @@ the output (see `enliven`).
 import contextlib
 import inspect
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +25,7 @@ from . import from_images, images, videos
 from .cases import Case, enliven
 
 __all__ = [
-    "CASES", "LEFT_OUT", "PIPELINES", "Case", "build", "call", "first_call", "makes_video", "takes_a_prompt_alone",
+    "CASES", "LEFT_OUT", "Case", "build", "call", "first_call", "makes_video", "takes_a_prompt_alone",
     "takes_images", "write",
 ]  # fmt: skip
 
@@ -115,6 +113,3 @@ def takes_images(kind: Any) -> bool:
 def makes_video(kind: Any) -> bool:
     """Tells whether a class's call has an argument for the number of frames."""
     return not VIDEO_SIZES.isdisjoint(inspect.signature(kind.__call__).parameters)
-
-
-PIPELINES: dict[str, Callable[[], Any]] = {name: partial(build, name) for name in CASES}

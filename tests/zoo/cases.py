@@ -1,9 +1,12 @@
 """How a tiny pipeline is built and called, and how its weights become such that every layer matters."""
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
+import diffusers
 import numpy as np
 from PIL import Image
 from torch import nn
@@ -43,6 +46,41 @@ class Case:
             name: draw(name, 0, width, height) if count == 1 else [draw(name, n, width, height) for n in range(count)]
             for name, count in self.images.items()
         }
+
+
+def assembled(kind: str, **parts: Any) -> Any:
+    """Returns a pipeline of the class ``kind`` with these components and arguments, which are built in their order.
+
+    A mapping has the sizes of a network of the class in the pipeline's signature, a function is called. An encoder
+    comes with what reads its texts or images, which is the component beside it.
+    """
+    own = getattr(diffusers, kind)
+    classes, made = own._get_signature_types(), dict[str, Any]()
+    parameters = inspect.signature(own.__init__).parameters
+    known = parameters.keys()
+    for name, part in parts.items():
+        made[name] = classes[name][0](**part) if isinstance(part, Mapping) else part() if callable(part) else part
+        if callable(part) and isinstance(made[name], tuple):
+            made[name], reader = made[name]
+            beside = name.replace("text_encoder", "tokenizer"), name.replace("image_encoder", "image_processor")
+            made[next(each for each in (*beside, "feature_extractor", "processor") if each in known - {name})] = reader
+    missing = [name for name, each in parameters.items() if each.default is each.empty and name != "self"]
+    return own(**{**dict.fromkeys(missing), **made})
+
+
+FIELDS = {each.name for each in fields(Case)}
+
+
+def row(kind: str, size: tuple[int, int], larger: tuple[int, int], given: dict[str, Any]) -> tuple[str, Case]:
+    """Returns the name and the case of the class ``kind`` without its "Pipeline", with a variant after a comma.
+
+    ``given`` are fields of ``Case``, and what ``assembled`` takes.
+    """
+    name, *variant = kind.split(",")
+    own = {each: given.pop(each) for each in FIELDS & given.keys()}
+    denoiser = {"denoiser": "unet" if "unet" in given else "transformer"}
+    build = partial(assembled, f"{name}Pipeline", **given)
+    return ",".join([f"{name}Pipeline", *variant]), Case(build, *size, larger, **denoiser | own)
 
 
 def draw(argument: str, number: int, width: int, height: int) -> Image.Image:

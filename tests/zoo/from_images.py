@@ -17,9 +17,9 @@ import transformers
 from sd_quant.observed.opening import without_videos
 
 from . import images, text, videos
-from . import video_autoencoders as of_video
-from .cases import Case
-from .images import SD_NOISE, SHORT, WIDTH
+from .autoencoders import FRAME_BY_FRAME
+from .cases import Case, row
+from .images import SHORT, WIDTH
 
 Parts = Mapping[str, Any]  # components of a pipeline by name
 
@@ -115,35 +115,6 @@ def vace(parts: Parts) -> Any:
     return diffusers.WanVACETransformer3DModel(
         **videos.WAN, rope_max_seq_len=64, vace_layers=[0], vace_in_channels=2 * 16 + 64
     )
-
-
-def stable_video() -> Any:
-    network = diffusers.UNetSpatioTemporalConditionModel(
-        block_out_channels=(32, 64), layers_per_block=1, num_attention_heads=2, cross_attention_dim=WIDTH,
-        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"), num_frames=3,
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=3 * 8,
-    )  # fmt: skip
-    decoder = diffusers.AutoencoderKLTemporalDecoder(
-        down_block_types=("DownEncoderBlock2D",) * 4, block_out_channels=(32,) * 4
-    )
-    scheduler = diffusers.EulerDiscreteScheduler(
-        **SD_NOISE, prediction_type="v_prediction", timestep_type="continuous", sigma_min=0.002, sigma_max=700.0,
-        use_karras_sigmas=True,
-    )  # fmt: skip
-    eye, lens = text.clip_vision(size=224)  # whatever its processor says
-    return diffusers.StableVideoDiffusionPipeline(decoder, eye, network, scheduler, lens)
-
-
-def i2vgen() -> Any:
-    network = diffusers.I2VGenXLUNet(
-        block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=WIDTH,
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"), attention_head_dim=8,
-        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-    )  # fmt: skip
-    eye, lens = text.clip_vision()
-    scheduler = diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False, set_alpha_to_one=False)
-    return diffusers.I2VGenXLPipeline(of_video.frame_by_frame(), *text.clip(), eye, lens, network, scheduler)
 
 
 WIDER: Any = {"width": 128, "height": 64, "larger": (192, 128)}
@@ -288,10 +259,33 @@ CASES: dict[str, Case] = dict([
     changed("WanVACE", WAN, "video " * 5, transformer=vace),
     changed("SanaImageToVideo", OF_TEXT["SanaVideo"], "image"),
 ])  # fmt: skip
-CASES |= {
-    f"{name}Pipeline": Case(build, 32, 32, (48, 32), {"num_frames": 3} | others, "unet", images={"image": 1})
-    for name, build, others in (("StableVideoDiffusion", stable_video, {}), ("I2VGenXL", i2vgen, {"clip_skip": None}))
-}
+CASES |= dict([
+    row("StableVideoDiffusion", (32, 32), (48, 32), dict(
+        arguments={"num_frames": 3}, images={"image": 1},
+        unet=dict(
+            block_out_channels=(32, 64), layers_per_block=1, num_attention_heads=2, cross_attention_dim=WIDTH,
+            down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"), num_frames=3,
+            up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=3 * 8,
+        ),
+        vae=dict(down_block_types=("DownEncoderBlock2D",) * 4, block_out_channels=(32,) * 4),
+        scheduler=partial(
+            images.euler, prediction_type="v_prediction", timestep_type="continuous", sigma_min=0.002, sigma_max=700.0,
+            use_karras_sigmas=True,
+        ),
+        image_encoder=partial(text.clip_vision, size=224),  # whatever its processor says
+    )),
+    row("I2VGenXL", (32, 32), (48, 32), dict(
+        arguments={"num_frames": 3, "clip_skip": None}, images={"image": 1},
+        unet=dict(
+            block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=WIDTH,
+            down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"), attention_head_dim=8,
+            up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        ),
+        image_encoder=text.clip_vision, vae=FRAME_BY_FRAME, text_encoder=text.clip,
+        scheduler=partial(videos.ddim, beta_schedule="linear", set_alpha_to_one=False),
+    )),
+])  # fmt: skip
 REASONS = {
     "deprecated": (
         "AltDiffusionImg2Img BlipDiffusion BlipDiffusionControlNet CycleDiffusion PIA PaintByExample RePaint "

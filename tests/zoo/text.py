@@ -15,11 +15,14 @@ import json
 import shutil
 import string
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import transformers
 from torch import nn
+
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
 
 CORPUS = """
 a photo of a red cat on a green table. a dog runs over the blue bridge in the rain, oil painting, highly detailed.
@@ -102,11 +105,6 @@ def pieces() -> list[tuple[str, float]]:
 def t5_tokenizer(length: int = 512) -> Any:
     """Returns a ``T5Tokenizer`` whose padded length is ``length`` where a pipeline asks for the longest."""
     return transformers.T5Tokenizer(pieces(), extra_ids=0, model_max_length=length)
-
-
-def byte_tokenizer(length: int = 128) -> Any:
-    """Returns a ``ByT5Tokenizer``, whose 384 tokens are bytes and markers."""
-    return transformers.ByT5Tokenizer(model_max_length=length)
 
 
 def bert_tokenizer(length: int = 77) -> Any:
@@ -196,19 +194,19 @@ def gemma_tokenizer(length: int = 2048) -> Any:
     return tokenizer
 
 
-def clip(width: int = 32, projected: bool = False, pad_token: str = "<|endoftext|>", layers: int = 2) -> Pair:
+def clip(
+    width: int = 32, projected: bool = False, pad_token: str = "<|endoftext|>", vocabulary: int = VOCABULARY,
+    **sizes: Any,
+) -> Pair:  # fmt: skip
     """Returns a ``CLIPTextModel``, or ``CLIPTextModelWithProjection`` whose projection has the same width."""
-
-    from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH, clip_tokenizer
-
-    config = transformers.CLIPTextConfig(
-        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, projection_dim=width,
-        num_hidden_layers=layers, num_attention_heads=HEADS, max_position_embeddings=CONTEXT_LENGTH,
-        bos_token_id=VOCABULARY - 2, eos_token_id=VOCABULARY - 1,
-        pad_token_id=0 if pad_token == "!" else VOCABULARY - 1,
+    entries = dict(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, projection_dim=width,
+        num_hidden_layers=2, num_attention_heads=HEADS, max_position_embeddings=CONTEXT_LENGTH,
+        bos_token_id=vocabulary - 2, eos_token_id=vocabulary - 1,
+        pad_token_id=0 if pad_token == "!" else vocabulary - 1,
     )  # fmt: skip
     kind = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
-    return kind(config), clip_tokenizer(VOCABULARY, pad_token)
+    return kind(transformers.CLIPTextConfig(**entries | sizes)), clip_tokenizer(vocabulary, pad_token)
 
 
 def clip_vision(width: int = 32, size: int = 32) -> Pair:
@@ -233,14 +231,14 @@ def t5(width: int = 32, length: int = 512) -> Pair:
     return transformers.T5EncoderModel(transformers.T5Config(**t5_sizes(width))), t5_tokenizer(length)
 
 
-def umt5(width: int = 32, length: int = 512) -> Pair:
+def umt5() -> Pair:
     """Returns a ``UMT5EncoderModel``."""
-    return transformers.UMT5EncoderModel(transformers.UMT5Config(**t5_sizes(width))), t5_tokenizer(length)
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**t5_sizes(32))), t5_tokenizer()
 
 
-def byte_t5(width: int = 32, length: int = 128) -> Pair:
-    """Returns a ``T5EncoderModel`` that reads bytes."""
-    return transformers.T5EncoderModel(transformers.T5Config(**t5_sizes(width))), byte_tokenizer(length)
+def byte_t5() -> Pair:
+    """Returns a ``T5EncoderModel`` that reads bytes and markers, 384 tokens."""
+    return t5()[0], transformers.ByT5Tokenizer(model_max_length=128)
 
 
 def bert(width: int = 32, length: int = 77) -> Pair:
@@ -262,21 +260,21 @@ def decoder_sizes(width: int, layers: int = 2, **markers: int | None) -> dict[st
     } | markers  # fmt: skip
 
 
-def llama(width: int = 32, layers: int = 2, causal: bool = False) -> Pair:
-    """Returns a ``LlamaModel``, or ``LlamaForCausalLM``, with Llama 3's tokenizer."""
-    config = transformers.LlamaConfig(**decoder_sizes(width, layers))
-    return (transformers.LlamaForCausalLM if causal else transformers.LlamaModel)(config), llama_tokenizer()
+def decoder(kind: str, tokenizer: Callable[[], Any], causal: bool = False, **own: Any) -> Callable[..., Pair]:
+    """Returns what makes transformers' model of this ``kind``, or its ``ForCausalLM``, with further sizes."""
+
+    def made(layers: int = 2, causal: bool = causal) -> Pair:
+        config = getattr(transformers, f"{kind}Config")(**decoder_sizes(32, layers), **own)
+        return getattr(transformers, f"{kind}{'ForCausalLM' if causal else 'Model'}")(config), tokenizer()
+
+    return made
 
 
-def gemma(width: int = 32, layers: int = 2) -> Pair:
-    """Returns a ``GemmaModel``."""
-    return transformers.GemmaModel(transformers.GemmaConfig(**decoder_sizes(width, layers))), gemma_tokenizer()
-
-
-def gemma2(width: int = 32, layers: int = 2) -> Pair:
-    """Returns a ``Gemma2Model``."""
-    config = transformers.Gemma2Config(**decoder_sizes(width, layers), query_pre_attn_scalar=HEAD_WIDTH)
-    return transformers.Gemma2Model(config), gemma_tokenizer()
+llama, qwen3, glm = decoder("Llama", llama_tokenizer), decoder("Qwen3", qwen_tokenizer), decoder("Glm", glm_tokenizer)
+gemma, gemma2 = (
+    decoder("Gemma", gemma_tokenizer), decoder("Gemma2", gemma_tokenizer, query_pre_attn_scalar=HEAD_WIDTH)
+)  # fmt: skip
+smollm3 = decoder("SmolLM3", llama_tokenizer, causal=True)
 
 
 def t5gemma(width: int = 32, layers: int = 2) -> Pair:
@@ -339,11 +337,6 @@ def sentence_pieces(size: int = 800) -> Path:
     return path
 
 
-def glm(width: int = 32, layers: int = 2) -> Pair:
-    """Returns a ``GlmModel``."""
-    return transformers.GlmModel(transformers.GlmConfig(**decoder_sizes(width, layers))), glm_tokenizer()
-
-
 def glm_image(width: int = 32, layers: int = 2, codes: int = 64) -> Pair:
     """Returns a ``GlmImageForConditionalGeneration`` that writes ``codes`` kinds of tokens, and its processor.
 
@@ -372,19 +365,6 @@ def glm_image(width: int = 32, layers: int = 2, codes: int = 64) -> Pair:
         transformers.GlmImageImageProcessor(), tokenizer, chat_template=tokenizer.chat_template
     )
     return transformers.GlmImageForConditionalGeneration(config), processor
-
-
-def smollm3(width: int = 32, layers: int = 2) -> Pair:
-    """Returns a ``SmolLM3ForCausalLM``."""
-    return transformers.SmolLM3ForCausalLM(
-        transformers.SmolLM3Config(**decoder_sizes(width, layers))
-    ), llama_tokenizer()
-
-
-def qwen3(width: int = 32, layers: int = 2, causal: bool = False) -> Pair:
-    """Returns a ``Qwen3Model``, or ``Qwen3ForCausalLM``."""
-    config = transformers.Qwen3Config(**decoder_sizes(width, layers))
-    return (transformers.Qwen3ForCausalLM if causal else transformers.Qwen3Model)(config), qwen_tokenizer()
 
 
 def qwen_markers(tokenizer: Any) -> dict[str, int]:

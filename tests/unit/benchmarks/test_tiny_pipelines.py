@@ -14,7 +14,6 @@ from diffusers import DiffusionPipeline
 from tests.zoo import (
     CASES,
     LEFT_OUT,
-    PIPELINES,
     build,
     call,
     first_call,
@@ -98,7 +97,7 @@ UNREACHED = {
 def test_every_weight_of_the_denoiser_reaches_its_output(name):
     if lacking(CASES[name]):
         pytest.skip(f"{name} needs {', '.join(lacking(CASES[name]))}")
-    pipeline = PIPELINES[name]()
+    pipeline = build(name)
     denoiser = getattr(pipeline, CASES[name].denoiser)
     given = first_call(pipeline, name, 'two small boats and the word "sunset"')  # some encode what is quoted by itself
     output = denoiser.requires_grad_(True)(**given)
@@ -145,7 +144,7 @@ def test_a_folder_opens_and_makes_images_or_frames_of_its_prompts(name, tmp_path
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["_class_name"] == name.split(",")[0] and case.denoiser in index
     assert not list(tmp_path.rglob("*.bin"))
-    built = PIPELINES[name]()
+    built = build(name)
     opened = built if lacking(case) else DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True)
     for pipeline in (built, opened):
         pipeline.set_progress_bar_config(disable=True)

@@ -29,7 +29,7 @@ from sd_quant.inference import loading
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.models.checkpoint import contracts_of, empty_modules
-from sd_quant.models.unet import layer_roles
+from sd_quant.models.sdxl import FAMILY
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, diagonal_blocks, hessians_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics, merge
@@ -45,7 +45,7 @@ SHA256 = "a" * 64
 
 @pytest.fixture(scope="module")
 def names(model) -> list[str]:
-    return [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
+    return [name for name, role in FAMILY.layer_roles(model.modules["unet"]).items() if role != "excluded"]
 
 
 def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, hessians=NO_HESSIANS, **options) -> Statistics:
@@ -109,7 +109,7 @@ def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
 
 
 def hessians_of_model(model, block: int) -> Hessians:
-    roles = layer_roles(model.modules["unet"])
+    roles = FAMILY.layer_roles(model.modules["unet"])
     inputs = model.checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
     int4 = Pair("int4", None)
     return hessians_of(

@@ -13,8 +13,9 @@ from sd_quant.engines import why_not
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import copy_of
 from sd_quant.models.parts import Contract, Heads
+from sd_quant.models.roles import attention_heads as attentions
 from sd_quant.models.sdxl import NemoUnetPart
-from sd_quant.models.unet import attentions, shared_inputs
+from sd_quant.models.unet import shared_inputs
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Recipe, formats_used

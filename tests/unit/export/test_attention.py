@@ -10,7 +10,7 @@ from sd_quant.engines.tensorrt.build import build_plan
 from sd_quant.export.attention import with_softmax
 from sd_quant.export.layer_cut import cut_attentions
 from sd_quant.models.parts import Heads
-from sd_quant.models.unet import attentions
+from sd_quant.models.roles import attention_heads as attentions
 from sd_quant.numbers import relative_error
 from tests.graphs import exposing, producers, readers, run, stored_in
 

@@ -24,6 +24,7 @@ from sd_quant.metrics.flops import operations
 from sd_quant.models import FAMILIES, OBSERVED
 from sd_quant.models.family import family_named
 from sd_quant.models.parts import axes
+from sd_quant.names.nemo import PREFIX, locations
 from sd_quant.quantization.recipe import ROLES, reason_kept
 
 from ..config.composition import composed
@@ -273,3 +274,18 @@ def test_quark_excludes_nothing_that_we_quantize_but_what_is_listed(full):
     ends = [end for name in theirs - full.excluded for end in listed if name.endswith(f".{end}")]
     assert len(ends) == len(theirs - full.excluded)
     assert Counter(ends) == listed
+
+
+NEMO_EXCLUDED = "emb_layers.1|time_embed|input_blocks.0.0|^out.1$|skip_connection|label_emb"  # facts seen in NeMo 2.4
+NEMO_LEVELS = {1: "$^", 2: r"ff\.net", 2.5: r"ff\.net|to_q|to_k|to_v", 3: ""}  # of linears; convolutions always
+
+
+@pytest.mark.parametrize("full", ["sdxl"], indirect=True)
+def test_nemos_own_patterns_choose_the_same_layers(full):
+    places = locations("unet", [f"{name}.weight" for name in full.roles])
+    for name, layer in full.layers.items():
+        of_nemo = places[f"{name}.weight"].key.removeprefix(PREFIX["unet"]).removesuffix(".weight")
+        for level, pattern in NEMO_LEVELS.items():
+            chosen = isinstance(layer, nn.Conv2d) or re.search(pattern, of_nemo) is not None
+            expected = chosen and re.search(NEMO_EXCLUDED, of_nemo) is None
+            assert (reason_kept(full.roles[name], level) is None) == expected, (of_nemo, level)

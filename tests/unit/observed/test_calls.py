@@ -53,11 +53,8 @@ def test_tensors_are_named_by_their_place_and_axes_by_what_they_follow(signature
     assert signature.dtypes["rotary_1_0"] == "int64" and signature.dtypes["timestep"] == "float32"
 
 
-def test_the_example_is_a_call_whose_axes_differ(signature):
+def test_the_example_is_a_call_whose_axes_differ_and_constants_that_follow_the_size_are_noted(signature):
     assert signature.example == {"batch": 2, "size_1": 12, "text_1": 7, "tokens_1": 19}
-
-
-def test_constants_that_follow_the_size_are_noted(signature):
     assert [note for note in signature.notes if note.startswith("img_shapes follows the size")]
     assert len(signature.notes) == 2  # and the timestep that becomes a tensor
 
@@ -69,10 +66,8 @@ def test_arguments_are_put_together_again(signature):
     assert again["conditions"]["flag"] is True and again["conditions"]["nothing"] is None
     assert again["rotary"][1][0] is given["rotary"][1][0] and isinstance(again["rotary"], tuple)
     assert again["timestep"].item() == 900
-
-
-def test_a_constant_that_follows_the_size_may_be_another_later(signature):
-    assert given_tensors(signature, arguments(5, 20, 9))["hidden_states"].shape == (5, 4, 20)
+    larger = given_tensors(signature, arguments(5, 20, 9))["hidden_states"]
+    assert larger.shape == (5, 4, 20), "a constant that follows the size may be another later"
 
 
 @pytest.mark.parametrize(
@@ -92,11 +87,8 @@ def test_a_call_that_was_not_observed_is_refused(signature, change, sentence):
 
 
 def test_an_argument_of_an_unknown_kind_is_refused():
-    def strange(*sizes: int) -> dict:
-        return {"x": torch.zeros(sizes[0]), "cache": object()}
-
     with pytest.raises(ArtifactError, match="cache is of type object, expected tensors"):
-        signature_of(calls(strange))
+        signature_of(calls(lambda *sizes: {"x": torch.zeros(sizes[0]), "cache": object()}))
 
 
 def test_calls_of_another_structure_are_told_apart():

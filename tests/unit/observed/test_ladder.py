@@ -1,6 +1,7 @@
 import json
 import pickle
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 
 import pytest
@@ -97,19 +98,25 @@ def weights_of(kind: type) -> dict[str, Tensor]:
     return dict(kind().named_parameters())
 
 
-def calls(**constants) -> list[Call]:
+def calls() -> list[Call]:
     generator = torch.Generator().manual_seed(0)
 
     def arguments(batch: int, tokens: int) -> dict:
         x, scale = torch.randn(batch, tokens, 6, generator=generator), torch.randn(batch, generator=generator)
-        return {"x": x, "conditions": {"scale": scale}, **{name: of(tokens) for name, of in constants.items()}}
+        return {"x": x, "conditions": {"scale": scale}}
 
     return [Call(arguments(*sizes), run, step) for run, sizes in RUNS.items() for step in range(2)]
 
 
+def climbed(kind: type, change: Callable[[Call], dict] = lambda call: call.arguments, **options) -> Rung:
+    """The rung of a network for ``calls`` whose arguments are changed."""
+    recorded = [replace(call, arguments=change(call)) for call in calls()]
+    return climb(partial(empty, kind), recorded, **{"weights": weights_of(kind), "threads": 1} | options)
+
+
 @pytest.fixture(scope="module")
 def rung() -> Rung:
-    return climb(partial(empty, Network), calls(), weights_of(Network), threads=1)
+    return climbed(Network)
 
 
 def test_a_plain_network_is_verified_on_every_call_in_each_runtime(rung):
@@ -120,12 +127,11 @@ def test_a_plain_network_is_verified_on_every_call_in_each_runtime(rung):
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_products_of_two_dtypes_are_in_the_weights_and_a_trained_buffer_is_a_weight():
-    recorded = [
-        Call({"x": call.arguments["x"], "timestep": call.arguments["conditions"]["scale"]}, call.run, call.step)
-        for call in calls()
-    ]
     weights = weights_of(Single) | {"shift": torch.full((6,), 5.0)}
-    rung = climb(partial(empty, Single), recorded, weights, threads=1)
+    rung = climbed(
+        Single, lambda call: {"x": call.arguments["x"], "timestep": call.arguments["conditions"]["scale"]},
+        weights=weights,
+    )  # fmt: skip
     assert (rung.weights, rung.notes) == ("float16", ()) and INPUTS in rung.remedies
     assert rung.verified.keys() == {"onnxruntime", "openvino"}, "against a network with the buffer of the checkpoint"
     part = part_of("", rung.signature, rung, partial(empty, Single))
@@ -157,24 +163,18 @@ def test_weights_are_inputs_of_the_graph_and_buffers_constants(rung):
 
 
 def test_a_graph_that_is_right_at_one_size_only_is_refused():
-    build = partial(empty, Frozen)
-    rung = climb(build, calls(tokens=lambda tokens: tokens), weights_of(Frozen), threads=1)
+    rung = climbed(Frozen, lambda call: call.arguments | {"tokens": call.arguments["x"].shape[1]})
     assert rung.name != "plain"
 
 
 def test_positions_are_computed_outside_of_the_graph(caplog):
-    recorded = [
-        Call({"x": call.arguments["x"], "tokens": call.arguments["x"].shape[1]}, call.run, call.step)
-        for call in calls()
-    ]
-    build = partial(empty, Rotary)
     with caplog.at_level("DEBUG", "sd_quant.observed.ladder"):
-        rung = climb(build, recorded, weights_of(Rotary), threads=1)
+        rung = climbed(Rotary, lambda call: {"x": call.arguments["x"], "tokens": call.arguments["x"].shape[1]})
     assert "plain: no runtime computes with complex numbers" in caplog.messages, "nothing complex is traced"
     assert rung.name == "positions outside of the graph" and len(rung.verified) == 2 and len(rung.serves) == 8
     assert rung.signature.inputs["positions_0"] == ("size_1", 3, 2) and rung.single == ("positions_0",)
     assert restored(Rung, json.loads(json.dumps(asdict(rung)))) == rung
-    part = pickle.loads(pickle.dumps(part_of("transformer", rung.signature, rung, build=build)))
+    part = pickle.loads(pickle.dumps(part_of("transformer", rung.signature, rung, partial(empty, Rotary))))
     x = torch.randn(2, 31, 6)
     tensors = part.arguments(part.contract, {"x": x, "tokens": 31})
     assert tensors["positions_0"].shape == (31, 3, 2)
@@ -189,8 +189,7 @@ def test_a_choice_between_booleans_is_served_by_every_runtime():
         mask = torch.ones(x.shape[:2], dtype=torch.bool)
         return {"x": x, "mask": mask, "other": torch.arange(x.shape[1]).expand(x.shape[:2]) % 2 == 0}
 
-    recorded = [Call(arguments(call), call.run, call.step) for call in calls()]
-    rung = climb(partial(empty, Chooses), recorded, weights_of(Chooses), threads=1)
+    rung = climbed(Chooses, arguments)
     assert rung.name == "plain" and rung.verified.keys() == {"onnxruntime", "openvino"}
 
 
@@ -226,15 +225,12 @@ def test_an_argument_that_changes_between_steps_is_the_cause_although_nothing_wa
         def forward(self, x: Tensor, chunks: list[int]) -> Tensor:
             return self.linear(x) * sum(chunks)
 
-    recorded = [
-        Call({"x": each.arguments["x"], "chunks": [1] * (1 + each.step)}, each.run, each.step) for each in calls()
-    ]
-    rung = climb(partial(empty, Chunks), recorded, weights_of(OneSize), threads=1)
+    rung = climbed(Chunks, lambda call: {"x": call.arguments["x"], "chunks": [1] * (1 + call.step)})
     assert rung.name == "refused" and "chunks is an argument that changes between steps" in rung.cause
 
 
 def test_a_network_that_fails_is_refused_with_the_cause():
-    rung = climb(partial(empty, Network), calls(unknown=lambda tokens: None), weights_of(Network), threads=1)
+    rung = climbed(Network, lambda call: call.arguments | {"unknown": None})
     assert rung.name == "refused" and "Network fails as it is called" in rung.cause
 
 
@@ -249,8 +245,7 @@ def test_a_large_network_is_verified_by_a_copy_of_two_blocks():
                 x = block(x)
             return x
 
-    recorded = [Call({"x": call.arguments["x"]}, call.run, call.step) for call in calls()]
-    rung = climb(partial(empty, Deep), recorded, {}, threads=1, large=100)
+    rung = climbed(Deep, lambda call: {"x": call.arguments["x"]}, weights={}, large=100)
     assert rung.name == "plain" and "2 blocks of each list" in rung.notes[0]
 
 

@@ -1,16 +1,17 @@
 """Roles and inputs that are seen in a call of tiny networks, against the families' that are written by hand."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sd_quant.models import FAMILIES as KNOWN_FAMILIES
 from sd_quant.models import OBSERVED
 from sd_quant.models.family import family_named
-from sd_quant.models.parts import SharedInput
+from sd_quant.models.parts import SharedInput, text_readers
 from sd_quant.observed import layers
 from sd_quant.observed.layers import ObservedLayers, observed_layers
 from sd_quant.observed.tape import NotObservable
@@ -153,140 +154,103 @@ def test_reasons(name, layer, reason):
 
 
 def test_text_is_what_depends_on_the_prompt_alone():
-    refiner, blocks = (
-        {
-            reader
-            for shared in of("hunyuan_video").shared_inputs
-            if shared.text
-            for reader in shared.readers
-            if part in reader
-        }
-        for part in ("refiner_blocks", "transformer_blocks")
-    )
+    refiner = {name for name in text_readers(of("hunyuan_video").shared_inputs) if "refiner_blocks" in name}
     assert {name.rpartition("blocks.0.")[2] for name in refiner} == {
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-    }
-    assert not blocks  # behind the refiner's gates, which the time makes, text is no longer the prompt's alone
-    assert "blocks.0.attn2.to_k" in {
-        reader for shared in of("wan").shared_inputs if shared.text for reader in shared.readers
-    }
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+    }  # fmt: skip
+    # behind the refiner's gates, which the time makes, text is no longer the prompt's alone
+    assert not any("transformer_blocks" in name for name in text_readers(of("hunyuan_video").shared_inputs))
+    assert "blocks.0.attn2.to_k" in text_readers(of("wan").shared_inputs)
 
 
 # Small networks
 
 
 class Small(nn.Module):
-    def __init__(self, **modules):
+    def __init__(self, forward: Callable, modules: dict[str, nn.Module]):
         super().__init__()
+        self.function = forward
         for name, module in modules.items():
             setattr(self, name, module)
 
-    def seen(self, forward) -> ObservedLayers:
-        self.forward = forward
-        x = torch.randn(2, 5, 8)
-        return observed_layers(self.double(), {"x": x.double(), "text": x.double() + 1}, ("text",))
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        return self.function(self, x, text)
 
 
-def linears(*names: str) -> Small:
-    return Small(**{name: nn.Linear(8, 8) for name in names})
+attend = nn.functional.scaled_dot_product_attention
 
 
-def test_equal_slices_of_one_tensor_are_two_inputs_and_one_object_is_one():
-    network = linears("first", "a", "b", "c", "d", "last")
-
-    def forward(x, text):
-        y = network.first(x)
-        part = y[:, :2]
-        return network.last(network.a(y[:, :2]) + network.b(y[:, :2]) + network.c(part) + network.d(part))
-
-    readers = {shared.readers for shared in network.seen(forward).shared_inputs}
-    assert {("a",), ("b",), ("c", "d")} < readers
+def slices(n: Small, x: Tensor, text: Tensor) -> Tensor:
+    y = n.first(x)
+    part = y[:, :2]
+    return n.last(n.a(y[:, :2]) + n.b(y[:, :2]) + n.c(part) + n.d(part))
 
 
-def test_a_layer_that_is_called_twice_has_an_input_of_its_own_without_a_producer():
-    network = linears("first", "twice", "other", "last")
-
-    def forward(x, text):
-        y = network.first(x)
-        return network.last(network.twice(y) * network.other(y) + network.twice(text))
-
-    inputs = network.seen(forward).shared_inputs
-    assert SharedInput(("twice",)) in inputs and SharedInput(("other",)) in inputs
+def masked(n: Small, x: Tensor, text: Tensor) -> Tensor:
+    y = n.first(x)
+    return n.last(attend(n.q(y), y, y, attn_mask=n.mask(y).mean(-1)[:, None, :]))
 
 
-def test_a_weight_that_is_read_elsewhere_and_a_layer_that_is_not_called_are_excluded():
-    network = linears("first", "tied", "idle", "last")
-    reasons = network.seen(lambda x, text: network.last(network.tied(network.first(x)) @ network.tied.weight)).reasons
-    assert reasons["tied"] == layers.ELSEWHERE and reasons["idle"] == layers.NOT_CALLED
+def products(n: Small, x: Tensor, text: Tensor) -> Tensor:
+    y = n.first(x)
+    return n.last(n.out((n.q(y) @ n.k(y).transpose(1, 2)).softmax(-1) @ n.v(y)))
 
 
-def test_a_mask_is_no_query():
-    network = linears("first", "q", "mask", "last")
-
-    def forward(x, text):
-        y = network.first(x)
-        q, mask = network.q(y), network.mask(y).mean(-1)[:, None, :]
-        return network.last(nn.functional.scaled_dot_product_attention(q, y, y, attn_mask=mask))
-
-    roles = network.seen(forward).roles
-    assert (roles["q"], roles["mask"]) == ("qkv", "linear")
+def two_blocks(n: Small, x: Tensor, text: Tensor) -> Tensor:
+    text = n.embed(text)
+    x = attend(x, n.key(text), n.value(text))
+    return n.last(attend(n.between(x), n.key2(text), n.value2(text)))
 
 
-def test_a_gate_that_reads_what_queries_read_is_no_embedder():
-    network = linears("q", "gate", "last")
-
-    def forward(x, text):
-        q = network.q(x)
-        return network.last(nn.functional.scaled_dot_product_attention(q, q, q) * network.gate(x).sigmoid())
-
-    assert network.seen(forward).roles == {"q": "qkv", "gate": "linear", "last": "excluded"}
+def skips(n: Small, x: Tensor, text: Tensor) -> Tensor:
+    x = n.in_front(n.first(x[..., None]))
+    x = x + n.b(n.a(x).relu())
+    return n.last(n.skip(x) + n.a(x).relu())
 
 
-def test_attention_that_is_written_as_products_is_seen():
-    network = linears("first", "q", "k", "v", "out", "last")
+ENDS = {"first": layers.FIRST, "last": layers.LAST}
+SMALL: dict[str, tuple[str, Callable, dict]] = {  # linears, what is computed, and some of what is seen
+    "equal slices of one tensor are two inputs, one object is one": (
+        "first a b c d last", slices, {"readers": {("a",), ("b",), ("c", "d")}}
+    ),
+    "a layer that is called twice has an input of its own without a producer": (
+        "first twice other last", lambda n, x, text: n.last(n.twice(y := n.first(x)) * n.other(y) + n.twice(text)),
+        {"inputs": [SharedInput(("twice",)), SharedInput(("other",))]},
+    ),
+    "a weight that is read elsewhere, and a layer that is not called": (
+        "first tied idle last", lambda n, x, text: n.last(n.tied(n.first(x)) @ n.tied.weight),
+        {"reasons": ENDS | {"tied": layers.ELSEWHERE, "idle": layers.NOT_CALLED}},
+    ),
+    "a mask is no query": ("first q mask last", masked, {"roles": {"q": "qkv", "mask": "linear"}}),
+    "a gate that reads what queries read is no embedder": (
+        "q gate last", lambda n, x, text: n.last(attend(q := n.q(x), q, q) * n.gate(x).sigmoid()),
+        {"roles": {"q": "qkv", "gate": "linear", "last": "excluded"}},
+    ),
+    "attention that is written as products": (
+        "first q k v out last", products,
+        {"roles": {"q": "qkv", "k": "qkv", "v": "qkv", "out": "linear"}, "inputs": [SharedInput(("out",), "v")]},
+    ),
+    "the text of several blocks has a vector for each": (
+        "embed key value between key2 value2 last", two_blocks,
+        {"inputs": [SharedInput(("key", "value"), text=True), SharedInput(("key2", "value2"), text=True)]},
+    ),
+    "one row is counted by what is returned": (
+        "first pooled last", lambda n, x, text: n.last(n.first(x) + n.pooled(text.mean(1))[:, None]),
+        {"reasons": ENDS | {"pooled": layers.ONE_ROW}},
+    ),
+    "a skip is beside other layers, and no layer in front of a block is one": (
+        "first in_front a b skip last", skips, {"reasons": ENDS | {"skip": layers.SKIP, "a": layers.REPEATED}}
+    ),
+}  # fmt: skip
 
-    def forward(x, text):
-        y = network.first(x)
-        scores = (network.q(y) @ network.k(y).transpose(1, 2)).softmax(-1)
-        return network.last(network.out(scores @ network.v(y)))
 
-    observed = network.seen(forward)
-    assert {observed.roles[name] for name in "qkv"} == {"qkv"} and observed.roles["out"] == "linear"
-    assert SharedInput(("out",), "v") in observed.shared_inputs
-
-
-def test_the_text_of_several_blocks_has_a_vector_for_each():
-    network = linears("embed", "key", "value", "between", "key2", "value2", "last")
-
-    def forward(x, text):
-        text = network.embed(text)
-        attend = nn.functional.scaled_dot_product_attention
-        x = attend(x, network.key(text), network.value(text))
-        return network.last(attend(network.between(x), network.key2(text), network.value2(text)))
-
-    inputs = network.seen(forward).shared_inputs
-    assert SharedInput(("key", "value"), text=True) in inputs and SharedInput(("key2", "value2"), text=True) in inputs
-
-
-def test_one_row_is_counted_by_what_is_returned():
-    network = linears("first", "pooled", "last")
-    reasons = network.seen(
-        lambda x, text: network.last(network.first(x) + network.pooled(text.mean(1))[:, None])
-    ).reasons
-    assert reasons == {"first": layers.FIRST, "pooled": layers.ONE_ROW, "last": layers.LAST}
-
-
-def test_a_skip_is_beside_other_layers_and_no_layer_in_front_of_a_block_is_one():
-    convolutions = {name: nn.Conv2d(5, 5, 1) for name in ("first", "in_front", "a", "b", "skip", "last")}
-    network = Small(**convolutions)
-
-    def forward(x, text):
-        x = network.in_front(network.first(x[..., None]))
-        x = x + network.b(network.a(x).relu())
-        return network.last(network.skip(x) + network.a(x).relu())
-
-    reasons = network.seen(forward).reasons
-    assert reasons == {"first": layers.FIRST, "skip": layers.SKIP, "last": layers.LAST, "a": layers.REPEATED}
+@pytest.mark.parametrize("case", SMALL)
+def test_what_is_seen_of_small_networks(case):
+    names, forward, expected = SMALL[case]
+    made = {name: nn.Conv2d(5, 5, 1) if forward is skips else nn.Linear(8, 8) for name in names.split()}
+    x = torch.randn(2, 5, 8).double()
+    seen = observed_layers(Small(forward, made).double(), {"x": x, "text": x + 1}, ("text",))
+    assert seen.reasons == expected.get("reasons", seen.reasons)
+    assert expected.get("roles", {}).items() <= seen.roles.items()
+    assert expected.get("readers", set()) <= {shared.readers for shared in seen.shared_inputs}
+    assert all(shared in seen.shared_inputs for shared in expected.get("inputs", ()))

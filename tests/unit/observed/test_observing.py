@@ -18,12 +18,13 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import StoredTensor
 from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
 from sd_quant.models.family import Style
-from sd_quant.models.parts import exported
+from sd_quant.models.parts import Axis, exported
 from sd_quant.observed import observing
 from sd_quant.observed.calls import Call, signature_of
-from sd_quant.observed.checkpoint import Observation, ObservedFamily, why_refused, with_small_weights
+from sd_quant.observed.checkpoint import Observation, ObservedFamily, why_refused
 from sd_quant.observed.ladder import IN_FP32
-from sd_quant.observed.observing import chosen, filled, for_any_text, smaller, text_of
+from sd_quant.observed.observing import axis_of, chosen, filled, for_any_text, smaller, text_of
+from sd_quant.observed.opening import with_small_weights
 from sd_quant.observed.part import Rung
 from tests.presets import job
 
@@ -134,14 +135,14 @@ def test_the_first_denoiser_is_quantized_unless_another_is_named(observe):
     assert denoiser_part(second).component == "transformer_2"
 
 
-@pytest.mark.parametrize("name", ["vae", "transformer_3", ""])
-def test_a_denoiser_that_is_none_is_refused_with_those_that_are(observe, name):
-    with pytest.raises(ConfigError) as caught:
-        observe(TWO, denoiser=name)
-    assert str(caught.value) == (
-        f"model.denoiser is {name}, expected one of transformer, transformer_2, the networks that WanPipeline calls in "
-        "its denoising steps"
-    )
+def test_a_denoiser_that_is_none_is_refused_with_those_that_are(observe):
+    for name in ("vae", "transformer_3", ""):
+        with pytest.raises(ConfigError) as caught:
+            observe(TWO, denoiser=name)
+        assert str(caught.value) == (
+            f"model.denoiser is {name}, expected one of transformer, transformer_2, the networks that WanPipeline "
+            "calls in its denoising steps"
+        )
 
 
 def test_patterns_exclude_layers_and_one_that_matches_nothing_excludes_none(observe):
@@ -160,11 +161,7 @@ def test_inputs_that_layers_share_are_those_of_the_layers_that_are_asked_for(obs
     linears = [name for name, role in family.layer_roles(None).items() if role != "excluded"]
     whole = family.shared_inputs(linears)
     assert sorted(name for shared in whole for name in shared.readers) == sorted(linears)
-    assert {
-        "transformer_blocks.0.attn1.to_q",
-        "transformer_blocks.0.attn1.to_k",
-        "transformer_blocks.0.attn1.to_v",
-    } in [set(shared.readers) for shared in whole]
+    assert {f"transformer_blocks.0.attn1.to_{each}" for each in "qkv"} in [set(shared.readers) for shared in whole]
     assert family.shared_inputs([]) == []
     (alone,) = family.shared_inputs(["transformer_blocks.0.attn1.to_q"])
     assert alone.readers == ("transformer_blocks.0.attn1.to_q",)
@@ -253,13 +250,10 @@ def test_a_graph_for_texts_of_one_length_is_none(serves, taken):
 def test_a_text_that_no_recorded_call_has_refuses_no_graph():
     of_one_length = [each for each in CALLS if each.run != "prompt"]
     assert for_any_text(Rung("plain", serves=(0, 1, 2)), of_one_length).cause is None
-    refused = Rung("refused", cause="it cannot be traced")
-    assert for_any_text(refused, CALLS) == refused
 
 
-@pytest.mark.parametrize("side, observed", [(64, 64), (48, 48), (512, 64), (1024, 128), (1328, 128)])
-def test_large_networks_are_observed_with_small_images(side, observed):
-    assert smaller(side) == observed
+def test_large_networks_are_observed_with_small_images():
+    assert list(map(smaller, (64, 48, 512, 1024, 1328))) == [64, 48, 64, 128, 128]
 
 
 @pytest.mark.parametrize(
@@ -288,11 +282,8 @@ def test_a_graph_in_fp32_is_not_exported():
 def test_the_ladder_gets_one_call_of_each_run_and_two_steps_of_the_first():
     calls = [call(run, step) for run in ("base", "larger", "batch") for step in (0, 1) for _ in range(2)]
     assert [(each.run, each.step) for each in chosen(calls)] == [("base", 0), ("base", 1), ("larger", 0), ("batch", 0)]
-
-
-def test_a_run_whose_denoiser_begins_later_has_a_call_too():
-    calls = [call("base", 1), call("larger", 1), call("batch", 1)]
-    assert chosen(calls) == calls
+    late = [call("base", 1), call("larger", 1), call("batch", 1)]
+    assert chosen(late) == late, "of a denoiser that begins later"
 
 
 def test_text_stays_the_same_between_steps():
@@ -321,3 +312,44 @@ def test_text_stays_the_same_between_steps():
 def test_a_knob_that_a_family_does_not_read_is_refused(family, knob, because):
     with pytest.raises(ConfigError, match=f"^model.{knob.partition('=')[0]} is .*{because}"):
         job(f"model={family}", "model.path=checkpoints/sd3_mini", f"model.{knob}")
+
+
+# ------------------------------------------------------------------------------------------ sizes of axes as formulas
+
+
+SIZES = [  # base, another size, several images with guidance
+    {"batch": 2, "width": 512, "height": 512}, {"batch": 2, "width": 576, "height": 640},
+    {"batch": 10, "width": 512, "height": 512},
+]  # fmt: skip
+OTHER = {"batch": 4, "width": 1024, "height": 768}
+FORMULAS = {
+    "the batch": (lambda batch, width, height: batch, "batch"),
+    "images of a batch with guidance": (lambda batch, width, height: batch // 2, "batch"),
+    "columns of latents": (lambda batch, width, height: width // 8, "width"),
+    "rows of latents": (lambda batch, width, height: height // 8, "height"),
+    "tokens": (lambda batch, width, height: width * height // 256, "width*height"),
+    "all tokens of a batch": (lambda batch, width, height: batch * width * height // 256, "batch*width*height"),
+    "all columns of a batch": (lambda batch, width, height: batch * width // 16, "batch*width"),
+    "tokens behind a text": (lambda batch, width, height: width * height // 256 + 77, "width*height"),
+    "columns and one more": (lambda batch, width, height: width // 8 + 1, "width"),
+}
+
+
+@pytest.mark.parametrize(("size", "of"), FORMULAS.values(), ids=FORMULAS)
+def test_an_axis_has_its_formula_and_the_size_of_an_image_that_was_not_observed(size, of):
+    axis = axis_of([size(**run) for run in SIZES], SIZES)
+    assert axis.of == of
+    assert axis.size(**OTHER) == size(**OTHER)
+    assert [axis.size(**run) for run in SIZES] == [size(**run) for run in SIZES]
+
+
+@pytest.mark.parametrize("sizes", [[64, 70, 71], [7, 13, 11], [64, 64, 64], [100, 90, 100]])
+def test_an_axis_that_fits_no_formula_has_the_first_size_that_was_observed(sizes):
+    assert axis_of(sizes, SIZES) == Axis("", 0, 1, sizes[0])
+    assert axis_of(sizes[:1], SIZES[:1]) == Axis("", 0, 1, sizes[0]), "one run says nothing"
+    assert axis_of(sizes, SIZES).size(**OTHER) == sizes[0]
+
+
+def test_nothing_is_taken_away_from_a_size():
+    """A text of fewer than no tokens is a chance, as is a fraction of one."""
+    assert axis_of([size - 5 for size in (1024, 1440, 1024)], SIZES).of == ""

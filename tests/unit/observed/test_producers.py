@@ -71,22 +71,6 @@ def test_all_producers_absorb_at_once(name):
         assert (answer(changed, known) - expected).abs().max() > 0.05
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd35", "flux", "qwen_image", "hidream"])
-@torch.no_grad()
-def test_each_producer_absorbs_alone_and_without_it_the_output_is_another(name):
-    known, network = watched(name), watched(name).real()
-    expected, observed = answer(network, known), observed_layers(network, known.arguments, known.text)
-    dead = {layer for layer, reason in observed.reasons.items() if "does not reach" in reason}
-    for seed, shared in enumerate(observed.shared_inputs):
-        if shared.producer is not None and not dead & set(shared.readers):
-            for absorbed in (True, False):
-                tried = copy.deepcopy(network)
-                fold(tried, shared, factor_for(network, shared, seed), absorbed)
-                off = float((answer(tried, known) - expected).abs().max())
-                assert off < 1e-9 if absorbed else off > 1e-4, (shared, off)
-
-
 # Small networks
 
 
@@ -300,59 +284,33 @@ def test_a_tensor_that_the_network_returns_absorbs_nothing():
     assert producer(network, arguments).producer is None
 
 
-# Windows
-
-
-def numbers(shape: tuple[int, ...], windows: tuple) -> list[set[int]]:
-    """The places in a tensor's memory of each channel."""
-    places = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    for axis, start, count in windows:
-        places = places.narrow(axis, start, count)
-    axes = [axis for axis, _, _ in windows]
-    places = places.permute([*axes, *(axis for axis in range(len(shape)) if axis not in axes)])
-    channels = torch.Size([count for _, _, count in windows]).numel()
-    return [set(each.tolist()) for each in places.reshape(channels, -1)]
+# Channels
 
 
 SIZES = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4)
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(SIZES, st.data())
 def test_channels_are_found_again_behind_a_reshape_and_a_permutation(sizes, data):
-    """Whatever is found is right; and a split or a merge of whole axes is always found."""
     total = torch.Size(sizes).numel()
     shape, rest = [], total
     while rest > 1:
         shape.append(data.draw(st.sampled_from([d for d in range(2, rest + 1) if rest % d == 0])))
         rest //= shape[-1]
     order = data.draw(st.permutations(range(len(shape))))
-    axes = data.draw(st.lists(st.sampled_from(range(len(shape))), unique=True) if shape else st.just([]))
-    windows = []
-    for axis in axes:
-        size = shape[order[axis]]
-        start = data.draw(st.integers(0, size - 1))
-        windows.append((axis, start, data.draw(st.integers(1, size - start))))
-    if not windows:
-        return
+    channels = torch.randint(-1, 3, [shape[axis] if data.draw(st.booleans()) else 1 for axis in order])
 
     class Moved(nn.Module):
         def forward(self, x):
             return x.reshape(shape).permute(order) + 0
 
     tape = noted(Moved(), {"x": torch.arange(total).reshape(sizes)})
-    moved, found = next(each for each in tape.operations if each.kind == "permute"), tuple(windows)
-    permuted = tape.outputs[moved][0]
-    source = moved.operands[0]
-    found = _before(moved, permuted, source, found)
-    if source.operation is not None:
-        found = _before(source.operation, source, source.operation.operands[0], found)
-    if found is not None:
-        ours = numbers(tuple(sizes), found) if found else [set(range(total))]
-        places = torch.arange(total).reshape(shape).permute(order)
-        theirs = [{int(places.flatten()[place]) for place in each} for each in numbers(permuted.shape, tuple(windows))]
-        assert ours == theirs
-    whole = all(count == shape[order[axis]] for axis, _, count in windows)
-    if whole and len(shape) >= len(sizes) and source.operation is None:
-        assert found is not None
+    operation = next(each for each in tape.operations if each.kind == "permute")
+    (value,) = tape.outputs[operation]
+    found, expected = channels, torch.empty(total, dtype=torch.int64)
+    while operation is not None:
+        source = operation.operands[0]
+        found, value, operation = _before(operation, value, source, found), source, source.operation
+    expected[torch.arange(total).reshape(shape).permute(order)] = channels.expand([shape[axis] for axis in order])
+    assert torch.equal(found.expand(sizes), expected.reshape(sizes))

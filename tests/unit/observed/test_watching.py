@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 import types
 from collections.abc import Callable
 from functools import partial
@@ -11,32 +12,20 @@ import torch
 from torch import nn
 
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.requests import Run, request
 from sd_quant.inference.stand_ins import EngineNetwork, bound
+from sd_quant.inference.timed_calls import image_of_parts, samples_per_call
 from sd_quant.models.family import Style
+from sd_quant.observed import watching
 from sd_quant.observed.calls import Call
 from sd_quant.observed.observing import filled
 from sd_quant.observed.opening import network_of, open_folder
-from sd_quant.observed.watching import (
-    BATCH,
-    STYLES,
-    Asked,
-    Log,
-    Watched,
-    batch_of,
-    denoisers_of,
-    partial_random,
-    runs_of,
-    shapes_of_output,
-    steps_for,
-    watch,
-)
+from sd_quant.observed.watching import BATCH, STYLES, Asked, Log, Watched, denoisers_of, runs_of, steps_for, watch
 from sd_quant.places import HOME
 from tests.zoo import CASES
 
 pytestmark = pytest.mark.commit
-
-RUNS = ("base", "larger", "prompt", "batch", "mixed")
 
 
 def watched(path, width: int, height: int, scale: float = 5.0, arguments=None, empty: bool = False) -> Watched:
@@ -80,41 +69,43 @@ def test_guidance_doubles_the_samples_of_one_call_a_step(look, empty):
     assert sizes["base"][2:] != sizes["larger"][2:] and sizes["base"][2:] == sizes["batch"][2:]
 
 
-def test_without_guidance_a_call_has_a_sample_an_image(look):
-    assert look("AuraFlowPipeline", scale=1.0).samples_per_image == 1
-
-
 def test_a_text_encoder_sees_another_text_and_the_denoiser_another_length(look):
-    texts = look("AuraFlowPipeline").calls["text_encoder"]
-    by_run = {run: [call for call in texts if call.run == run] for run in ("base", "prompt")}
-    base, prompt = (by_run[run][0].arguments["input_ids"] for run in ("base", "prompt"))
+    texts = look("AuraFlowPipeline", scale=1.0)
+    assert texts.samples_per_image == 1, "without guidance"
+    base, prompt = (
+        next(call.arguments["input_ids"] for call in texts.calls["text_encoder"] if call.run == run)
+        for run in ("base", "prompt")
+    )
     assert base.shape == prompt.shape and not torch.equal(base, prompt)
 
 
-def test_guidance_by_two_calls_a_step_and_a_videos_frames(look):
-    found = look("WanPipeline")
-    assert (found.samples_per_image, found.calls_a_step, found.outputs) == (1, 2, "frames")
-    assert len(found.calls["transformer"]) == 4 * 2 * 2  # runs, steps, with and without the prompt
+FACTS = {  # of classes that differ in how they call their networks
+    # guidance by two calls a step: runs, steps, with and without the prompt
+    "WanPipeline": {"samples_per_image": 1, "calls_a_step": 2, "outputs": "frames"},
+    # a denoiser for each half of the steps
+    "WanPipeline, two denoisers": {"denoisers": ("transformer", "transformer_2"), "calls_a_step": 2},
+    # one generator for all images
+    "AmusedPipeline": {
+        "style": Style(batched=True, each=False),
+        "unequal": "this pipeline draws the noise of all images of a batch from one generator",
+    },
+    "DreamLitePipeline": {
+        "style": Style(batched=False, each=False), "denoisers": ("unet",), "fixed": {},
+        "unequal": "this pipeline takes one prompt at a time",
+    },
+}  # fmt: skip
 
 
-def test_a_denoiser_for_each_half_of_the_steps(look):
-    found = look("WanPipeline, two denoisers")
-    assert found.denoisers == ("transformer", "transformer_2") and found.calls_a_step == 2
-    steps = {name: {call.step for call in found.calls[name]} for name in found.denoisers}
-    assert steps == {"transformer": {0}, "transformer_2": {1}}
-
-
-def test_one_generator_for_all_images_is_a_style_and_keeps_images_apart(look):
-    found = look("AmusedPipeline")
-    assert found.style == Style(batched=True, each=False)
-    assert "draws the noise of all images of a batch from one generator" in found.unequal
-
-
-def test_one_prompt_alone_is_a_style_with_three_runs(look):
-    found = look("DreamLitePipeline")
-    assert found.style == Style(batched=False, each=False) and found.denoisers == ("unet",)
-    assert found.sizes.keys() == {"base", "larger", "prompt"}
-    assert found.unequal == "this pipeline takes one prompt at a time" and found.fixed == {}
+@pytest.mark.parametrize("case", FACTS)
+def test_facts_of_other_classes(look, case):
+    found = look(case)
+    assert {name: getattr(found, name) for name in FACTS[case]} == FACTS[case]
+    runs = ("base", "larger", "prompt", "batch", "mixed") if found.style.batched else ("base", "larger", "prompt")
+    assert found.sizes.keys() == {*runs}
+    if case == "WanPipeline":
+        assert len(found.calls["transformer"]) == 4 * 2 * 2
+    if "two" in case:
+        assert [{call.step for call in found.calls[name]} for name in found.denoisers] == [{0}, {1}]
 
 
 @pytest.mark.slow
@@ -138,21 +129,24 @@ def test_runs_of_other_sizes_begin_with_a_larger_one():
 # ------------------------------------------------------------------------------------------- what cannot be asked for
 
 
-def test_an_argument_that_the_pipeline_does_not_take_is_refused_with_those_that_it_takes(look):
-    with pytest.raises(ConfigError) as caught:
-        look("AuraFlowPipeline", arguments={"num_frames": 5})
-    sentence = str(caught.value)
-    assert sentence.startswith(
-        "model.arguments has num_frames, which AuraFlowPipeline does not take; it takes prompt, "
-    )
-    assert "negative_prompt" in sentence and "self" not in sentence
+REFUSED = {  # arguments of a call, and the sentence; what a knob decides would say one thing in the record
+    "num_frames": (5, "model.arguments has num_frames, which AuraFlowPipeline does not take; it takes prompt, neg.*"),
+    "max_sequence_length": (
+        -1, "AuraFlowPipeline fails when it makes images of .*; check model.width, model.height and model.arguments"
+    ),
+    **{
+        name: (64, f"model.arguments has {name}, which is not stated there: sizes, steps.*")
+        for name in ("width", "num_inference_steps", "output_type", "num_images_per_prompt", "prompt")
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["width", "num_inference_steps", "output_type", "num_images_per_prompt", "prompt"])
-def test_an_argument_that_a_knob_decides_is_refused(look, name):
-    """Else the record would say one thing and the images show another."""
-    with pytest.raises(ConfigError, match=f"^model.arguments has {name}, which is not stated there: sizes, steps"):
-        look("AuraFlowPipeline", arguments={name: 64})
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_that_cannot_be_is_refused_in_one_sentence(look, name):
+    value, sentence = REFUSED[name]
+    with pytest.raises((ConfigError, ArtifactError)) as caught:
+        look("AuraFlowPipeline", arguments={name: value})
+    assert re.fullmatch(sentence, str(caught.value)) and not re.search(r"\bself\b", str(caught.value))
 
 
 class Needs:
@@ -177,20 +171,8 @@ def test_two_steps_are_taken_of_an_image_whatever_the_strength(arguments, steps)
     assert int(steps * arguments.get("strength", 0.5)) == 2 and steps_for(Sizes(), {}) == 2
 
 
-def test_what_stands_for_a_network_has_its_signature_and_a_weight():
-    stand = EngineNetwork(nn.Linear(2, 3), {})
-    assert [*inspect.signature(stand.forward).parameters] == ["input"]
-    assert next(stand.parameters()).dtype == torch.float32
-
-
 class Sizes:
     def __call__(self, batch_size, generator, num_inference_steps, negative_prompt=None): ...
-
-
-def test_a_pipeline_without_prompts_is_asked_for_a_number_of_images():
-    given = request(Sizes(), Run("batch", ["a"] * 3, 64, 64), 5.0, 4, {"negative_prompt": "b"}, [3, 4, 5], Style())
-    assert given["batch_size"] == 3 and given["num_inference_steps"] == 4 and given["negative_prompt"] == ["b"] * 3
-    assert [each.initial_seed() for each in given["generator"]] == [3, 4, 5]
 
 
 def test_styles_decide_how_prompts_and_noise_are_given():
@@ -203,6 +185,10 @@ def test_styles_decide_how_prompts_and_noise_are_given():
     assert each["negative_prompt"] == for_all["negative_prompt"] == ["b"] and alone["negative_prompt"] == "b"
     assert isinstance(each["generator"], list)
     assert isinstance(for_all["generator"], torch.Generator) and isinstance(alone["generator"], torch.Generator)
+    several = Run("batch", ["a"] * 3, 64, 64)  # of a pipeline without prompts
+    given = request(Sizes(), several, 5.0, 4, {"negative_prompt": "b"}, [3, 4, 5], Style())
+    assert given["batch_size"] == 3 and given["num_inference_steps"] == 4 and given["negative_prompt"] == ["b"] * 3
+    assert [each.initial_seed() for each in given["generator"]] == [3, 4, 5]
 
 
 def test_texts_of_two_lengths_are_watched_where_long_ones_are_cut(look):
@@ -210,14 +196,6 @@ def test_texts_of_two_lengths_are_watched_where_long_ones_are_cut(look):
     calls = look("QwenImagePipeline", arguments={"max_sequence_length": 16}).calls["transformer"]
     lengths = {call.run: call.arguments["encoder_hidden_states"].shape[1] for call in calls}
     assert lengths["base"] < lengths["prompt"] == 16, lengths
-
-
-def test_a_pipeline_that_fails_says_where_and_what_to_check(look):
-    with pytest.raises(ArtifactError) as caught:
-        look("AuraFlowPipeline", arguments={"max_sequence_length": -1})
-    sentence = str(caught.value)
-    assert sentence.startswith("AuraFlowPipeline fails when it makes images of ") and "\n" not in sentence
-    assert sentence.endswith("; check model.width, model.height and model.arguments")
 
 
 # ------------------------------------------------------------------------------------------ pipelines of one's own
@@ -286,14 +264,6 @@ def test_steps_of_a_copy_of_the_scheduler_count():
 
     found = watch_own(with_copies)
     assert found.denoisers == ("denoiser",) and {call.step for call in found.calls["denoiser"]} == {0, 1}
-    assert Scheduler().step(3) == 3 and Scheduler.step.__qualname__ == "Scheduler.step"
-
-
-def test_a_scheduler_is_as_it_was_when_a_pipeline_fails():
-    step = Scheduler.step
-    with pytest.raises(ArtifactError):
-        watch_own(lambda self, *_: 1 / 0)
-    assert Scheduler.step is step
 
 
 class Asks(Net):
@@ -312,24 +282,27 @@ def test_numbers_that_no_weight_has_a_part_in_are_known_without_weights(empty):
         network.layer.to("meta")
     given = torch.ones(2, 4)
     expected = Asks()(given)
-    output = shapes_of_output(network, "forward", (given,), {}) if empty else network(given)
+    output = watching.shapes_of_output(network, "forward", (given,), {}) if empty else network(given)
     assert output.shape == expected.shape == (6, 4) and output.is_meta == empty
 
 
-def test_a_pipeline_without_a_denoiser_is_refused():
-    def no_steps(self, prompts, width, height):
-        return self.encoder(torch.ones(len(prompts), 4))
-
-    with pytest.raises(ArtifactError, match="Own calls no network in its denoising steps, expected a denoiser"):
-        watch_own(no_steps)
-
-
-def test_a_pipeline_that_makes_no_images_is_refused():
-    def sound(self, prompts, width, height):
-        usual(self, prompts, width, height)
-
-    with pytest.raises(ConfigError, match="Own makes images, expected images or frames"):
-        watch_own(sound)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda self, prompts, *_: self.encoder(torch.ones(len(prompts), 4)), ArtifactError,
+            "Own calls no network in its denoising steps, expected a denoiser",
+        ),
+        (lambda *given: (usual(*given), None)[1], ConfigError, "Own makes images, expected images or frames"),
+        (lambda *_: 1 / 0, ArtifactError, "ZeroDivisionError"),
+    ],
+    ids=["no denoiser", "no images", "a failure"],
+)  # fmt: skip
+def test_a_pipeline_that_is_no_such_is_refused_and_its_scheduler_is_as_it_was(call, error, message):
+    step = Scheduler.step
+    with pytest.raises(error, match=message):
+        watch_own(call)
+    assert Scheduler.step is step
 
 
 def test_what_fails_in_one_run_is_fixed_and_the_cause_is_kept():
@@ -371,16 +344,53 @@ def test_arguments_are_named_copied_and_without_generators():
     assert found.keys() == {"x", "scale", "extra"} and found["scale"] == 2.0
     x.zero_()
     assert found["x"].sum() == found["extra"][0].sum() == 2
+    stand = EngineNetwork(nn.Linear(2, 3), {})
+    assert [*inspect.signature(stand.forward).parameters] == ["input"]
+    assert next(stand.parameters()).dtype == torch.float32
 
 
 def test_a_tensor_without_numbers_gets_small_ones_of_its_kind():
-    found = partial_random(torch.empty(3, 4, dtype=torch.bfloat16, device="meta"))
+    found = watching.partial_random(torch.empty(3, 4, dtype=torch.bfloat16, device="meta"))
     assert (found.shape, found.dtype, found.is_meta) == ((3, 4), torch.bfloat16, False) and found.std() > 0.1
-    whole = partial_random(torch.empty(3, dtype=torch.int64, device="meta"))
+    whole = watching.partial_random(torch.empty(3, dtype=torch.int64, device="meta"))
     assert whole.dtype == torch.int64 and not whole.is_meta
-    assert partial_random("text") == "text"
+    assert watching.partial_random("text") == "text"
 
 
 def test_the_first_tensor_with_samples_says_how_many():
-    assert batch_of({"t": torch.ones(7), "x": {"y": [torch.ones(3, 2)]}, "z": torch.ones(5, 2)}) == 3
-    assert batch_of({"t": torch.ones(7)}) == 1
+    assert watching.batch_of({"t": torch.ones(7), "x": {"y": [torch.ones(3, 2)]}, "z": torch.ones(5, 2)}) == 3
+    assert watching.batch_of({"t": torch.ones(7)}) == 1
+
+
+# ---------------------------------------------------------------------------------- networks beside the denoiser
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "per_image"), [("FluxControlNetPipeline", 1), ("StableDiffusion3ControlNetPipeline", 2)]
+)
+def test_a_controlnet_is_a_part_that_is_called_in_each_step_and_denoises_nothing(observe, case, per_image):
+    """Its images are diffusers', as `test_pipeline` finds."""
+    checkpoint, known = observe(case), CASES[case]
+    observed, parts = checkpoint.observation, checkpoint.parts()
+    assert (observed.denoisers, observed.conditioners) == (("transformer",), ("controlnet",))
+    assert [each for each, part in parts.items() if part.in_steps] == ["controlnet"]
+    residuals = [each for each in parts["transformer"].contract.inputs if "control" in each]
+    assert len(residuals) == len(parts["controlnet"].contract.outputs) > 0
+    sampling = Sampling(2, 3.0, known.height, known.width, 1, 5)
+    assert samples_per_call(checkpoint, "controlnet", sampling) == observed.samples_per_image == per_image
+    times = image_of_parts(checkpoint, dict.fromkeys(parts, 1.0), {checkpoint.family.DENOISER: 7})
+    assert times.totals == [7 + 7 + len(parts) - 2], "both are called in each step"
+
+
+def test_a_network_conditions_where_another_takes_its_output_in_one_step():
+    log, first, second = Log("base"), torch.ones(2), torch.ones(2)
+    for _ in range(2):
+        log.events += [("net.forward", None), ("own.forward", None)]
+        log.takes("net.forward", ((), {}))
+        log.made.append(("net.forward", [first]))
+        log.takes("own.forward", ((first.view(1, 2),), {"other": second}))
+        log.made.append(("own.forward", [second]))
+        log.next_step(None)
+    assert log.conditioning == {"net.forward"} and denoisers_of(log) == ["own.forward"]
+    assert watching.memory_of(torch.empty(0)) == set()

@@ -21,8 +21,8 @@ from sd_quant.interchange import exported_parts
 from sd_quant.interchange import onnx as onnx_target
 from sd_quant.interchange import openvino as openvino_target
 from sd_quant.models.checkpoint import build_module
+from sd_quant.models.parts import NamedPart
 from sd_quant.models.text_encoders import padded
-from sd_quant.models.unet import UnetPart
 from sd_quant.numbers import relative_error
 from sd_quant.places import HOME
 from sd_quant.quantization.derivation import derive_nearest
@@ -113,7 +113,7 @@ def test_nemo_text_is_padded_inside(handed_over):
     network, inputs = build_module(handed_over.checkpoint, "unet"), handed_over.inputs("unet", seed=1)
     text = padded(inputs["encoder_hidden_states"], 80)
     assert text.shape[1] == 80 and torch.equal(text[:, :77], inputs["encoder_hidden_states"])
-    expected = UnetPart(network)(**inputs | {"encoder_hidden_states": text})
+    expected = NamedPart("unet", inputs, network)(**inputs | {"encoder_hidden_states": text})
     assert torch.equal(exported_parts.ConsumedUnet(network, 80)(**inputs), expected)
     assert not torch.equal(exported_parts.ConsumedUnet(network, 77)(**inputs), expected)
 
