@@ -12,17 +12,17 @@ they have bits, so that both sides of a weight have to be multiples of 32.
 | auto_round, auto_round:gptqmodel      | the same               | the same               | as it is               |
 | auto_round:auto_awq                   | [K, N bits / 32]       | the same               | as it is               |
 
-The last has each eight numbers of a row in the order of ``AWQ_ORDER``. A symmetric weight has the zero point in the
-middle, 8 of 4 bits, which some kernels do not even read: so any other is refused, and with it a file whose zero points
-are of the other convention. Which layers are quantized, and how, the config alone says: those below
-``block_name_to_quantize``, and ``extra_config`` for others, by name or by a regular expression.
+The last has eight numbers of a row in ``AWQ_ORDER``. A symmetric weight has the middle as zero point, 8 of 4 bits, and
+some kernels read none: any other is refused, and so are zero points of the other convention. The config alone says
+which layers are quantized, and how: those below ``block_name_to_quantize``, and others by name or regular expression in
+``extra_config``.
 
 INT4 is written in groups of 64 and INT8 with a scale for a row, symmetric, as auto_round:auto_gptq, which SGLang and
-vLLM-Omni read too. The facts are those of auto-round 0.16.1 (``inference/convert_model.py``, ``utils/bit_packing.py``
-and ``auto_round_extension/torch``).
+vLLM-Omni read too. Sources: auto-round 0.16.1 (``inference/convert_model.py``, ``utils/bit_packing.py``,
+``auto_round_extension/torch``).
 
-The roads not taken: shapes tell bits and groups as well, but AutoRound makes its layers of the config before it sees a
-file, so where they differ it opens something else; and its FP8, MXFP and NVFP layers, which are other libraries' files.
+The roads not taken: bits and groups by shapes, as AutoRound makes layers by the config before it sees a file; and its
+FP8, MXFP and NVFP layers, which are files of other libraries.
 """
 
 import re
@@ -117,9 +117,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def schemes_of(folder: Folder, found: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Scheme]]:
-    """Each linear that the config names, with how it is stored; without a list of blocks, those that are ``found``.
+    """Each linear of the config with its scheme; without a list of blocks, those ``found`` in the weights.
 
-    Raises ConfigError for an entry of another type, or one that is not decoded here.
+    Raises ConfigError for an entry of another type or without a decoder here.
     """
     linears = [name for name, shape in folder.shapes.items() if len(shape) == 2]
     if strange := [name for name in OTHER_WAYS if folder.config.get(name)]:
@@ -153,7 +153,7 @@ def scheme_of(folder: Folder, given: Mapping[str, object], usual: Scheme) -> Sch
 
 
 def blocks_of(folder: Folder) -> tuple[str, ...] | None:
-    """The beginnings of the names of layers that are quantized unless ``extra_config`` says otherwise; None: not said.
+    """Beginnings of names of layers that are quantized unless ``extra_config`` differs; None without an entry.
 
     Raises ConfigError for anything but text, a list of texts, or a list of such lists.
     """

@@ -31,6 +31,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -185,12 +186,7 @@ def matches(path: Path, pattern: str, name: str) -> bool:
             f"{path}: quantization_config names layers by the regular expression {pattern[:200]!r}, and only names and "
             "* are read here; save it with the layers' names"
         )
-    first, *others = pattern.split("*")
-    position = len(first) if name.startswith(first) else -1
-    for piece in others:
-        found = name.find(piece, position) if position >= 0 else -1
-        position = found + len(piece) if found >= 0 else -1
-    return position >= 0
+    return fnmatchcase(name, f"{pattern}*")
 
 
 def at_least_as_wide(path: Path, wanted: str, name: str) -> str:
@@ -276,7 +272,7 @@ def quantized_layer(
     """
     path, name, pieces = tensors.path, tensors.layer, tensors.tensors
     kind, scale = numbers(path, config.weights_dtype), tuple(pieces["scale"].shape)
-    product = product_of(kind, config) if multiplies_codes(shape, config) else None
+    product = product_of(kind, shape, config)
     if options := not_decoded(shape, kind, config, product):
         raise ConfigError(f"{path}: {name} has {' and '.join(options)}, not decoded here; save it without")
     again = product is not None and quantized_again(kind, product, len(scale) > len(shape))
@@ -299,14 +295,11 @@ def quantized_layer(
     )
 
 
-def multiplies_codes(shape: tuple[int, ...], config: Config) -> bool:
-    """Whether SDNQ quantizes the inputs of a layer, if they have many rows."""
-    wanted = config.use_quantized_matmul if len(shape) == 2 else config.use_quantized_matmul_conv
-    return wanted and all(side >= MANY and side % ALIGNED == 0 for side in shape[:2])
-
-
-def product_of(kind: Numbers, config: Config) -> str:
-    """The numbers of the inputs that are multiplied with a weight of this ``kind``."""
+def product_of(kind: Numbers, shape: tuple[int, ...], config: Config) -> str | None:
+    """The numbers of inputs with many rows; None where SDNQ does not quantize inputs."""
+    quantizes = config.use_quantized_matmul if len(shape) == 2 else config.use_quantized_matmul_conv
+    if not quantizes or any(side < MANY or side % ALIGNED for side in shape[:2]):
+        return None
     wanted = config.quantized_matmul_dtype
     usual = "uint8" if kind.name == "uint8" else "int8" if kind.integer else FP8
     return OTHER_NAMES.get(wanted, wanted) if wanted else usual

@@ -1,8 +1,7 @@
 """Errors of a quantized layer: of its own output, and of the network's output with this layer alone quantized.
 
-Both are measured on real inputs of the full-precision network, which is not changed. A layer's weight is read when it
-is needed, so that one is in memory at a time. The road not taken is to compare two whole networks layer by layer: the
-errors in front of a layer would be counted as its own.
+Both are for inputs of the unchanged full-precision network, with one weight in memory at a time. The road not taken is
+to compare two whole networks layer by layer, which counts earlier errors as a layer's own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ def product(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def theirs(module: nn.Module, layer: QuantizedLayer, x: Tensor, weight: Tensor) -> Tensor:
-    """The same of the quantized layer, with rounded inputs and its branch."""
+    """``product`` of the quantized layer, with rounded inputs and its branch."""
     if layer.inputs is None:
         return product(module, x, weight)
     rounded = layer.inputs(x)
@@ -90,7 +89,7 @@ def layer_errors(
 
 @contextmanager
 def put_in(network: nn.Module, name: str, layer: QuantizedLayer) -> Iterator[None]:
-    """In the block ``network`` has this quantized layer; everything else is in full precision."""
+    """Within the context ``network`` has this quantized layer, all others in full precision."""
     module = network.get_submodule(name)
     weight = module.get_parameter("weight")
     full = weight.data

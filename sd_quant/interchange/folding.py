@@ -1,11 +1,10 @@
-"""Undoes smoothing that is folded into the module in front of a layer, so that the layer can be judged alone.
+"""Undo smoothing that is folded into the module in front of a layer, to judge the layer alone.
 
-SmoothQuant divides a weight's columns by factors and multiplies the layer's input by them, and where a norm or a linear
-makes that input, its outputs are multiplied instead. Such a layer computes nonsense of the full-precision network's
-inputs. So the factors are estimated from the modules in front: a norm's are the ratio of its weights, a linear's
-the least-squares factor of each row, once its own columns are restored. A modulation, which makes a tensor's shift and
-scale, has two rows and two biases for each channel.
-The road not taken is to ask the file: no format says what was folded.
+SmoothQuant divides a weight's columns by factors and multiplies the layer's input, or folds the factors into the
+outputs of the norm or linear in front; then the full-precision network's inputs do not fit the layer. The factors are
+estimated from the module in front: for a norm the ratio of its weights, for a linear the least-squares factor of each
+row, once its own columns are restored. A modulation has two rows and two biases for each channel, a shift's and a
+scale's. No format says what was folded.
 """
 
 from collections.abc import Mapping
@@ -20,16 +19,16 @@ from sd_quant.interchange.inputs import Multiplied, multipliers_of
 from sd_quant.models.checkpoint import Checkpoint, denoiser_weights, empty_denoiser
 from sd_quant.models.parts import SharedInput
 
-# How far a factor has to be from 1 to be no rounding: E5M2 rounds a norm's weight by up to 0.125, and two bits may
-# shorten a row by a third. Where a norm shows that smoothing is folded, smaller distances count too.
+# Least distances of a factor from 1: E5M2 rounds a norm's weight by up to 0.125, and two bits may shorten a row by a
+# third. Where a norm has a large one, slight ones count too.
 OF_NORM, OF_ROW = 0.15, 0.5
 SLIGHT_OF_NORM, SLIGHT_OF_ROW = 0.01, 0.05
 
 
 def unfolded(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> Mapping[str, QuantizedLayer]:
-    """The layers for inputs of the full-precision network: unchanged where no smoothing is folded.
+    """The layers for inputs of the full-precision network: unchanged without folded smoothing.
 
-    Reads the weights of the norms and linears that may have taken over a smoothing.
+    Reads the weights of the norms and linears in front.
     """
     full, factors_in, factors_out = denoiser_weights(checkpoint), dict[str, Tensor](), dict[str, Tensor]()
     linears = [
@@ -79,9 +78,9 @@ def quotient(a: Tensor, b: Tensor) -> Tensor:
 
 
 def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    """The numbers of a tensor's producer, a linear, that its smoothing factors multiply: [width, numbers].
+    """Numbers of a producer, a linear, that smoothing factors multiply: [width, numbers].
 
-    Of a modulation, which has a ``bias``, these are both rows and their biases; for the scale it is 1 + bias.
+    Those of a modulation, which has a ``bias``, are both rows, the shift's bias, and 1 plus the scale's bias.
     """
     found = [weight[rows] for rows in shared.rows(width)]
     if bias is not None:
@@ -91,7 +90,7 @@ def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: 
 
 
 def without(layer: QuantizedLayer, factor_in: Tensor | None, factor_out: Tensor | None) -> QuantizedLayer:
-    """``layer`` for inputs that are not multiplied by ``factor_in``, with outputs not multiplied by ``factor_out``."""
+    """``layer`` for inputs without ``factor_in`` and with outputs without ``factor_out``."""
     if factor_out is not None:
         source, divisor = layer.weight, factor_out[:, None]
         weight = LazyTensor(tuple(source.shape), torch.float32, lambda: source.read().float() / divisor)

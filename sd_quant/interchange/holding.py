@@ -1,12 +1,10 @@
-"""Adapts an assignment to the layers that a foreign format can hold.
+"""An assignment adapted to a foreign format: layers that it cannot hold stay in high precision, with the reason.
 
-A layer that it cannot hold stays in high precision, with the reason. A recipe is refused if that leaves no layer, or if
-some would lose their branch; the message names a recipe that fits.
+A recipe is refused where no layer is left or branches would be lost; the message names a recipe that fits.
 
-Some consumers join layers that read one tensor: a file with the names of a model's authors has query, key and value in
-one, and servers make one product of them. Joined layers have one format and, where that has one scale for a tensor, one
-range: the largest of theirs. They get it here, before anything is quantized. The road not taken is to scale the codes
-of two to the range of the third when they are written, which rounds them twice.
+Some consumers join layers with one input, such as query, key and value. Joined layers have one format and, where that
+has one scale for a tensor, the largest of their ranges, before anything is quantized. The road not taken is to rescale
+codes when they are written, which rounds twice.
 """
 
 from collections import Counter
@@ -31,9 +29,9 @@ REASONS = 2  # the commonest, which a refusal gives; of layers the first
 def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) -> dict[str, LayerAssignment]:
     """The rows of ``assignment`` as ``target`` holds them.
 
-    Where a recipe mixes presets, layers with a branch that the target cannot hold stay in high precision. Raises
-    ConfigError when it holds none of the quantized layers, all linears have a branch that it cannot hold, or one is not
-    quantized that it computes quantized alone.
+    In a mix of presets, layers with a branch that the target cannot hold stay in high precision. Raises ConfigError
+    where it holds none of the quantized layers, where all linears have such a branch, or where one is unquantized that
+    the target computes quantized alone.
     """
     rows = {name: held(layer, target) for name, layer in assignment.items()}
     plain = [row for row in rows.values() if row.format and row.low_rank is None and len(row.weight_shape) == 2]
@@ -72,7 +70,7 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
 
 
 def check_quantized(rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> None:
-    """Raises ConfigError when a layer is in high precision that the target computes quantized alone."""
+    """Raises ConfigError for an unquantized layer that the target computes quantized alone."""
     left = [row for name, row in rows.items() if row.format is None and is_quantized_by(target, name)]
     if target.always and left:
         raise ConfigError(
@@ -220,7 +218,7 @@ def same(vector: Tensor | None, other: Tensor | None) -> bool:
 
 
 def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
-    """The row with a wider range ``amax`` [1]. Codes of NVFP4 that were chosen stay; their scales are rounded again."""
+    """The row with a wider range ``amax`` [1]. Chosen codes of NVFP4 stay; their scales are rounded again."""
     if row.rounded is None or torch.equal(row.weight_amax, amax):
         return replace(row, weight_amax=amax)
     codes, scale, common = row.rounded
@@ -228,7 +226,7 @@ def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
 
 
 def check_bf16(target: ForeignFormat, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError where a part is exported in bf16 that the target holds in fp16; a graph's target has all."""
+    """Raises ConfigError for a part in bf16 that the target holds in fp16; targets of graphs hold all parts."""
     if target.bf16 is True:
         return
     parts, networks = checkpoint.parts(), checkpoint.family.NETWORKS

@@ -41,11 +41,11 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import renamed
 from sd_quant.files.safetensors import FORMAT, read_header
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, lazy
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, lazy, size_of
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat
 from sd_quant.interchange import nunchaku_linears as svdquant
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, header_of, told, weight_shapes, whole
+from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, header_of, told, weight_shapes, with_layers
 from sd_quant.interchange.weights import Assignment, high_precision, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.formats import FORMATS
@@ -191,7 +191,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         parameters |= {} if bias is None else {f"{name}.bias": bias}
     taken = {f"{stored}.{end}" for stored in used for end in linears[stored].tensors}
     rest = {key: each for key, each in tensors.items() if key not in taken}
-    return whole(path, FACTS.name, kind, checkpoint, layers, found, rest | parameters)
+    denoiser = QuantizedDenoiser(path, FACTS.name, kind, layers, rest | parameters, size_of(found.values()))
+    return with_layers(denoiser, checkpoint)
 
 
 def check_class(path: Path, named: object, checkpoint: Checkpoint) -> str:

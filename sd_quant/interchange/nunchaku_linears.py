@@ -33,8 +33,8 @@ from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy
 from sd_quant.interchange import nunchaku_tiles as tiles
 from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
 from sd_quant.interchange.inputs import BlockInteger, Columns, Multiplied, Nvfp4
-from sd_quant.interchange.layouts import ADDED, NUMBERS, Layout, Packing, Piece
-from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape
+from sd_quant.interchange.layouts import ADDED, E4M3, INT8, NUMBERS, OF_ALL, Layout, Packing, Piece
+from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors
 from sd_quant.interchange.weights import Assignment, codes_and_scales, quantized
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.numbers import up_to
@@ -131,23 +131,28 @@ def stored_w4a4(tensors: LayerTensors, rows: int, columns: int, shift: float = 0
             f"{tensors.path}: {tensors.name('qweight')} is of a linear [{rows}, {columns}], expected multiples of "
             f"{tiles.SIDE}, as nunchaku's kernels need them; give a quantization of the very model it is compared with"
         )
-    shapes = {name: (columns // block, rows) for name, block in BLOCKS.items()}
-    tensors.checked("qweight", [(rows, columns // 2)], [torch.int8])
-    found = tensors.checked("wscales", list(shapes.values()), (*FLOAT_SCALES, torch.float8_e4m3fn))
-    fmt = "int4" if tuple(found.shape) == shapes["int4"] else "nvfp4"
-    tensors.checked("wscales", [shapes[fmt]], FLOAT_SCALES if fmt == "int4" else [torch.float8_e4m3fn])
-    others: dict[str, Shape] = {"smooth_factor": (columns,), "smooth_factor_orig": (columns,), "bias": (rows,)}
-    if fmt == "nvfp4":
-        others["wcscales"] = (rows,)
-    for end, shape in others.items():
-        if end in tensors or end == "smooth_factor":
-            tensors.checked(end, [shape], FLOAT_SCALES)
-    tensors.refuse({"wzeros"} | ({"wcscales", "wtscale"} if fmt == "int4" else set()), "which W4A4 has not")
+    scales = tensors.checked("wscales", None, (*FLOAT_SCALES, E4M3))
+    fmt = "int4" if tuple(scales.shape) == (columns // BLOCKS["int4"], rows) else "nvfp4"
     shape = tuple(tensors.checked("proj_down", None, FLOAT_SCALES).shape)
     rank = shape[-1] if shape and 0 < shape[-1] <= MAX_RANK and shape[-1] % tiles.RANK == 0 else tiles.RANK
-    tensors.checked("proj_down", [(columns, rank)], FLOAT_SCALES)
-    tensors.checked("proj_up", [(rows, rank)], FLOAT_SCALES)
+    layout = layout_of(fmt, rank)
+    tensors.refuse(tensors.tensors.keys() - {piece.end for piece in layout.pieces}, "which W4A4 has not")
+    layout.check(tensors, (rows, columns))
     return Stored(tensors, rows, columns, fmt, rank, shift if fmt == "int4" else 0.0)
+
+
+def layout_of(fmt: str, rank: int) -> Layout:
+    """The tensors of W4A4, which are in tiles."""
+    of_nvfp4 = (
+        Piece("wcscales", "N", FLOAT_SCALES, optional=True), Piece("wtscale", "|1|1 1", FLOAT_SCALES, OF_ALL, True),
+    )  # fmt: skip
+    return Layout(fmt, "", (
+        Piece("qweight", "N K/2", (INT8,), NUMBERS),
+        Piece("wscales", f"K/{BLOCKS[fmt]} N", FLOAT_SCALES if fmt == "int4" else (E4M3,)),
+        Piece("smooth_factor", "K", FLOAT_SCALES), Piece("smooth_factor_orig", "K", FLOAT_SCALES, optional=True),
+        Piece("proj_down", f"K 1*{rank}", FLOAT_SCALES), Piece("proj_up", f"N 1*{rank}", FLOAT_SCALES),
+        Piece("bias", "N", FLOAT_SCALES, optional=True), *(of_nvfp4 if fmt == "nvfp4" else ()),
+    ))  # fmt: skip
 
 
 def w4a4_layer(parts: Sequence[Stored], rows: slice) -> tuple[QuantizedLayer, LazyTensor | None]:

@@ -1,9 +1,9 @@
-"""What a reader of an export has to know of how the checkpoint samples: marks in a file, sentences in its README.
+"""How a checkpoint samples, for readers of an export: marks in a file, sentences in its README.
 
-Weights do not say what a network predicts, between which noise levels, and how its latents are scaled. Whoever opens a
-pipeline's folder reads that in scheduler/ and vae/. ComfyUI (0.38: supported_models.py, latent_formats.py, samplers.py,
-nodes_model_advanced.py) and stable-diffusion.cpp (August 2026) take a file for the family's first model, and tell kinds
-of SDXL by tensors; for the rest there are nodes and flags, or nothing.
+Weights do not tell the prediction, the noise levels and the scale of latents. A pipeline's folder has them in
+scheduler/ and vae/. ComfyUI (0.38: supported_models.py, latent_formats.py, samplers.py, nodes_model_advanced.py) and
+stable-diffusion.cpp (August 2026) assume the family's first model and tell kinds of SDXL by tensors; the rest takes
+nodes and flags.
 """
 
 import math

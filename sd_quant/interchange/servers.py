@@ -1,7 +1,6 @@
-"""Which servers load a result quantized as it is written: rules that each has beside the format.
+"""Rules of servers beside the formats: pipelines by class, and layers that load in high precision whatever a file says.
 
-A server knows pipelines by their class, and loads some layers of them in high precision whatever a file says. None can
-be asked here, so the rules are read off its source; ``Server`` says of which version.
+The rules are from the sources of the versions in ``Server``.
 """
 
 from collections.abc import Mapping
@@ -19,9 +18,9 @@ Rows = Mapping[str, LayerAssignment]
 def servers_of(
     target: ForeignFormat, checkpoint: Checkpoint, rows: Rows, others: Mapping[str, Rows] = {}
 ) -> dict[str, str | None]:
-    """The target's servers by name: None for those that load ``rows`` of the checkpoint's denoiser, else why not.
+    """The target's servers by name, each with the reason why it does not load ``rows`` of the denoiser, or None.
 
-    ``others`` are the rows of other networks, by component.
+    ``others`` are the rows of other networks by component.
     """
     return {name: why_not_served(server, checkpoint, rows, others) for name, server in target.servers.items()}
 

@@ -3,6 +3,7 @@
 import json
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +13,20 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
-from sd_quant.files.safetensors import read_safetensors
+from sd_quant.files.safetensors import read_header, read_safetensors
+from sd_quant.files.tensors import lazy
 from sd_quant.interchange import READERS
-from sd_quant.interchange.comfyui import read, recognizes
-from sd_quant.interchange.comfyui_marks import METHODS, Marked
+from sd_quant.interchange.comfyui import METADATA, read, recognizes
+from sd_quant.interchange.comfyui_marks import METHODS, Marked, e8m0
+from sd_quant.interchange.denoiser import QuantizedLayer
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import PREFIX, Rows
+from sd_quant.names.nemo import PREFIX as NETWORKS
+from sd_quant.names.sgm import PREFIXES
 from sd_quant.numbers import relative_error
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.rotation import rotated
 
 from .comfyui_files import (
     CASES,
@@ -29,10 +36,12 @@ from .comfyui_files import (
     by_kitchen,
     dequantized,
     mark_of,
+    marks_of,
     quantized,
     save,
     stored_pieces,
 )
+from .conftest import PLAIN, recipe_of
 from .single_files import authors_state, in_diffusers, read_all
 
 pytestmark = pytest.mark.commit
@@ -287,3 +296,158 @@ def test_rows_and_products_of_a_weight_are_those_of_the_whole_and_padding_is_cut
         x = torch.randn(3, columns)
         inputs = by_kitchen(x, case.format, **scales).dequantize()[:3, :columns]
         assert torch.equal(layer.inputs(x), inputs)
+
+
+def layer_of(tensors: dict, entries: dict, shape: tuple[int, int]) -> QuantizedLayer:
+    stored = LayerTensors(Path("x"), "a", {name.removeprefix("a."): lazy(each) for name, each in tensors.items()})
+    marked = Marked(stored, entries)
+    assert marked.unpacked() == shape
+    return marked.layer(shape, [Rows("a.weight", 0, shape[0], shape[0])])
+
+
+def codes_of(*given) -> Tensor:
+    return layer_of(*given).weight.read()
+
+
+# Codes of four and six bits by hand
+
+
+def w4a8(**tensors: Tensor) -> dict[str, Tensor]:
+    """A row of 32 codes, all of which are 12, or 44 of 63."""
+    found = {
+        "a.weight": torch.full((1, 16), -52, dtype=torch.int8), "a.weight_s_channel": torch.tensor([0.5]),
+        "a.weight_s_rel": torch.tensor([[32.0, 2.6]]).to(torch.float8_e4m3fn),
+    }  # fmt: skip
+    return found | {f"a.{name}": tensor for name, tensor in tensors.items()}
+
+
+W4A8_MARK = {"format": "asym_w4a8_int8", "convrot_groupsize": 4}
+
+
+def test_levels_are_rounded_to_int8_before_the_channels_scale():
+    """128 is clamped to 127; 4 * 2.5 has no fraction, a level of the codebook has."""
+    plain = codes_of(w4a8(), W4A8_MARK, (1, 32))
+    torch.testing.assert_close(rotated(plain, 4)[:, [0, 16]], torch.tensor([[63.5, 5.0]]))
+    codebook = torch.zeros(16).index_fill(0, torch.tensor(12), 1.3)  # 41.6 and 3.25
+    levels = codes_of(w4a8(weight_codebook=codebook), W4A8_MARK, (1, 32))
+    torch.testing.assert_close(rotated(levels, 4)[:, [0, 16]], torch.tensor([[21.0, 1.5]]))
+    bits = {"weight": torch.cat([w4a8()["a.weight"], torch.full((1, 8), -86, dtype=torch.int8)], 1)}
+    six = codes_of(w4a8(**bits), W4A8_MARK, (1, 32))  # 12 + 2 * 16 - 32
+    torch.testing.assert_close(rotated(six, 4)[:, [0, 16]], torch.tensor([[63.5, 15.0]]))
+    corrected = w4a8(weight_correction=torch.tensor([[1.0], [3.0]]))
+    shifted = layer_of(corrected, W4A8_MARK, (1, 32))
+    torch.testing.assert_close(rotated(shifted.weight.read(), 4)[:, [0, 16]], torch.tensor([[64.5, 8.0]]))
+    assert shifted.inputs is None
+
+
+def test_scales_of_groups_may_be_bytes():
+    tensors = w4a8()
+    as_bytes = tensors | {"a.weight_s_rel": tensors["a.weight_s_rel"].view(torch.uint8)}
+    assert torch.equal(codes_of(tensors, W4A8_MARK, (1, 32)), codes_of(as_bytes, W4A8_MARK, (1, 32)))
+
+
+W4A4 = {"a.weight": torch.ones(2, 32, dtype=torch.int8), "a.weight_scale": torch.ones(2)}
+W4A4_MARK = {"format": "convrot_w4a4", "convrot_groupsize": 4}
+IN_SIX_BITS = {"a.weight": torch.ones(1, 24, dtype=torch.int8)}
+
+
+@pytest.mark.parametrize(
+    "tensors, entries, words",
+    [
+        *(({}, {"group_size": size}, f"group_size {size}") for size in (3, 24, True, 10**9)),
+        ({}, {"convrot_groupsize": 8}, "convrot_groupsize 8"),
+        ({}, {"convrot": False}, "rotates all the same"),
+        (IN_SIX_BITS | {"a.weight_codebook": torch.ones(16)}, {}, "six bits"),
+        (IN_SIX_BITS | {"a.weight_s_rel": torch.ones(1, 4)}, {"group_size": 8}, "groups of 8"),
+        *((W4A4, W4A4_MARK | each, "linear_dtype") for each in (  # products that no kernel has
+            {"linear_dtype": "int2"}, {"linear_dtype": 8}, {"quant_group_size": 32},
+        )),
+    ],
+)  # fmt: skip
+def test_marks_of_what_comfyui_does_not_compute_are_refused(tensors, entries, words):
+    tensors, shape = (tensors, (2, 64)) if tensors is W4A4 else (w4a8() | tensors, (1, 32))
+    with pytest.raises(ArtifactError, match=words):
+        codes_of(tensors, W4A8_MARK | entries, shape)
+
+
+def test_inputs_are_int8_where_the_mark_says_so():
+    told = [str(layer_of(W4A4, W4A4_MARK | more, (2, 64)).inputs) for more in ({}, {"linear_dtype": "int8"})]
+    assert told == ["int4, a scale a row, rotated by 4", "int8, a scale a row, rotated by 4"]
+
+
+# Written files. What ComfyUI reads off a file before it opens it is written down from its ``model_detection.py``,
+# ``utils.py`` and ``ops.py``; ComfyUI itself opens some of these files in ``tests.programs``
+
+DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
+# by family: a tensor that ComfyUI tells the model by, and others that it reads a size off: [rows, columns] as they are
+DETECTED = {
+    "sd15": ("input_blocks.0.0.weight", ["input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"]),
+    "sd21": ("input_blocks.0.0.weight", ["input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"]),
+    "sdxl": ("input_blocks.0.0.weight", ["input_blocks.3.1.transformer_blocks.0.attn2.to_k.weight",
+                                         "label_emb.0.0.weight"]),
+    "sd3": ("joint_blocks.0.context_block.attn.qkv.weight",
+            ["y_embedder.mlp.0.weight", "x_embedder.proj.weight", "context_embedder.weight",
+             "final_layer.linear.weight"]),
+    "flux": ("double_blocks.0.img_attn.norm.key_norm.scale",
+             ["img_in.weight", "txt_in.weight", "vector_in.in_layer.weight"]),
+    "pixart": ("t_block.1.weight", ["y_embedder.y_proj.fc1.weight", "final_layer.linear.weight"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(written_once):
+    """A tiny checkpoint, its assignment, the path, the denoiser's tensors without prefix, and the metadata."""
+
+    def write(family: str, fmt: str, options: dict) -> tuple:
+        case, assignment, path = written_once("comfyui", family, fmt, **options)
+        tensors, metadata = read_header(whole_file(path))
+        prefix = PREFIX if family == "sdxl" else ""
+        state = {name.removeprefix(prefix): each.read() for name, each in tensors.items() if name.startswith(prefix)}
+        return case, assignment, path, state, metadata
+
+    return write
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DETECTED)
+def test_comfyui_tells_the_model_and_finds_the_marks(written, family):
+    """In NVFP4, which halves a width, and with every layer that a recipe may quantize."""
+    case, assignment, path, state, metadata = written(family, "nvfp4", PLAIN)
+    marks, (told, sized) = marks_of(state), DETECTED[family]
+    assert METADATA not in metadata and marks  # names in it have the prefix in one of ComfyUI's loaders alone
+    assert told in state and not any(name.startswith(DIFFUSERS) for name in state)  # with these it loses marks
+    shapes = case.denoiser().state_dict()
+    for name in sized:
+        assert state[name].dtype == torch.float16 and name.removesuffix(".weight") not in marks
+    assert state[sized[0]].shape[1] in {each.shape[1] for each in shapes.values() if each.ndim > 1}
+    packed = {name.removesuffix(".weight") for name, each in state.items()
+              if name.endswith(".weight") and each.dtype == torch.uint8}  # fmt: skip
+    assert packed == marks.keys() and all(f"{layer}.input_scale" in state for layer in marks)
+    assert path.name == {"sdxl": "sdxl"}.get(family, case.component) + ".safetensors"
+
+
+@pytest.mark.slow
+def test_the_same_assignment_gives_the_same_bytes(tiny, tmp_path):
+    case = tiny("sdxl")
+    assignment = case.assignment(recipe_of("int8", **PLAIN), "comfyui")
+    first, second = (case.written(assignment, "comfyui", tmp_path / name) for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    starts = [next(start for start in PREFIXES if name.startswith(start)) for name in read_header(whole_file(first))[0]]
+    assert tuple(dict.fromkeys(starts)) == PREFIXES[: len(NETWORKS)]  # in another process too
+
+
+def test_a_block_of_zeros_has_the_exponent_0():
+    """And not 2^-24, which it has in a graph. Of ones it is 2^-8: 1 / 448 rounded up."""
+    weight = torch.ones(2, 64)
+    weight[1, 32:] = 0
+    fmt = FORMATS["mxfp8"]
+    scales = fmt.scales(weight, torch.zeros(()))
+    assert e8m0(fmt.quantize(weight, *scales), *scales).tolist() == [[119, 119], [119, 0]]
+
+
+@pytest.mark.slow
+def test_inputs_that_a_recipe_leaves_alone_are_marked(written):
+    """Without ``full_precision_matrix_mult`` ComfyUI would round them, with a scale that it computes itself."""
+    *_, state, _ = written("sd3", "mxfp8", PLAIN | {"activation": None})
+    marks = marks_of(state).values()
+    assert marks and all(mark == {"format": "mxfp8", "full_precision_matrix_mult": True} for mark in marks)

@@ -94,32 +94,6 @@ def exported(written_once):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "entries, words",
-    [
-        ({"packing_format": "auto_round:llm_compressor"}, "packing_format is auto_round:llm_compressor"),
-        ({"packing_format": ["auto_round"]}, "packing_format is a list"),
-        ({"packing_format": AWQ}, "qweight"),
-        ({"bits": "4"}, "bits"),
-        ({"group_size": 32}, "qzeros|scales"),
-        ({"rotation_config": {"block_size": 32}}, "rotation_config, not decoded here"),
-        ({"extra_config": ["x"]}, "extra_config"),
-        ({"extra_config": {"x": 16}}, "extra_config"),
-        ({"extra_config": {"(a+)+$": {"bits": 16}}}, "regular expression"),
-        ({"extra_config": {".*" * 30: {"bits": 16}}}, "regular expression"),
-        ({"extra_config": {".*attn.*": {"bits": 16}}}, "quantize other layers"),
-        ({"extra_config": {}}, "quantize other layers.*only said"),
-        ({"block_name_to_quantize": 3}, "names blocks"),
-        ({"block_name_to_quantize": "nothing"}, "quantize other layers.*only stored"),
-    ],
-)
-def test_a_config_that_says_something_else_is_refused(exported, tmp_path, entries, words):
-    case, _, folder = exported
-    with pytest.raises((ArtifactError, ConfigError), match=words):
-        read(changed(folder, tmp_path, config=lambda config, entries=entries: config.update(entries)), case.checkpoint)
-
-
-@pytest.mark.slow
 def test_blocks_and_patterns_name_layers_as_autoround_reads_them(exported, tmp_path):
     case, assignment, folder = exported
     config = json.loads((folder / "config.json").read_text())["quantization_config"]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_safetensors
 from sd_quant.interchange import READERS
@@ -14,7 +13,7 @@ from sd_quant.interchange.diffusers_bfl import scaled_layers
 from sd_quant.names.authors import PREFIX, Rows
 
 from ..tiny import changed
-from .cases import PER_ROW_FP8, PLAIN
+from .conftest import PER_ROW_FP8, PLAIN
 from .single_files import in_authors_rows
 
 pytestmark = pytest.mark.commit
@@ -76,18 +75,6 @@ def test_authors_names_are_read_as_diffusers_are(written, tmp_path, family, pref
 
 
 QUERY = "transformer_blocks.0.attn.to_q"
-DAMAGE = {  # of what no row says; ``test_layouts`` has the rest
-    "input_scale and no weight_scale": lambda tensors: tensors.update({"proj_out.input_scale": torch.ones(())}),
-    "does not hold the denoiser": lambda tensors: tensors.update({"another.weight": torch.ones(2)}),
-    "input_scale' is 0, expected a number above 0": lambda tensors: tensors[f"{QUERY}.input_scale"].zero_(),
-}
-
-
-@pytest.mark.parametrize("message", DAMAGE)
-def test_damage_is_refused(nvfp4, tmp_path, message):
-    case, file = nvfp4
-    with pytest.raises(ArtifactError, match=message):
-        READERS[BFL].module.read(changed(file, tmp_path, DAMAGE[message]), case.checkpoint)
 
 
 def test_scales_with_comfyui_marks_are_comfyui_files(flux, tmp_path):

@@ -14,8 +14,7 @@ from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import PREFIX, Rows
 from sd_quant.quantization.formats import FORMATS
 
-from .cases import PLAIN
-from .conftest import recipe_of
+from .conftest import PLAIN, recipe_of
 from .single_files import authors_state, in_diffusers, read_all
 
 pytestmark = pytest.mark.consumer

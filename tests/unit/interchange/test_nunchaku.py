@@ -28,9 +28,7 @@ from sd_quant.interchange.stored import LayerTensors
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 
-from ..tiny import changed
 from .conftest import recipe_of
-from .tile_formulas import in_sixteens, micro_scale, scale, word
 
 pytestmark = pytest.mark.commit
 
@@ -381,28 +379,6 @@ def test_a_run_that_leaves_a_layer_or_smooths_fused_ones_apart_is_refused(made):
             adapted(assignment | {layer: replace(assignment[layer], **change)}, TARGETS[NAME])
 
 
-BLOCK = "single_transformer_blocks.0"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change, metadata, words",
-    [
-        (dict, {"model_class": "NunchakuQwenImageTransformer2DModel"}, "is of NunchakuQwen.*expected NunchakuFlux"),
-        (lambda tensors: tensors.pop(f"{BLOCK}.mlp_fc2.qweight"), {}, "missing: .*unknown"),
-        (lambda tensors: tensors.pop(f"{BLOCK}.out_proj.qweight"), {}, "missing: .*proj_out.weight"),
-        (lambda tensors: tensors.update({f"{BLOCK}.qkv_proj.proj_down": torch.zeros(1)}), {}, "twice"),
-        (lambda tensors: tensors.update({f"{BLOCK}.qkv_proj.rotation": torch.zeros(1)}), {}, "unknown"),
-        (lambda tensors: tensors.pop(f"{BLOCK}.norm.linear.wzeros"), {}, "qweight"),
-        (lambda tensors: tensors.update({f"{BLOCK}.norm.linear.bias": torch.zeros(9)}), {}, "bias"),
-    ],
-)
-def test_a_file_that_is_not_whole_is_refused(made, tmp_path, change, metadata, words):
-    case, _, path = made("flux")
-    with pytest.raises(ArtifactError, match=words):
-        case.read(changed(path, tmp_path, change, **metadata), NAME)
-
-
 @pytest.mark.slow
 def test_another_family_is_refused(made, tiny):
     _, _, path = made("flux")
@@ -410,3 +386,125 @@ def test_another_family_is_refused(made, tiny):
         tiny("sdxl_wide").read(path, NAME)
     with pytest.raises(ArtifactError, match="which a SD3Transformer2DModel is not"):
         tiny("sd3").read(path, NAME)
+
+
+N, K, R = 256, 384, 48
+ROW, COLUMN, GROUP, MICRO, RANK = (torch.arange(size) for size in (N, K, K // 64, K // 16, R))
+
+
+def word(n, k, columns: int = K):
+    """The place of an int32 of eight codes."""
+    place = ((n // 128 * (columns // 64) + k // 64) * 8 + n % 128 // 16) * 8 + n % 8
+    return (place * 4 + k % 32 // 8) * 4 + n % 16 // 8 * 2 + k % 64 // 32
+
+
+def in_sixteens(outer, r, inner_outer, inner, rank: int = R):
+    """The place of a number of the branch, whose tiles are 16 by 16."""
+    place = ((outer // 16 * (rank // 16) + r // 16) * 8 + inner_outer % 8) * 4 + inner % 8 // 2
+    return ((place * 2 + inner_outer % 16 // 8) * 2 + inner % 16 // 8) * 2 + inner % 2
+
+
+def scale(n, g, groups: int = K // 64):
+    """The place of a scale of INT4, and of a number of a vector, whose group is one."""
+    place = ((n // 128 * groups + g) * 8 + n % 128 // 16) * 4 + n % 8 // 2
+    return (place * 2 + n % 16 // 8) * 2 + n % 2
+
+
+def micro_scale(n, g, columns: int = K):
+    place = ((n // 128 * (columns // 64) + g // 4) * 8 + n % 8) * 4 + n % 32 // 8
+    return (place * 4 + n % 128 // 32) * 4 + g % 4
+
+
+def awq(n, k):
+    """The place of a code: an int16 has four."""
+    place = (n // 4 * (K // 64) + k // 64) * 4 + n % 4
+    return ((place * 2 + k % 64 // 32) * 8 + k % 8) * 4 + k % 32 // 8
+
+
+def numbers(rows: int, columns: int) -> torch.Tensor:
+    return torch.arange(rows * columns).view(rows, columns)
+
+
+PLACES = {
+    "codes": (tiles.codes(N, K), 8 * word(ROW[:, None], COLUMN) + COLUMN % 8),
+    "scales": (tiles.scales(N, K // 64), scale(ROW[:, None], GROUP)),
+    "micro_scales": (tiles.micro_scales(N, K // 16), micro_scale(ROW[:, None], MICRO)),
+    "down": (tiles.down(R, K), in_sixteens(COLUMN, RANK[:, None], RANK[:, None], COLUMN)),
+    "up": (tiles.up(N, R), in_sixteens(ROW[:, None], RANK, ROW[:, None], RANK)),
+    "awq": (tiles.awq_codes(N, K), awq(ROW[:, None], COLUMN)),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_number_lies_where_the_formula_says(name):
+    layout, places = PLACES[name]
+    matrix = numbers(*layout.shape)
+    stored = layout.tiled(matrix)
+    assert torch.equal(stored[places], matrix)
+    assert torch.equal(layout.natural(stored), matrix)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).half()
+
+
+@pytest.mark.consumer
+def test_cache_dit_packs_alike():
+    pytest.importorskip("cache_dit")
+    from cache_dit.quantization.svdquant.packing import SVDQWeightPacker
+
+    packer = SVDQWeightPacker(bits=4)
+    codes = torch.randint(-8, 8, (N, K), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    ours = tiles.packed(tiles.codes(N, K), codes.to(torch.int8)).view(torch.int8).view(N, K // 2)
+    assert torch.equal(ours, packer.pack_weight(codes))
+    scales = random(N, K // 64)
+    theirs = packer.pack_scale(packer.pad_scale(scales.view(N, 1, -1, 1), 64), 64)
+    assert torch.equal(tiles.scales(N, K // 64).tiled(scales), theirs.flatten())
+    vector = random(N)
+    theirs = packer.pack_scale(packer.pad_scale(vector.view(-1, 1), -1), -1)
+    assert torch.equal(tiles.vector_in_tiles(vector), theirs.flatten())
+    micro = random(N, K // 16).abs()
+    theirs = packer.pack_micro_scale(packer.pad_scale(micro.view(N, 1, -1, 1), 16), 16)
+    ours = tiles.micro_scales(N, K // 16).tiled(micro.to(torch.float8_e4m3fn).view(torch.uint8))
+    assert torch.equal(ours, theirs.view(torch.uint8).flatten())
+    for layout, matrix, down in ((tiles.down(R, K), random(R, K), True), (tiles.up(N, R), random(N, R), False)):
+        theirs = packer.pack_lowrank_weight(packer.pad_lowrank_weight(matrix, down=down), down=down)
+        assert torch.equal(layout.tiled(matrix), theirs.flatten())
+
+
+@pytest.mark.consumer
+def test_auto_round_packs_awq_alike(auto_round):
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    ours = tiles.packed(tiles.awq_codes(N, K), codes).view(torch.int32).view(N // 4, K // 2)
+    assert torch.equal(ours, auto_round("svdquant_w4a16")._pack_code_rows(codes.to(torch.int32)))
+
+
+LITE = "diffusers_nunchaku_lite"
+OPTIONS = {"rank": 0.1, "smoothing": "modelopt"}  # with factors in front of every layer
+
+
+@pytest.fixture(scope="module")
+def lite(written_once):
+    """A tiny Flux with its assignment, and the folder that is written."""
+    return written_once(LITE, "flux", "int4", **OPTIONS)
+
+
+def held(assignment) -> list[LayerAssignment]:
+    return [layer for layer in assignment.values() if layer.format]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_files_hold_what_diffusers_config_says(lite):
+    case, assignment, folder = lite
+    config = json.loads((folder / case.component / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "nunchaku_lite" and config["compute_dtype"] == "float16"
+    section = config["svdq_w4a4"]
+    assert {key: section[key] for key in ("precision", "group_size", "rank")} == {
+        "precision": "int4", "group_size": 64, "rank": 16,
+    }  # fmt: skip
+    assert section["targets"] == [row.name for row in held(assignment)]
+    (file,) = (folder / case.component).glob("*.safetensors")
+    tensors = load_file(file)
+    assert not any(name.endswith(("smooth_factor_orig", "wcscales", "wtscale")) for name in tensors)
+    assert all(f"{name}.weight" not in tensors for name in section["targets"])

@@ -1,4 +1,4 @@
-"""MXFP8 against the blocks that ModelOpt makes; ``interchange.test_comfyui_written`` has those of comfy-kitchen."""
+"""MXFP8 against the blocks that ModelOpt makes; ``interchange.test_comfyui`` has those of comfy-kitchen."""
 
 import pytest
 import torch
