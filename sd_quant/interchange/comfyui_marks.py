@@ -202,21 +202,11 @@ def levels(packed: Tensor, shape: Shape) -> Tensor:
     return codes.float() - 2 ** (bits - 1)
 
 
-def high_half_first(packed: Tensor, shape: Shape) -> Tensor:
-    """NVFP4's numbers, fp32, without the padding."""
-    return e2m1.decode(torch.stack([packed >> 4, packed & 15], dim=-1)).flatten(1)[: shape[0], : shape[1]]
-
-
 def in_high_half_first(codes: Tensor) -> Tensor:
     """Codes of four bits, the first in the high half of a byte, padded to multiples of 16."""
     rows, columns = codes.shape
     padded = F.pad(codes, (0, -columns % NVFP4_MULTIPLE, 0, -rows % NVFP4_MULTIPLE))
     return padded[:, ::2] << 4 | padded[:, 1::2]
-
-
-def with_rows_of_zeros(codes: Tensor) -> Tensor:
-    """Codes of eight bits, to a multiple of 32 rows."""
-    return F.pad(codes.view(torch.uint8), (0, 0, 0, -len(codes) % MXFP8_BLOCK)).view(codes.dtype)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
@@ -236,8 +226,15 @@ SIGNED = Packing(
     in_a_byte=2,
 )
 FROM_8 = Packing(levels, lambda codes: pack_nibbles(codes + 8).view(torch.int8), in_a_byte=2)
-PADDED_E2M1 = Packing(high_half_first, in_high_half_first, in_a_byte=2)
-PADDED = Packing(lambda stored, shape: stored[: shape[0], : shape[1]], with_rows_of_zeros)
+PADDED_E2M1 = Packing(
+    lambda stored, shape: e2m1.decode(torch.stack([stored >> 4, stored & 15], -1)).flatten(1)[: shape[0], : shape[1]],
+    in_high_half_first,
+    in_a_byte=2,
+)
+PADDED = Packing(  # of whole blocks in a row, but not of rows
+    lambda stored, shape: stored[: shape[0], : shape[1]],
+    lambda codes: F.pad(codes.view(UINT8), (0, 0, 0, -len(codes) % MXFP8_BLOCK)).view(codes.dtype),
+)
 E8M0_TILES = Packing(
     lambda stored, shape: powers_of_two(from_tiles(stored.view(UINT8), *shape)),
     lambda codes, scales: in_tiles(e8m0(codes, scales)),

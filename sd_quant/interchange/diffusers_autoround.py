@@ -206,7 +206,7 @@ def layout_of(bits: int, group: int, packing: str) -> Layout:
         lambda words, shape: unpacked(words.T, bits).float() + less,
         lambda zeros: packed(zeros.int() + middle - less, bits).T,
     )
-    awq = Packing(lambda words, shape: in_order(unpacked(words.T, bits)))
+    awq = Packing(lambda words, shape: unpacked(words.T, bits).unflatten(0, (-1, 8))[:, AWQ_ORDER].flatten(0, 1))
     pieces = (
         Piece("qweight", f"K N*{bits}/{WORD}", (INT32,), NUMBERS, packing=awq)
         if packing == AWQ
@@ -241,11 +241,6 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
             number = number | blocks[:, word + 1] << WORD - offset
         numbers.append((number & 2**bits - 1).to(torch.uint8))
     return torch.stack(numbers, 1).flatten(0, 1)
-
-
-def in_order(numbers: Tensor) -> Tensor:
-    """Numbers that are stored as AWQ does along the first axis, in their own order."""
-    return numbers.unflatten(0, (-1, len(AWQ_ORDER)))[:, AWQ_ORDER].flatten(0, 1)
 
 
 # Writing

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
 from sd_quant.interchange.layouts import FP32, INT8, NUMBERS, Layout, Piece
-from sd_quant.interchange.stored import DTYPES, Folder, LayerTensors, Shape, told
+from sd_quant.interchange.stored import DTYPES, Folder, LayerTensors, Shape, fits, told
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 FACTS = ForeignFormat(
@@ -54,6 +54,7 @@ FOUR_BITS = (*PACKED.values(), ABSMAX, TABLE, NESTED_ABSMAX, NESTED_TABLE)
 EIGHT_BITS = (STATISTICS, LAYOUT)
 
 MOST_JSON = 4096  # bytes; about 200 are written
+MOST_OFFSET = 1e30
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # in which bitsandbytes dequantizes
 NESTED_BLOCK, NESTED_NUMBERS = 256, 256
 STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -173,22 +174,15 @@ def state_of(stored: LayerTensors, shape: Shape) -> State:
 
 def checked_state(content: Mapping, kind: str, shape: Shape) -> State:
     """Raises ValueError for what bitsandbytes does not write."""
-    plain = {"quant_type", "blocksize", "dtype", "shape"}
-    nested = {"nested_blocksize", "nested_dtype", "nested_offset"}
-    if content.keys() not in (plain, plain | nested):
+    templates = {"quant_type": kind, "blocksize": BLOCKS, "dtype": tuple(DTYPES), "shape": list(shape)}
+    if "nested_offset" in content:
+        templates |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": (int, float)}
+    if content.keys() != templates.keys():
         raise ValueError(f"entries {', '.join(sorted(map(str, content)))}")
-    for entry, allowed in {
-        "quant_type": [kind], "blocksize": BLOCKS, "dtype": list(DTYPES), "shape": [list(shape)],
-        "nested_blocksize": [NESTED_BLOCK], "nested_dtype": ["float32"],
-    }.items():  # fmt: skip
-        given = content.get(entry)
-        if entry in content and not any(type(given) is type(each) and given == each for each in allowed):
-            raise ValueError(f"{entry} {told(given)}")
     offset = content.get("nested_offset")
-    if offset is not None and (type(offset) not in (int, float) or not isfinite(offset) or abs(offset) > 1e30):
-        raise ValueError("nested_offset is no number")
-    if offset is None and "nested_offset" in content:
-        raise ValueError("nested_offset is null")
+    for entry, template in templates.items():
+        if not fits(content[entry], template) or entry == "nested_offset" and not abs(offset) <= MOST_OFFSET:
+            raise ValueError(f"{entry} {told(content[entry])}")
     return State(kind, content["blocksize"], DTYPES[content["dtype"]], offset)
 
 

@@ -191,14 +191,6 @@ def consumed_clip(component: str, layers: int, projects: bool) -> Part:
     return Part(component, "text_encoder.", contract, partial(ConsumedTextEncoder, named=named))
 
 
-def consumed_t5(component: str) -> Part:
-    """T5's encoder as a part, in fp32 as the run's own, for texts of any length."""
-    contract = Contract(
-        {"input_ids": ("batch", "text")}, ("last_hidden_state",), {"input_ids": torch.int64}, torch.float32, axes=AXES
-    )
-    return Part(component, "text_encoder.", contract, T5Part)
-
-
 def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
     """The parts by the consumer's folder, the denoiser first."""
     family, part = checkpoint.family, denoiser_part(checkpoint)
@@ -207,8 +199,10 @@ def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
     denoiser = consumed_unet(checkpoint, configs["unet"]) if is_unet else consumed_transformer(part)
     parts = {part.component: denoiser, **consumed_vae(checkpoint.parts()["vae"])}
     for component, kind in family.NETWORKS.items():
-        if kind == "T5EncoderModel" and component in configs:
-            parts[component] = consumed_t5(component)
+        if kind == "T5EncoderModel" and component in configs:  # in fp32 as the run's own, for texts of any length
+            inputs, dtypes = {"input_ids": ("batch", "text")}, {"input_ids": torch.int64}
+            contract = Contract(inputs, ("last_hidden_state",), dtypes, torch.float32, axes=AXES)
+            parts[component] = Part(component, "text_encoder.", contract, T5Part)
         elif kind.startswith("CLIPTextModel"):
             layers = configs[component].num_hidden_layers
             parts[component] = consumed_clip(component, layers, kind.endswith("WithProjection"))

@@ -28,7 +28,6 @@ stored weights (a16), as in vLLM-Omni (pull request 6560).
 The road not taken is ``export_hf_checkpoint``, which needs all weights at once and chooses the codes anew.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -51,6 +50,7 @@ from sd_quant.interchange.stored import (
     Folder,
     LayerTensors,
     Shape,
+    fits,
     ignored_names,
     quantization_config,
     quantized_by,
@@ -182,7 +182,12 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     """
     folder = Folder(path, checkpoint)
     config, (found, others) = folder.config, folder.by_layer(ENDS)
-    check_order(path, config)
+    for key, own in ORDER.items():
+        if config.get(key) not in (None, own):
+            raise ArtifactError(
+                f"{path}: its {key} is {told(config[key])}, expected {told(own)} as in what ModelOpt exports; give the "
+                "folder that this was converted from"
+            )
     ignored = ignored_names(path, config, "ignore")
     if both := [name for name in found if any(fnmatchcase(name, pattern) for pattern in ignored)]:
         raise ArtifactError(
@@ -203,38 +208,23 @@ def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple
     policy = runtime.get("diffusion_step_policy") if isinstance(runtime, Mapping) else runtime
     if policy is None:
         return 0, 0
-    given = policy if isinstance(policy, Mapping) else {}
-    ends = [given.get(name) for name in ("first_steps", "last_steps")]
-    first, last = (each.get("count") if isinstance(each, Mapping) else None for each in ends)
-    whole = all(type(count) is int and 0 <= count <= MOST_STEPS for count in (first, last))
-    scope, reasoner = given.get("scope"), given.get("reasoner")
-    if whole and isinstance(scope, list) and scope and reasoner in ("a16", "native"):
-        expected = policy_of(first, last) | {"scope": scope, "reasoner": reasoner}
-        if json.dumps(policy, sort_keys=True) == json.dumps(expected, sort_keys=True):  # in which true is not 1
-            return (first, last) if component in scope else (0, 0)
+    if fits(policy, policy_of(int, int) | {"scope": list, "reasoner": ("a16", "native")}):
+        first, last = policy["first_steps"]["count"], policy["last_steps"]["count"]
+        if policy["scope"] and all(0 <= count <= MOST_STEPS for count in (first, last)):
+            return (first, last) if component in policy["scope"] else (0, 0)
     raise ArtifactError(
         f"{path}: its diffusion_step_policy is {told(policy)}, expected version 1 with a number of first_steps and of "
         "last_steps in a16, as vLLM-Omni has it; servers refuse another one"
     )
 
 
-def policy_of(first: int, last: int, component: str = "transformer") -> dict[str, Any]:
+def policy_of(first: Any, last: Any, component: str = "transformer") -> dict[str, Any]:
     """The policy of ``first`` and ``last`` steps of a component with unquantized inputs."""
     return {
         "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": [component],
         "default_mode": "native", "first_steps": {"count": first, "mode": "a16"},
         "last_steps": {"count": last, "mode": "a16"}, "overlap": "a16", "reasoner": "a16",
     }  # fmt: skip
-
-
-def check_order(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for another layout than ModelOpt's, which SGLang alone reads."""
-    for key, own in ORDER.items():
-        if config.get(key) not in (None, own):
-            raise ArtifactError(
-                f"{path}: its {key} is {told(config[key])}, expected {told(own)} as in what ModelOpt exports; give the "
-                "folder that this was converted from"
-            )
 
 
 def algo_of(path: Path, config: Mapping[str, Any], layer: str) -> str:

@@ -64,7 +64,11 @@ def read_state(path: Path, member: Member) -> State:
         quantizers: dict[str, Mapping[str, object]] = {}
         stored: dict[str, object] = {}
         for step, entry in steps:
-            check_step(path, step)
+            if not isinstance(step, str) or not (step in STEPS or step.endswith(CALIBRATES)) or step == BRANCHES:
+                raise ArtifactError(
+                    f"{path}: ModelOpt has done {listing([told(step)])} with this network, expected quantization "
+                    "without a low-rank branch; give such a checkpoint"
+                )
             metadata = entry["metadata"]
             quantizers |= checked(metadata.get("quantizer_state", {}))
             stored |= metadata.get("q_tensor_state", {})
@@ -78,14 +82,6 @@ def read_state(path: Path, member: Member) -> State:
             f"({listing([f'{type(error).__name__}: {error}'])}); fetch it again"
         ) from None
     return State(version[:40], quantizers, stored)
-
-
-def check_step(path: Path, step: object) -> None:
-    if not isinstance(step, str) or not (step in STEPS or step.endswith(CALIBRATES)) or step == BRANCHES:
-        raise ArtifactError(
-            f"{path}: ModelOpt has done {listing([told(step)])} with this network, expected quantization without a "
-            "low-rank branch; give such a checkpoint"
-        )
 
 
 def checked(quantizers: Any) -> dict[str, Mapping[str, object]]:

@@ -17,12 +17,11 @@ linear's tensors are those of ``nunchaku_linears`` under deepcompressor's names:
 | proj_out                           | not quantized       |                             | columns: out_proj, mlp_fc2 |
 | norm1(_context).linear, norm.linear|                     | W4A16, six chunks           | W4A16, three chunks        |
 
-nunchaku replaces all of these in every block, so a result that leaves one of them in high precision is refused. Others
-are as in diffusers. One rank holds for the file, and q, k and v share ``smooth`` and ``lora_down``. A recipe with
-``shared_branch`` gives them one ``down``; others are stacked, which computes each branch exactly and triples the rank.
-Modulations of Flux are rounded to nearest, and 1 is added to the biases of scales. Inputs of Flux's ``mlp_fc2`` are
-shifted in INT4. nunchaku takes the precision from the GPU, not from the file. Its loader of Flux wants bfloat16, and
-SDXL's knows no ``wtscale``, so ``wcscales`` holds NVFP4's common scales.
+All of these are quantized in every block: a result with one in high precision is refused. Others are as in diffusers.
+All branches have one rank, and q, k and v one ``smooth`` and ``lora_down``: with ``shared_branch`` one ``down``, else
+all stacked, which is exact and triples the rank. Modulations of Flux are rounded to nearest, and 1 is added to the
+biases of scales. Inputs of Flux's ``mlp_fc2`` are shifted in INT4. nunchaku takes the precision from the GPU, not from
+the file. Its loader of Flux wants bfloat16, and SDXL's has no ``wtscale``: ``wcscales`` hold NVFP4's common scales.
 
 Sources: nunchaku 1.3.0dev (92e4695), ``models/unets/unet_sdxl.py``, ``models/transformers/transformer_flux_v2.py``. The
 road not taken is to decompose the stacked weights anew: their codes were chosen beside the branches that they have.
@@ -139,10 +138,7 @@ def old_name(key: str) -> str:
 
 
 def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Where a linear of diffusers is: in the rows of one that holds all members, or side by side in several linears.
-
-    Returns the linears' names, and the members.
-    """
+    """The linears of the file that hold a linear of diffusers, side by side, and the members in the rows of one."""
     head, _, last = name.rpartition(".")
     for fused, members in FUSED.items():
         if last in members and not head.endswith("attn2"):
@@ -243,10 +239,7 @@ def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into ``folder`` as one file, named as nunchaku's are.
-
-    Raises ConfigError for layers in two formats.
-    """
+    """Write the denoiser into ``folder`` as one file with nunchaku's name. Raises ConfigError for two formats."""
     network = empty_denoiser(checkpoint)
     kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
     dtype, weights = DTYPES[kind], high_precision(checkpoint, assignment)

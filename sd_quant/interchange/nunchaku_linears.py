@@ -1,12 +1,12 @@
-"""Linears as nunchaku's kernels compute them, read and written: SVDQuant's W4A4 with a branch, and AWQ's W4A16.
+"""Linears of nunchaku's kernels, read and written: SVDQuant's W4A4 with a branch, and AWQ's W4A16.
 
     y = Q(x / smooth_factor) W^T + (x proj_down) proj_up^T + bias
 
-The kernel divides by ``smooth_factor``, where a ``pre_quant_scale`` multiplies, and its branch reads the input as it
-comes, not the smoothed one. Inputs are INT4 in blocks of 64, amax / 7, or E2M1 in blocks of 16 with scales in E4M3 and
-none for all, while the network runs. Behind a fused GELU the kernel adds ``SHIFT`` to inputs of INT4 before it divides
-them, and rounds to 0..15. The bias takes the shift back, of the product with W alone, because the branch reads inputs
-that are not shifted (``EpilogueLoraDown`` comes before ``EpilogueQuantize`` in ``gemm_w4a4_launch_impl.cuh``).
+``smooth_factor`` divides where a ``pre_quant_scale`` multiplies, and the branch reads unsmoothed inputs. Inputs are
+quantized as the network runs: INT4 in blocks of 64, amax / 7, or E2M1 in blocks of 16 with scales in E4M3 and no common
+one. Behind a fused GELU the kernel adds ``SHIFT`` to inputs of INT4 before division, and rounds to 0..15. The bias
+takes the shift back, for W alone: the branch reads unshifted inputs (``EpilogueLoraDown`` is before
+``EpilogueQuantize`` in ``gemm_w4a4_launch_impl.cuh``).
 
 | tensor                     | W4A4 in INT4         | in NVFP4                                | W4A16            |
 |----------------------------|----------------------|-----------------------------------------|------------------|
@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor
 from sd_quant.interchange import nunchaku_tiles as tiles
 from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
 from sd_quant.interchange.inputs import BlockInteger, Columns, Multiplied, Nvfp4
-from sd_quant.interchange.layouts import ADDED, E4M3, INT8, NUMBERS, OF_ALL, Layout, Packing, Piece
+from sd_quant.interchange.layouts import ADDED, E4M3, INT8, NUMBERS, OF_ALL, Layout, Packing, Piece, fitting
 from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors
 from sd_quant.interchange.weights import Assignment, codes_and_scales, quantized
 from sd_quant.models.checkpoint import Checkpoint
@@ -93,11 +93,11 @@ class Stored:
         groups = self.columns // BLOCKS[self.format]
         scales = self.tensors.finite("wscales")
         if self.format == "int4":
-            numbers = ((codes.view(torch.int8) ^ 8) - 8).float()
+            numbers = ((codes.view(INT8) ^ 8) - 8).float()
             return numbers * per_number(tiles.scales(self.rows, groups).natural(scales).float(), self.columns)
         natural = tiles.micro_scales(self.rows, groups).natural(scales.view(torch.uint8))
         common = self.tensors.number("wtscale") if "wtscale" in self.tensors else 1.0
-        weight = e2m1.decode(codes) * per_number(natural.view(torch.float8_e4m3fn).float() * common, self.columns)
+        weight = e2m1.decode(codes) * per_number(natural.view(E4M3).float() * common, self.columns)
         if "wcscales" in self.tensors:
             weight *= tiles.vector_from_tiles(self.tensors.finite("wcscales").float())[:, None]
         return weight
@@ -151,7 +151,7 @@ def layout_of(fmt: str, rank: int) -> Layout:
         Piece("wscales", f"K/{BLOCKS[fmt]} N", FLOAT_SCALES if fmt == "int4" else (E4M3,)),
         Piece("smooth_factor", "K", FLOAT_SCALES), Piece("smooth_factor_orig", "K", FLOAT_SCALES, optional=True),
         Piece("proj_down", f"K 1*{rank}", FLOAT_SCALES), Piece("proj_up", f"N 1*{rank}", FLOAT_SCALES),
-        Piece("bias", "N", FLOAT_SCALES, optional=True), *(of_nvfp4 if fmt == "nvfp4" else ()),
+        *(of_nvfp4 if fmt == "nvfp4" else ()), Piece("bias", "N", FLOAT_SCALES, optional=True),
     ))  # fmt: skip
 
 
@@ -260,30 +260,31 @@ def w4a4_tensors(linear: Written, rank: int, dtype: torch.dtype) -> dict[str, La
             up[:, : linear.rank], down[: linear.rank] = balanced(linear.branch[0], linear.branch[1] / smooth)
         return up.to(dtype), down.to(dtype)
 
-    def codes() -> Tensor:
-        return tiles.packed(tiles.codes(rows, columns), linear.read()[0]).view(torch.int8).view(rows, columns // 2)
-
     def scales() -> Tensor:
         natural = linear.read()[1]
         if linear.format == "int4":
-            return tiles.scales(rows, groups).tiled(natural.to(dtype)).view(groups, rows)
-        bits = tiles.micro_scales(rows, groups).tiled(natural.to(torch.float8_e4m3fn).view(torch.uint8))
-        return bits.view(torch.float8_e4m3fn).view(groups, rows)
+            return tiles.scales(rows, groups).tiled(natural.to(dtype))
+        return tiles.micro_scales(rows, groups).tiled(natural.to(E4M3).view(torch.uint8)).view(E4M3)
 
-    tensors = {
-        "qweight": LazyTensor((rows, columns // 2), torch.int8, codes),
-        "wscales": LazyTensor((groups, rows), dtype if linear.format == "int4" else torch.float8_e4m3fn, scales),
-        "smooth_factor": lazy(tiles.vector_in_tiles(smooth)),
-        "proj_down": LazyTensor(
-            (columns, rank), dtype, lambda: tiles.down(rank, columns).tiled(branch()[1]).view(columns, rank)
-        ),
-        "proj_up": LazyTensor((rows, rank), dtype, lambda: tiles.up(rows, rank).tiled(branch()[0]).view(rows, rank)),
+    def vector(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: tiles.vector_in_tiles(read().to(dtype))
+
+    numbers = {
+        "qweight": lambda: tiles.packed(tiles.codes(rows, columns), linear.read()[0]).view(INT8),
+        "wscales": scales,
+        "smooth_factor": vector(lambda: smooth),
+        "proj_down": lambda: tiles.down(rank, columns).tiled(branch()[1]),
+        "proj_up": lambda: tiles.up(rows, rank).tiled(branch()[0]),
+        "wcscales": vector(lambda: linear.read()[2][:, 0]),
     }
-    if linear.format == "nvfp4":
-        tensors["wcscales"] = in_tiles(rows, dtype, lambda: linear.read()[2][:, 0])
     if linear.bias is not None:
-        tensors["bias"] = in_tiles(rows, dtype, linear.bias.read)
-    return tensors
+        numbers["bias"] = vector(linear.bias.read)
+
+    def stored(piece: Piece) -> LazyTensor:
+        (shape,), read = fitting(piece.shapes, (rows, columns)), numbers[piece.end]
+        return LazyTensor(shape, dtype if piece.dtypes == FLOAT_SCALES else piece.dtypes[0], lambda: read().view(shape))
+
+    return {piece.end: stored(piece) for piece in layout_of(linear.format, rank).pieces if piece.end in numbers}
 
 
 def smooth_of(linear: Written, dtype: torch.dtype) -> Tensor:
@@ -312,10 +313,6 @@ def w4a16_tensors(weight: Readable, chunks: int, dtype: torch.dtype) -> dict[str
         "wscales": LazyTensor((groups, rows), dtype, lambda: numbers()[1].T.contiguous()),
         "wzeros": LazyTensor((groups, rows), dtype, lambda: -ZERO * numbers()[1].T.contiguous()),
     }
-
-
-def in_tiles(count: int, dtype: torch.dtype, vector: Callable[[], Tensor]) -> LazyTensor:
-    return LazyTensor((count,), dtype, lambda: tiles.vector_in_tiles(vector().to(dtype)))
 
 
 def balanced(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:

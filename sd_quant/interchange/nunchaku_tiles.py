@@ -1,7 +1,7 @@
-"""The order in which nunchaku's kernels hold a linear's numbers: tiles that the threads of a warp load in one piece.
+"""The order of a linear's numbers for nunchaku's kernels: tiles that the threads of a warp load in one piece.
 
-Each layout splits the axes of a matrix in natural order, as ``reshape`` does, and orders the pieces, as ``permute``
-does; the numbers then lie in memory in that order. N are a linear's outputs, K its inputs, R the rank of its branch.
+A layout splits the axes of a matrix in natural order (``reshape``) and orders the pieces (``permute``). N are a
+linear's outputs, K its inputs, R the rank of its branch.
 
 | numbers              | natural order | stored as                                                        |
 |----------------------|---------------|------------------------------------------------------------------|
@@ -13,11 +13,10 @@ does; the numbers then lie in memory in that order. N are a linear's outputs, K 
 | branch, up           | [N, R]        | [N, R]                                                           |
 | codes of W4A16 (AWQ) | [N, K]        | int32 [N / 4, K / 2], see ``awq_codes``; its scales are in order |
 
-N and K are multiples of 128, R of 16. Sources: nunchaku's ``lora/flux/packer.py``; the tests hold each layout against
-the packers of auto-round and cache-dit, bit for bit, and against flat formulas.
+N and K are multiples of 128, R of 16. Source: nunchaku's ``lora/flux/packer.py``; tests compare with the packers of
+auto-round and cache-dit, bit for bit, and with flat formulas.
 
-The road not taken is to pad other sizes, as deepcompressor does: nunchaku's linears in Python have tensors of just the
-sizes of the model, so a padded one is refused there.
+The road not taken is deepcompressor's padding: nunchaku's linears in Python refuse other sizes than the model's.
 """
 
 from dataclasses import dataclass

@@ -158,6 +158,21 @@ def told(value: object) -> str:
     return str(value)[:80] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
+def fits(value: Any, template: Any) -> bool:
+    """Whether a JSON value equals ``template``, or one of a tuple of templates.
+
+    A type is a template of its values, ``object`` of all. A mapping's entries fit by key; a missing one is None.
+    """
+    if isinstance(template, tuple):
+        return any(fits(value, each) for each in template)
+    if isinstance(template, dict):
+        known = isinstance(value, dict) and value.keys() <= template.keys()
+        return known and all(fits(value.get(key), each) for key, each in template.items())
+    if isinstance(template, type):
+        return template is object or type(value) is template
+    return type(value) is type(template) and value == template
+
+
 def header_of(path: Path) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]]:
     """Tensors and metadata of a safetensors file; empty ones for any other ``path``."""
     try:

@@ -1,10 +1,10 @@
 """vLLM-Omni's ``int8``: a pipeline's folder whose denoiser has INT8 linears, with inputs scaled by row as it runs.
 
 ``config.json`` has ``{"quant_method": "int8", "is_checkpoint_int8_serialized": true, "activation_scheme": "dynamic",
-"ignored_layers": [...]}`` and nothing else, because these are arguments of a class. A scale multiplies a row of codes;
-inputs are scaled by the largest magnitude of a row over 127. There is no place for a static scale, a pre_quant_scale or
-a branch. As vLLM-Omni 0.30.0 and vLLM 0.30.0 have it, whose source was read and which no processor runs
-(``quantization/int8_config.py``, ``models/flux/flux_transformer.py``):
+"ignored_layers": [...]}`` and nothing else: these are arguments of a class. Rows of codes and of inputs have scales,
+the latter the largest magnitude over 127. There is no place for a static scale, a pre_quant_scale or a branch. Source:
+vLLM-Omni 0.30.0 and vLLM 0.30.0, which no processor runs (``quantization/int8_config.py``,
+``models/flux/flux_transformer.py``):
 
 - ``ignored_layers`` are compared exactly, with the server's own names: neither parts of names nor patterns. Of query,
   key and value, which it stacks to ``to_qkv``, the names of the parts and of the whole are written.
@@ -69,9 +69,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[str, object], *lists: str) -> list[str]:
-    """The names of layers that are not quantized in the config of a folder, in the first of the ``lists`` that has any.
+    """Names of unquantized layers in a folder's config, in the first nonempty of the ``lists``.
 
-    Raises ArtifactError unless the config has all that is ``written`` beside, and nothing more but for ``others``.
+    Raises ArtifactError for a config without all of ``written``, or with more than these and ``others``.
     """
     path, config = folder.path, folder.config
     if differing := [key for key, value in written.items() if config.get(key) != value]:
@@ -89,9 +89,9 @@ def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[st
 def read_served(
     folder: Folder, facts: ForeignFormat, layout: Layout, inputs: Inputs, skips: Callable[[str], bool]
 ) -> QuantizedDenoiser:
-    """The denoiser in a folder whose quantized linears are all of one ``layout``. No weight is read.
+    """The denoiser in a folder with quantized linears of one ``layout``.
 
-    Raises ArtifactError for a layer that has scales and that the server ``skips``, and for any other denoiser.
+    Raises ArtifactError for a layer with scales that the server ``skips``, and for any other denoiser.
     """
     found, others = folder.by_layer([piece.end for piece in layout.pieces if piece.holds != NUMBERS])
     if both := [name for name in found if skips(name)]:

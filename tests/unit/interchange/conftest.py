@@ -1,6 +1,7 @@
 """Recipes, what targets write of tiny checkpoints, and auto-round's packers."""
 
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -8,7 +9,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
+from sd_quant.interchange.denoiser import QuantizedDenoiser
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 
@@ -73,6 +76,20 @@ CASES = [  # of each format that is written and read: the format, the checkpoint
     ("modelopt_export", "flux", "nvfp4", PLAIN),
     ("modelopt_export", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),
 ]
+
+
+def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, and tensors of the same shapes, dtypes and numbers."""
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
+
+
+def weights_of(candidate: QuantizedDenoiser) -> dict[str, Tensor]:
+    """The weights of the layers."""
+    found = {name: layer.weight.read() for name, layer in candidate.layers.items()}
+    assert {name: each.dtype for name, each in found.items()} == {
+        name: layer.weight.dtype for name, layer in candidate.layers.items()
+    }
+    return found
 
 
 def recipe_of(name: str, activation: str | None = "same", **options: object) -> Recipe:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import lazy
-from sd_quant.interchange.diffusers_autoround import AWQ, GPTQ, PIECES, Scheme, packed, read, stored_layer
+from sd_quant.interchange.diffusers_autoround import AWQ, GPTQ, PIECES, Scheme, read, stored_layer
 from sd_quant.interchange.stored import LayerTensors
 
 from ..tiny import changed
@@ -56,18 +56,6 @@ def test_a_zero_point_of_the_other_convention_is_refused(packing, zeros):
     assert torch.equal(weight(zeros, True), weight(zeros, False)) and weight(zeros, True).min() == -4
     with pytest.raises(ArtifactError, match="has the zero point [79], expected 8"):
         weight(0x77777777 if packing != GPTQ else 0x88888888, True)
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_packed_backwards(bits):
-    numbers = torch.arange(64 * 3).view(64, 3) * 37 % 2**bits
-    tensors = {
-        "qweight": packed(numbers, bits), "scales": torch.ones(1, 32).half(),
-        "qzeros": torch.zeros(1, bits, dtype=torch.int32),
-    }  # fmt: skip
-    tensors["qweight"] = tensors["qweight"].repeat(1, 11)[:, :32].contiguous()
-    weight = layer_of(tensors, (32, 64), Scheme(bits, -1, False), "auto_round").weight.read()
-    assert torch.equal(weight[:3], numbers.T.float())
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from sd_quant.interchange.diffusers_bfl import scaled_layers
 from sd_quant.names.authors import PREFIX, Rows
 
 from ..tiny import changed
-from .conftest import PER_ROW_FP8, PLAIN
-from .single_files import in_authors_rows
+from .conftest import PER_ROW_FP8, PLAIN, assert_equal
+from .single_files import in_authors_rows, read_all
 
 pytestmark = pytest.mark.commit
 
@@ -66,12 +66,9 @@ def test_authors_names_are_read_as_diffusers_are(written, tmp_path, family, pref
     case, file = written(family, "fp8", PER_ROW_FP8)
     read = case.read(file, BFL)
     authors = case.read(with_authors_names(case, file, tmp_path, prefix), BFL)
-    assert authors.layers.keys() == read.layers.keys()
-    for name, layer in read.layers.items():
-        assert torch.equal(layer.weight.read(), authors.layers[name].weight.read()), name
-        assert str(layer.inputs) == str(authors.layers[name].inputs)
-    for name, parameter in read.parameters.items():
-        assert torch.equal(parameter.read(), authors.parameters[name].read()), name
+    assert_equal(read_all(authors), read_all(read))
+    inputs, others = ({name: str(layer.inputs) for name, layer in each.layers.items()} for each in (read, authors))
+    assert inputs == others
 
 
 QUERY = "transformer_blocks.0.attn.to_q"

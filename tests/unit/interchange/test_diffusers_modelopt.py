@@ -15,6 +15,7 @@ from sd_quant.interchange.diffusers_modelopt import Quantizer, quantizer_of, rea
 from sd_quant.interchange.modelopt_state import plain_content, read_state
 
 from ..tiny import Tiny, changed
+from .conftest import assert_equal, weights_of
 
 pytestmark = pytest.mark.commit
 
@@ -92,13 +93,12 @@ def test_weights_and_outputs_are_those_of_modelopt(saved):
     }
     assert inputs == {*candidate.rounded, *(name for name, layer in candidate.layers.items() if layer.inputs)}
     assert len(enabled) > 15
-    for name in enabled:
-        layer, found = theirs.get_submodule(name), candidate.layers[name].weight
-        expected = layer.weight_quantizer(layer._parameters["weight"])
-        assert found.dtype == expected.dtype and torch.equal(found.read(), expected), name
+    quantized = {name: theirs.get_submodule(name) for name in enabled}
+    expected = {name: each.weight_quantizer(each._parameters["weight"]) for name, each in quantized.items()}
+    assert_equal(weights_of(candidate), expected)
+    in_fp32 = {each.dtype for each in expected.values()} == {torch.float32}
     ours = case.network(candidate)
     theirs = theirs.float()
-    in_fp32 = found.dtype == torch.float32
     assert max(case.error_of_layers(ours, theirs, candidate).values()) < (1e-5 if in_fp32 else 1e-3)
     # theirs rounds in fp32 what it rounds in fp16 where that is stored, which moves inputs over a rounding
     assert case.error(theirs, ours) < (0.3 if in_fp32 else 1) * case.error(theirs, case.denoiser())
@@ -123,12 +123,13 @@ def test_weights_of_nvfp4_and_compressed_weights_are_those_that_modelopt_stores(
             assert torch.equal(layer.weight.read(), dequantized(*codes)), name
     mtq.compress(network)
     network.save_pretrained(tmp_path / "compressed")
-    candidate = case.read(tmp_path / "compressed", READER)
-    assert candidate.layers.keys() == layers.keys() and len(layers) > 15
-    for name, layer in candidate.layers.items():
-        theirs = network.get_submodule(name)
-        assert torch.equal(layer.weight.read(), theirs.weight_quantizer(theirs.weight)), name
-        assert layer.bits < 12 and str(layer.inputs).startswith(layer.format)
+    candidate, theirs = (
+        case.read(tmp_path / "compressed", READER),
+        {name: network.get_submodule(name) for name in layers},
+    )
+    assert len(layers) > 15 and all(layer.bits < 12 for layer in candidate.layers.values())
+    assert_equal(weights_of(candidate), {name: each.weight_quantizer(each.weight) for name, each in theirs.items()})
+    assert all(str(layer.inputs).startswith(layer.format) for layer in candidate.layers.values())
 
 
 def dequantized(codes, scale: torch.Tensor, double: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ from torch import nn
 from sd_quant.errors import ConfigError
 from sd_quant.interchange.diffusers_sdnq import OTHER_NAMES, at_least_as_wide, hadamard, matches, read, small_floats
 
+from .conftest import assert_equal
+
 pytestmark = pytest.mark.commit
 
 consumer = pytest.mark.consumer
@@ -109,11 +111,11 @@ def assert_weights_equal(candidate, theirs):
         assert layer.format == OTHER_NAMES.get(numbers, numbers)
         assert torch.equal(found, expected), name
     state = theirs.state_dict()
-    for name, parameter in candidate.parameters.items():
-        assert torch.equal(parameter.read().float(), state[name]), name
+    found = {name: parameter.read().float() for name, parameter in candidate.parameters.items()}
+    assert_equal(found, {name: state[name] for name in found})
 
 
-def assert_equal(case, candidate, theirs):
+def assert_same(case, candidate, theirs):
     assert_weights_equal(candidate, theirs)
     assert case.error(theirs, case.network(candidate)) < 1e-6 < 1e-3 < case.error(theirs, case.denoiser())
 
@@ -125,7 +127,7 @@ def test_every_kind(kinds, sdnq, in_turn, sdxl):
     if kinds is KINDS["numbers"]:
         assert_weights_equal(candidate, theirs)
     else:
-        assert_equal(sdxl, candidate, theirs)
+        assert_same(sdxl, candidate, theirs)
     assert candidate.maker == f"SDNQ {sdnq.common.sdnq_version}"
     assert {chosen[name] for name in candidate.layers} == kinds.keys()
     assert not any(layer.inputs for layer in candidate.layers.values())
@@ -136,7 +138,7 @@ def test_every_kind(kinds, sdnq, in_turn, sdxl):
 def test_options(name, saved, sdxl):
     path = saved(**OPTIONS[name])
     candidate = sdxl.read(path, READER)
-    assert_equal(sdxl, candidate, candidate.runtime())
+    assert_same(sdxl, candidate, candidate.runtime())
     stored = sum((path / file).stat().st_size for file in os.listdir(path) if ".safetensors" in file)
     assert 0 <= stored - candidate.stored_bytes < 100_000  # the header
 

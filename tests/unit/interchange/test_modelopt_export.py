@@ -23,10 +23,9 @@ from torch import Tensor
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.denoiser import weights_alone
-from sd_quant.interchange.holding import adapted
+from sd_quant.interchange.holding import adapted, check_served, servers_of
 from sd_quant.interchange.inputs import Multiplied, StaticFloat8
 from sd_quant.interchange.modelopt_export import config_of, ignored, precise_ends
-from sd_quant.interchange.servers import check_served, servers_of
 from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.quantization.assignment import LayerAssignment
 from tests.refusals import refused

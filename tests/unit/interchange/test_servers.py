@@ -16,9 +16,8 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 from sd_quant.errors import ConfigError
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.holding import not_held
+from sd_quant.interchange.holding import check_served, not_held
 from sd_quant.interchange.inputs import BlockFloat8
-from sd_quant.interchange.servers import check_served
 from sd_quant.interchange.sglang_fp8 import LAYOUT, skips
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.interchange.weights import codes_and_scales
