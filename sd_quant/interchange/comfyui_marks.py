@@ -94,7 +94,7 @@ class Method:
 
     @property
     def ends(self) -> set[str]:
-        """Those of the names of its tensors."""
+        """Ends of the names of the tensors."""
         return {piece.end for piece in self.layout.pieces}
 
 

@@ -147,7 +147,7 @@ def schemes_of(folder: Folder, found: Mapping[str, LayerTensors]) -> Iterator[tu
 
 
 def scheme_of(folder: Folder, given: Mapping[str, object], usual: Scheme) -> Scheme:
-    """``given`` over what is ``usual``, as which null counts."""
+    """``usual`` with the entries of ``given`` that are not null."""
     stated = {name: value for name, value in given.items() if value is not None}
     return folder.checked(stated, usual)
 
@@ -197,7 +197,7 @@ def stored_layer(stored: LayerTensors, shape: tuple[int, ...], scheme: Scheme, p
 
 
 def layout_of(bits: int, group: int, packing: str) -> Layout:
-    """A linear whose inputs have a scale for a ``group`` of them."""
+    """The layout of a linear with a scale for a ``group`` of inputs."""
     less, middle = int(packing == GPTQ), 2 ** (bits - 1)  # by how much less than it is a zero point is stored
     along_inputs = Packing(
         lambda words, shape: unpacked(words, bits).T, lambda codes: packed(codes.T.int() + middle, bits)
@@ -218,7 +218,7 @@ def layout_of(bits: int, group: int, packing: str) -> Layout:
 
 
 def symmetric(own: LayerTensors, bits: int, packing: str, *given: Any) -> Tensor:
-    """The product of a layout. Raises ArtifactError for zero points that a symmetric weight does not have."""
+    """A symmetric weight. Raises ArtifactError for other zero points than the middle."""
     layout, found, shape = given
     (zeros,) = (each for piece, each in found.items() if piece.holds == ZEROS)
     if len(wrong := zeros[zeros != 2 ** (bits - 1)]):
@@ -247,7 +247,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder`` and its config, with scales in fp16."""
+    """Write the denoiser into the pipeline ``folder`` and its config, with scales in fp16."""
     tensors = with_coded_weights(checkpoint, assignment, tensors_of)
     return write_folder(checkpoint, folder, tensors, config_of(quantized(assignment), weight_shapes(checkpoint)))
 
@@ -259,7 +259,7 @@ def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Read
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
-    """``unpacked`` backwards, of numbers of a width that divides a word."""
+    """The reverse of ``unpacked``, for widths that divide a word."""
     places = torch.arange(0, WORD, bits).view(-1, *(1 for _ in numbers.shape[1:]))
     words = (numbers.long().unflatten(0, (-1, WORD // bits)) << places).sum(1)
     return (words - ((words >> WORD - 1) << WORD)).to(torch.int32)

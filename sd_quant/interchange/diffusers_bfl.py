@@ -111,7 +111,7 @@ def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, 
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into ``folder``/<its component>.safetensors, beside the folder of its config."""
+    """Write the denoiser into ``folder``/<its component>.safetensors, beside the folder of its config."""
     path = folder / f"{denoiser_part(checkpoint).component}.safetensors"
     return write_file(path, with_coded_weights(checkpoint, assignment, tensors_of))
 

@@ -172,7 +172,7 @@ class Ranged:
 
 
 def quantizer_of(path: Path, name: str, properties: Mapping[str, object]) -> Quantizer | None:
-    """None for one that is switched off. Raises ArtifactError for what it does beside rounding as above."""
+    """The quantizer of these ``properties``, None if disabled. Raises ArtifactError for further effects."""
     if properties.get("_disabled") is True or properties.get("_if_quant") is False:
         return None
     more = [key for key in properties if key not in WITHOUT_EFFECT | READ and is_set(properties[key])]

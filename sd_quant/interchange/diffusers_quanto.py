@@ -94,7 +94,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def kinds_of(folder: Folder, layers: Mapping[str, LayerTensors]) -> dict[str, str]:
-    """The name in KINDS of each layer. Raises ArtifactError where it is not said, or inputs are quantized too."""
+    """The name in KINDS of each layer. Raises ArtifactError for an unknown one and for quantized inputs."""
     path, config = folder.path, folder.config
     if config.get("quant_method") != MAKER:
         said = from_map(folder.place)
@@ -117,7 +117,7 @@ def kinds_of(folder: Folder, layers: Mapping[str, LayerTensors]) -> dict[str, st
 
 
 def from_map(folder: Path) -> dict[str, str]:
-    """The names in KINDS that quanto's own map has, by layer. Raises ArtifactError."""
+    """The names in KINDS of quanto's own map, by layer. Raises ArtifactError."""
     entries = read_json(folder, MAP)
     malformed = [name for name, entry in entries.items() if not isinstance(entry, Mapping)]
     weights = {name: entry.get("weights") for name, entry in entries.items() if name not in malformed}

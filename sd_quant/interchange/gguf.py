@@ -435,7 +435,7 @@ ARCHITECTURES = {
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Writes the denoiser to ``<part>.gguf`` in ``folder``."""
+    """Write the denoiser to ``<part>.gguf`` in ``folder``."""
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     tensors = tensors_of(checkpoint, assignment) | {name: ("F32", mark) for name, mark in (marks or {}).items()}

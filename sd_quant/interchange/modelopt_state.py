@@ -47,7 +47,7 @@ class Made:
 
 @dataclass(frozen=True)
 class State:
-    """``quantizers``: the properties of each by name; ``stored``: what is said of each compressed weight, by layer."""
+    """``quantizers``: properties of each by name; ``stored``: metadata of each compressed weight by layer."""
 
     version: str
     quantizers: Mapping[str, Mapping[str, object]]

@@ -132,7 +132,7 @@ def new_name(key: str) -> str:
 
 
 def old_name(key: str) -> str:
-    """The reverse."""
+    """deepcompressor's name of a tensor of nunchaku's modules."""
     in_block = {blocks: {new: old for old, new in names.items()} for blocks, names in IN_BLOCK.items()}
     return with_names(key, {new: old for old, new in ENDS.items()}, in_block)
 
@@ -151,7 +151,7 @@ def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def shift_of(name: str) -> float:
-    """Of the inputs of a linear by the file's new name."""
+    """Shift of the inputs of a linear with nunchaku's name."""
     return svdquant.SHIFT if name.startswith((SINGLE, DOUBLE)) and name.endswith(SHIFTED) else 0.0
 
 
@@ -280,7 +280,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def quantization_config(fmt: str, rank: int) -> dict[str, object]:
-    """The entry of the metadata."""
+    """``quantization_config`` of the metadata."""
     int4 = fmt == "int4"
     common = {"dtype": "int4" if int4 else "fp4_e2m1_all", "group_size": svdquant.BLOCKS[fmt]}
     weight = common | {"scale_dtype": None if int4 else [None, "fp8_e4m3_nan"]}

@@ -103,15 +103,15 @@ class Stored:
         return weight
 
     def up(self) -> Tensor:
-        """fp32 [rows, rank]"""
+        """The branch's ``up``, fp32 [rows, rank]."""
         return tiles.up(self.rows, self.rank).natural(self.tensors.finite("proj_up").float())
 
     def down(self) -> Tensor:
-        """For smoothed inputs: fp32 [rank, columns]."""
+        """The branch's ``down`` for smoothed inputs, fp32 [rank, columns]."""
         return tiles.down(self.rank, self.columns).natural(self.tensors.finite("proj_down").float()) * self.smooth()
 
     def rounding(self) -> Inputs:
-        """Of smoothed inputs."""
+        """Rounding of smoothed inputs."""
         if self.format == "nvfp4":
             return Nvfp4(1.0, smallest=0.0)
         return BlockInteger(self.shift / self.smooth() if self.shift else None)
@@ -207,7 +207,7 @@ def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1)
 
 
 def in_chunks(interleaved: Tensor, chunks: int) -> Tensor:
-    """Rows in natural order, of rows of which each of ``chunks`` has one in turn."""
+    """Rows in natural order, of rows that ``chunks`` have in turn."""
     return interleaved.unflatten(0, (-1, chunks)).transpose(0, 1).flatten(0, 1)
 
 

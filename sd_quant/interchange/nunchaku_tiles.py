@@ -38,42 +38,42 @@ class Layout:
     order: tuple[int, ...]
 
     def tiled(self, matrix: Tensor) -> Tensor:
-        """The numbers of a ``matrix`` in natural order as they lie in memory: one axis."""
+        """The numbers of a ``matrix`` in their order in memory, one axis."""
         return matrix.reshape(self.pieces).permute(self.order).flatten()
 
     def natural(self, tiled: Tensor) -> Tensor:
-        """The matrix of numbers that lie in memory so."""
+        """The matrix in natural order of ``tiled`` numbers."""
         ordered = tiled.reshape([self.pieces[piece] for piece in self.order])
         return ordered.permute(sorted(range(len(self.order)), key=self.order.__getitem__)).reshape(self.shape)
 
 
 def codes(rows: int, columns: int) -> Layout:
-    """Of the codes of a weight."""
+    """Codes of a weight."""
     return Layout((rows, columns), (rows // 128, 8, 2, 8, columns // 64, 2, 4, 8), (0, 4, 1, 3, 6, 2, 5, 7))
 
 
 def scales(rows: int, groups: int) -> Layout:
-    """Of INT4's scales; of a vector with one group."""
+    """INT4's scales, or a vector as one group."""
     return Layout((rows, groups), (rows // 128, 8, 2, 4, 2, groups), (0, 5, 1, 3, 2, 4))
 
 
 def micro_scales(rows: int, groups: int) -> Layout:
-    """Of NVFP4's scales."""
+    """NVFP4's scales."""
     return Layout((rows, groups), (rows // 128, 4, 4, 8, groups // 4, 4), (0, 4, 3, 2, 1, 5))
 
 
 def down(rank: int, columns: int) -> Layout:
-    """Of the branch's matrix that reads the input."""
+    """The branch's matrix that reads the input."""
     return Layout((rank, columns), (rank // 16, 2, 8, columns // 16, 2, 4, 2), (3, 0, 2, 5, 1, 4, 6))
 
 
 def up(rows: int, rank: int) -> Layout:
-    """Of the branch's matrix that makes the output."""
+    """The branch's matrix that makes the output."""
     return Layout((rows, rank), (rows // 16, 2, 8, rank // 16, 2, 4, 2), (0, 3, 2, 5, 1, 4, 6))
 
 
 def awq_codes(rows: int, columns: int) -> Layout:
-    """Of the codes of W4A16: of four rows 64 columns each in turn, in the order 0, 8, 16, 24, 1, 9, ..."""
+    """Codes of W4A16: 64 columns of each of four rows in turn, in the order 0, 8, 16, 24, 1, 9, ..."""
     return Layout((rows, columns), (rows // 4, 4, columns // 64, 2, 4, 8), (0, 2, 1, 3, 5, 4))
 
 

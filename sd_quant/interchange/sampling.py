@@ -74,7 +74,7 @@ class Sampled:
 
     @property
     def shift(self) -> float:
-        """A flow's, or that of an image of 1024 x 1024."""
+        """A flow's shift; a dynamic one's is for an image of 1024 x 1024."""
         if self.config.get("use_dynamic_shifting"):
             return math.exp(self.config.get("max_shift", 1.15))
         return self.config.get("shift") or self.config.get("flow_shift") or 1.0
@@ -119,7 +119,7 @@ def own_scheduler(own: Sampled) -> str:
 
 
 def for_folders(own: Sampled) -> list[str]:
-    """The sentence for whoever opens a pipeline's folder."""
+    """The sentence for readers of a pipeline's folder."""
     return [
         f"The pipeline's `scheduler/` has to be the checkpoint's, {own_scheduler(own)}, and so its `vae/config.json`, "
         f"with {words(own.latents) or 'latents as they are'}."
@@ -127,7 +127,7 @@ def for_folders(own: Sampled) -> list[str]:
 
 
 def for_files(own: Sampled) -> list[str]:
-    """The sentences for whoever opens a file in ComfyUI or stable-diffusion.cpp, and what neither can be told."""
+    """Sentences for readers of a file in ComfyUI or stable-diffusion.cpp, with settings that neither has."""
     node = node_for(own)
     told = [
         f"The checkpoint has {own_scheduler(own)}: choose the nearest in KSampler, whose scheduler sgm_uniform is "

@@ -107,7 +107,7 @@ def read_served(
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config."""
+    """Write the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config."""
     layers = quantized(assignment)
     ignored = [name for name in weight_shapes(checkpoint) if name not in layers]
     config = WRITTEN | {IGNORED: sorted({*ignored, *map(stacked, ignored)})}
@@ -115,6 +115,6 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def stacked(name: str) -> str:
-    """The name of the linear that the server makes of the linear ``name`` and others, or ``name``."""
+    """The server's name of the stack with the linear ``name``, or ``name``."""
     owner, _, last = name.rpartition(".")
     return f"{owner}.{STACKED[last]}" if last in STACKED else name

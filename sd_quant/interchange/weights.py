@@ -93,7 +93,7 @@ class JoinedLayers:
         return rows_in(self.pieces), *self.first.weight_shape[1:]
 
     def rows(self, of: Callable[[LayerAssignment], Tensor]) -> Tensor:
-        """The rows in their order of what ``of`` returns for each layer: [out of the layer, ...]."""
+        """The rows in order of ``of(layer)`` [out, ...] of all layers."""
         return assembled(self.pieces, lambda name: of(self.layers[name]))
 
 

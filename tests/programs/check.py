@@ -20,7 +20,6 @@ worse than the kept one, and marks a program of another version than the kept on
 
 import argparse
 import inspect
-import json
 import math
 import os
 import subprocess
@@ -53,7 +52,7 @@ from ..unit.tiny import TOKENS, Tiny
 from ..zoo.detected import COMFYUI, PUBLISHED
 from ..zoo.families import TINY, WIDE
 from .pipelines import PIPELINES, pipeline_rows
-from .rows import HERE, Row, is_worse, kept, python_of, save, shown
+from .rows import Row, facts_of, is_worse, kept, listed, save, shown, with_facts
 from .sampled import sampled_row
 
 WIDTH, HEIGHT = 256, 288  # in pixels: ComfyUI 0.33.0 divides by zero where both sides of PixArt have less than 528
@@ -272,35 +271,18 @@ def opened_by(program: Program, cases: list[Case], work: Path) -> list[Row]:
     if why:
         return [replace(row, verdict="not run", far=why) for row in rows]
     try:
-        python, variables = python_of(program.script)
+        versions, facts = facts_of(program.script, source, [case.request for case in cases], work)
     except subprocess.CalledProcessError as error:
         return [replace(row, verdict="not run", far=f"no environment: {error}"[:300]) for row in rows]
-    facts, request = work / "facts.json", work / "request.json"
-    text = {"source": source and str(source), "facts": str(facts), "cases": [dict(case.request) for case in cases]}
-    request.write_text(json.dumps(text), encoding="utf-8")
-    command, printed = [python, HERE / f"{program.script}.py", request], work / "printed.txt"
-    with printed.open("w", encoding="utf-8") as file:
-        ended = subprocess.run(command, cwd=work, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT)
-    found = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {"versions": {}, "cases": {}}
-    last = printed.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-    died = {"far": f"the script ended with {ended.returncode}: {last[:200]}"}
-    facts_of = [found["cases"].get(case.request["name"], died) for case in cases]
     return [
-        judged(replace(case.row, versions=listed(fact.get("versions", found["versions"]))), fact, case, program)
-        for case, fact in zip(cases, facts_of, strict=True)
+        judged(replace(case.row, versions=listed(fact.get("versions", versions))), fact, case, program)
+        for case, fact in zip(cases, facts, strict=True)
     ]
-
-
-def listed(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{package} {version}" for package, version in versions.items())
 
 
 def judged(row: Row, fact: Mapping[str, Any], case: Case, program: Program) -> Row:
     """The row with what the program said, and the verdict."""
-    row = replace(
-        row, opened=fact.get("opened", ""), far=fact.get("far", ""), quantized=fact.get("quantized", ""),
-        missing=len({*fact.get("missing", [])} - program.absent), left=len(fact.get("left", [])),
-    )  # fmt: skip
+    row = with_facts(row, fact, program.absent)
     if not row.opened:
         return replace(row, verdict="FAILED")
     whole = row.missing == row.left == 0 and (row.quantized == row.of or bool(row.quantized) and not program.holds_all)

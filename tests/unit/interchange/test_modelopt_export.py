@@ -48,14 +48,6 @@ RECIPES = {
 slow = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[*RECIPES, "mixed"])
-def written(request, tiny, tmp_path_factory):
-    """A tiny Flux, its quantized layers, and the folder of its transformer."""
-    case = tiny("flux")
-    layers = quantized_layers(case, request.param)
-    return case, layers, case.written(layers, NAME, tmp_path_factory.mktemp(request.param)) / "transformer"
-
-
 def quantized_layers(case: Tiny, recipe: str) -> dict[str, LayerAssignment]:
     if recipe == "mixed":
         fp8, fp4 = quantized_layers(case, "fp8"), quantized_layers(case, "nvfp4")
@@ -101,12 +93,15 @@ def exported(case: Tiny, layers: dict[str, LayerAssignment], weights: dict[str, 
 
 
 @slow
-def test_it_is_what_modelopt_exports(written, tmp_path):
+@pytest.mark.parametrize("recipe", [*RECIPES, "mixed"])
+def test_it_is_what_modelopt_exports(tiny, tmp_path, recipe):
     """All codes, scales and the config, of the weights but for ties, and of the numbers that our codes stand for.
 
     NVFP4's are rounded by a product of scales in fp16, as in graphs, which decides otherwise only within 2^-11.
     """
-    case, layers, folder = written
+    case = tiny("flux")
+    layers = quantized_layers(case, recipe)
+    folder = case.written(layers, NAME, tmp_path / "ours") / "transformer"
     original, read_back, (ours, mine) = denoiser_weights(case.checkpoint), case.read(folder, NAME), stored(folder)
     formats = {name: row.format for name, row in layers.items()}
     assert {name: each.format.replace("float8_e4m3fn", "fp8") for name, each in read_back.layers.items()} == formats
