@@ -74,16 +74,10 @@ def test_tensors_that_do_not_fit_are_refused(change, scheme, words):
         layer_of(by_hand(0x77777777) | change, (32, 32), scheme, GPTQ)
 
 
-@pytest.fixture(scope="module")
-def exported(written_once):
-    """A tiny Flux in INT4, with a layer that is left out, in one folder."""
-    case, assignment, folder = written_once(READER, "flux", "int4", **ALONE)
-    return case, assignment, folder / case.component
-
-
 @pytest.mark.slow
-def test_blocks_and_patterns_name_layers_as_autoround_reads_them(exported, tmp_path):
-    case, assignment, folder = exported
+def test_blocks_and_patterns_name_layers_as_autoround_reads_them(written_once, tmp_path):
+    case, assignment, pipeline = written_once(READER, "flux", "int4", **ALONE)
+    folder = pipeline / case.component
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     left = set(config["extra_config"])
     expected = {row.name for row in assignment.values() if row.format}
@@ -168,11 +162,11 @@ def test_weights_are_those_of_its_layers(autoround, packing, bits, sym):
 
 
 @pytest.mark.consumer
-def test_it_is_opened_in_fp16_which_keeps_its_scales(autoround, exported):
+def test_it_is_opened_in_fp16_which_keeps_its_scales(autoround, written_once):
     """diffusers casts them to the dtype that it is asked for."""
-    case, assignment, folder = exported
-    theirs, brain = case.read(folder.parent, READER).runtime(), case.loaded(folder.parent, torch.bfloat16)
-    stored = load_file(folder / FILE)
+    case, assignment, folder = written_once(READER, "flux", "int4", **ALONE)
+    theirs, brain = case.read(folder, READER).runtime(), case.loaded(folder, torch.bfloat16)
+    stored = load_file(folder / case.component / FILE)
     scales = {row.name: stored[f"{row.name}.scales"] for row in assignment.values() if row.format}
     assert all(torch.equal(theirs.get_submodule(name).scales, each) for name, each in scales.items())
     assert not all(torch.equal(brain.get_submodule(name).scales.half(), each) for name, each in scales.items())

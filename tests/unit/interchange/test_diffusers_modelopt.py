@@ -119,8 +119,9 @@ def test_weights_of_nvfp4_and_compressed_weights_are_those_that_modelopt_stores(
         if layer.format == "nvfp4":
             theirs = network.get_submodule(name)
             scale = NVFP4QTensor.get_weights_scaling_factor_2_from_quantizer(theirs.weight_quantizer)
-            codes = NVFP4QTensor.quantize(theirs._parameters["weight"], 16, weights_scaling_factor_2=scale)
-            assert torch.equal(layer.weight.read(), dequantized(*codes)), name
+            made, *scales = NVFP4QTensor.quantize(theirs._parameters["weight"], 16, weights_scaling_factor_2=scale)
+            options = dict(zip(("scale", "double_scale"), scales, strict=True))
+            assert torch.equal(layer.weight.read(), made.dequantize(**options, block_sizes={-1: 16})), name
     mtq.compress(network)
     network.save_pretrained(tmp_path / "compressed")
     candidate, theirs = (
@@ -130,10 +131,6 @@ def test_weights_of_nvfp4_and_compressed_weights_are_those_that_modelopt_stores(
     assert len(layers) > 15 and all(layer.bits < 12 for layer in candidate.layers.values())
     assert_equal(weights_of(candidate), {name: each.weight_quantizer(each.weight) for name, each in theirs.items()})
     assert all(str(layer.inputs).startswith(layer.format) for layer in candidate.layers.values())
-
-
-def dequantized(codes, scale: torch.Tensor, double: torch.Tensor) -> torch.Tensor:
-    return codes.dequantize(scale=scale, double_scale=double, block_sizes={-1: 16})
 
 
 class Evil:

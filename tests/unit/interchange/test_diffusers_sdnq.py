@@ -18,7 +18,6 @@ pytestmark = pytest.mark.commit
 
 consumer = pytest.mark.consumer
 READER = "diffusers_sdnq"
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 EVERYTHING = {"quant_conv": True, "minimum_allowed_numel": 0}
 BRANCH = {"use_svd": True, "svd_rank": 4}
 

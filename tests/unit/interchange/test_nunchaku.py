@@ -452,31 +452,17 @@ def test_auto_round_packs_awq_alike(auto_round):
     assert torch.equal(ours, auto_round("svdquant_w4a16")._pack_code_rows(codes.to(torch.int32)))
 
 
-LITE = "diffusers_nunchaku_lite"
-OPTIONS = {"rank": 0.1, "smoothing": "modelopt"}  # with factors in front of every layer
-
-
-@pytest.fixture(scope="module")
-def lite(written_once):
-    """A tiny Flux with its assignment, and the folder that is written."""
-    return written_once(LITE, "flux", "int4", **OPTIONS)
-
-
-def held(assignment) -> list[LayerAssignment]:
-    return [layer for layer in assignment.values() if layer.format]
-
-
 @pytest.mark.slow
 @torch.no_grad()
-def test_files_hold_what_diffusers_config_says(lite):
-    case, assignment, folder = lite
+def test_a_folder_for_nunchaku_lite_holds_what_diffusers_config_says(written_once):
+    case, assignment, folder = written_once("diffusers_nunchaku_lite", "flux", "int4", rank=0.1, smoothing="modelopt")
     config = json.loads((folder / case.component / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "nunchaku_lite" and config["compute_dtype"] == "float16"
     section = config["svdq_w4a4"]
     assert {key: section[key] for key in ("precision", "group_size", "rank")} == {
         "precision": "int4", "group_size": 64, "rank": 16,
     }  # fmt: skip
-    assert section["targets"] == [row.name for row in held(assignment)]
+    assert section["targets"] == [row.name for row in assignment.values() if row.format]
     (file,) = (folder / case.component).glob("*.safetensors")
     tensors = load_file(file)
     assert not any(name.endswith(("smooth_factor_orig", "wcscales", "wtscale")) for name in tensors)

@@ -148,19 +148,7 @@ def test_inputs_are_rounded_as_sglangs_kernel_does():
 QUERY = f"{SINGLE}.attn.to_q"
 
 
-@pytest.fixture
-def read_changed(written, tmp_path):
-    """``read_changed(target, change, config)``: what is read of a folder with other tensors or another config."""
-
-    def read(target: str, *changes, **config):
-        case, _, folder = written(target)
-        found = changed(folder / "transformer", tmp_path / target, *changes, **config)
-        return TARGETS[target].module.read(found, case.checkpoint)
-
-    return read
-
-
-def test_what_transformers_writes_besides_is_read(read_changed):
+def test_what_transformers_writes_besides_is_read(written, tmp_path):
     """Its name for the list, its keys as they are by default, scales in bf16."""
 
     def change(config: dict) -> None:
@@ -170,7 +158,9 @@ def test_what_transformers_writes_besides_is_read(read_changed):
     def to_bf16(tensors: dict) -> None:
         tensors[f"{QUERY}.weight_scale_inv"] = tensors[f"{QUERY}.weight_scale_inv"].bfloat16()
 
-    assert len(read_changed(SGLANG, to_bf16, change).layers) == 2 * 8 + 2 * 5 - 1
+    case, _, folder = written(SGLANG)
+    read = case.read(changed(folder / "transformer", tmp_path, to_bf16, change), SGLANG)
+    assert len(read.layers) == 2 * 8 + 2 * 5 - 1
 
 
 def test_sglang_is_for_flux(tiny):
