@@ -19,6 +19,7 @@ from functools import partial
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,7 +175,7 @@ def state_of(stored: LayerTensors, shape: Shape) -> State:
 
 def checked_state(content: Mapping, kind: str, shape: Shape) -> State:
     """Raises ValueError for what bitsandbytes does not write."""
-    templates = {"quant_type": kind, "blocksize": BLOCKS, "dtype": tuple(DTYPES), "shape": list(shape)}
+    templates: dict[str, Any] = {"quant_type": kind, "blocksize": BLOCKS, "dtype": tuple(DTYPES), "shape": list(shape)}
     if "nested_offset" in content:
         templates |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": (int, float)}
     if content.keys() != templates.keys():

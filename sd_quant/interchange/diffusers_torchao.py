@@ -117,15 +117,6 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Described:
-    """A tensor as the metadata of a file describes it."""
-
-    kind: str  # torchao's class
-    fields: Fields
-    pieces: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Computed:
     """How torchao computes with a weight."""
 
@@ -151,19 +142,19 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     computes = True
     parameters: dict[str, Readable] = {}
     for name, description in descriptions.items():
-        if description.kind == "Tensor":
+        if description["_type"] == "Tensor":
             if name in stored:
                 parameters[name] = stored.pop(name)
             continue
         layer, _, ending = name.rpartition(".")
-        keys = {piece: f"{layer}._{ending}_{piece}" for piece in description.pieces}
+        keys = {piece: f"{layer}._{ending}_{piece}" for piece in description["_tensor_data_names"]}
         if missing := [key for key in keys.values() if key not in stored]:
             raise ArtifactError(f"{path} holds no {missing[0][:200]!r}, a piece of {name[:200]!r}; fetch it again")
         pieces = LayerTensors(path, layer, {piece: stored.pop(key) for piece, key in keys.items()})
         if layer not in linears or ending != "weight":
             raise ArtifactError(
-                f"{path} has {name[:200]!r} as a {description.kind[:100]}, expected none but weights of the model's "
-                "linears; give a quantization of that very model"
+                f"{path} has {name[:200]!r} as a {description['_type'][:100]}, expected none but weights of the "
+                "model's linears; give a quantization of that very model"
             )
         layers[layer], computed = quantized_layer(description, pieces, linears[layer])
         computes = computes and computed
@@ -176,10 +167,10 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 # The metadata
 
 
-def descriptions_of(path: Path, stored: Iterable[StoredTensor]) -> dict[str, Described]:
+def descriptions_of(path: Path, stored: Iterable[StoredTensor]) -> dict[str, Fields]:
     """Descriptions in the headers of all files by tensors' names. Raises ArtifactError for a missing one."""
     files = {tensor.member.name: tensor.member for tensor in stored}
-    found: dict[str, Described] = {}
+    found: dict[str, Fields] = {}
     for member in files.values():
         metadata = read_header(member)[1]
         what = f"{member.name} does not say in its header how torchao's tensors are made of its own"
@@ -188,7 +179,10 @@ def descriptions_of(path: Path, stored: Iterable[StoredTensor]) -> dict[str, Des
             names = parsed(metadata[NAMES])
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"{NAMES} is {BOUNDED.repr(names)}")
-            found |= {name: described(parsed(metadata[name])) for name in names}
+            for name in names:
+                found[name] = entry = parsed(metadata[name])
+                if entry["_type"] != "Tensor" and not is_description(entry):
+                    raise ValueError(f"a description is {BOUNDED.repr(entry)}")
     return found
 
 
@@ -198,16 +192,10 @@ def parsed(text: object) -> Any:
     return json.loads(text, object_pairs_hook=without_duplicates)
 
 
-def described(entry: Any) -> Described:
-    """Raises KeyError, TypeError or ValueError for what is no description."""
-    kind = entry["_type"]
-    if kind == "Tensor":
-        return Described(kind, {}, ())
-    fields, pieces = entry["_data"], entry["_tensor_data_names"]
-    fits = isinstance(kind, str) and isinstance(fields, dict) and isinstance(pieces, list)
-    if not fits or not all(isinstance(piece, str) for piece in pieces) or len(set(pieces)) < len(pieces):
-        raise ValueError(f"a description is {BOUNDED.repr(entry)}")
-    return Described(kind, fields, tuple(pieces))
+def is_description(entry: Fields) -> bool:
+    pieces = entry["_tensor_data_names"]
+    plain = isinstance(entry["_type"], str) and isinstance(entry["_data"], dict) and isinstance(pieces, list)
+    return plain and all(isinstance(piece, str) for piece in pieces) and len(set(pieces)) == len(pieces)
 
 
 def block_of(value: Any, shape: tuple[int, int]) -> tuple[int, int]:
@@ -223,14 +211,12 @@ def block_of(value: Any, shape: tuple[int, int]) -> tuple[int, int]:
 # Layers
 
 
-def quantized_layer(
-    description: Described, pieces: LayerTensors, shape: tuple[int, ...]
-) -> tuple[QuantizedLayer, bool]:
+def quantized_layer(description: Fields, pieces: LayerTensors, shape: tuple[int, ...]) -> tuple[QuantizedLayer, bool]:
     """A linear, and whether torchao computes it in fp32 on a processor.
 
     Raises ArtifactError unless ``pieces`` fit the ``description``.
     """
-    kind, told = description.kind, f"{pieces.path}: {pieces.layer}"
+    kind, fields, told = description["_type"], description["_data"], f"{pieces.path}: {pieces.layer}"
     if kind not in DECODERS:
         raise ArtifactError(
             f"{told} is a {kind[:100]}, {OTHERS.get(kind, 'which torchao 0.18 cannot save')}, and is not decoded here; "
@@ -238,11 +224,11 @@ def quantized_layer(
         )
     try:
         decode, templates = DECODERS[kind]
-        only(description.fields, templates)
+        only(fields, templates)
         for name, template in templates.items():
-            if not fits(description.fields.get(name), template):
-                raise ValueError(f"{name} {BOUNDED.repr(description.fields.get(name))}")
-        found = decode(description.fields, pieces, (shape[0], shape[1]))
+            if not fits(fields.get(name), template):
+                raise ValueError(f"{name} {BOUNDED.repr(fields.get(name))}")
+        found = decode(fields, pieces, (shape[0], shape[1]))
         only(pieces.tensors, [piece.end for piece in found.layout.pieces])
     except (ValueError, OverflowError) as error:
         raise ArtifactError(

@@ -116,8 +116,11 @@ IN_BLOCK = {  # names in a block of Flux: deepcompressor's, and those that nunch
 # Names
 
 
-def with_names(key: str, ends: Mapping[str, str], in_block: Mapping[str, Mapping[str, str]]) -> str:
-    """A tensor's name with its end and the name in a block of Flux translated."""
+def new_name(key: str, ends: Mapping[str, str] = ENDS, in_block: Mapping[str, Mapping[str, str]] = IN_BLOCK) -> str:
+    """The name in nunchaku's modules of a tensor with deepcompressor's name; a new name is unchanged.
+
+    ``ends`` and ``in_block`` translate the end and the name in a block of Flux.
+    """
     owner, _, end = key.rpartition(".")
     blocks, _, rest = owner.partition(".")
     if blocks in in_block:
@@ -126,15 +129,10 @@ def with_names(key: str, ends: Mapping[str, str], in_block: Mapping[str, Mapping
     return f"{owner}.{ends.get(end, end)}"
 
 
-def new_name(key: str) -> str:
-    """deepcompressor's name of a tensor as nunchaku's modules have it; a new one stays."""
-    return with_names(key, ENDS, IN_BLOCK)
-
-
 def old_name(key: str) -> str:
-    """deepcompressor's name of a tensor of nunchaku's modules."""
-    in_block = {blocks: {new: old for old, new in names.items()} for blocks, names in IN_BLOCK.items()}
-    return with_names(key, {new: old for old, new in ENDS.items()}, in_block)
+    """The reverse of ``new_name``."""
+    ends, *blocks = ({new: old for old, new in names.items()} for names in (ENDS, *IN_BLOCK.values()))
+    return new_name(key, ends, dict(zip(IN_BLOCK, blocks, strict=True)))
 
 
 def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -99,7 +99,7 @@ def w4a4(own: LayerTensors) -> QuantizedLayer:
 
 def by_torchao(own: LayerTensors) -> QuantizedLayer:
     fields = {"block_size": [1, 256], "dtype": {"_type": "torch.dtype", "_data": "float32"}}
-    return diffusers_torchao.quantized_layer(diffusers_torchao.Described("Int8Tensor", fields, ()), own, SHAPE)[0]
+    return diffusers_torchao.quantized_layer({"_type": "Int8Tensor", "_data": fields}, own, SHAPE)[0]
 
 
 def by_sdnq(name: str) -> Reader:

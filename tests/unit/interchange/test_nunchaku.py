@@ -361,6 +361,8 @@ def test_another_family_is_refused(made, tiny):
         tiny("sd3").read(path, NAME)
 
 
+# Where tiles put each number: flat formulas, and the packers of cache-dit and auto-round, bit for bit
+
 N, K, R = 256, 384, 48
 ROW, COLUMN, GROUP, MICRO, RANK = (torch.arange(size) for size in (N, K, K // 64, K // 16, R))
 
@@ -450,6 +452,9 @@ def test_auto_round_packs_awq_alike(auto_round):
     codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     ours = tiles.packed(tiles.awq_codes(N, K), codes).view(torch.int32).view(N // 4, K // 2)
     assert torch.equal(ours, auto_round("svdquant_w4a16")._pack_code_rows(codes.to(torch.int32)))
+
+
+# Folders for nunchaku_lite; ``tests.programs`` has diffusers load one
 
 
 @pytest.mark.slow

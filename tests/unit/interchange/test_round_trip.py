@@ -130,6 +130,8 @@ def test_bf16_is_refused_where_a_format_has_none(tiny):
     check_bf16(FORMATS["diffusers_modelopt"], replace(sdxl, dtypes={"vae": "bf16"}))
 
 
+# Weights in high precision: smoothed where something in front of them is, and only there
+
 QUERY = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
