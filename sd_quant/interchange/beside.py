@@ -19,7 +19,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
 from sd_quant.files.tensors import LazyTensor, lazy
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.folding import plain_weight
+from sd_quant.interchange.errors import plain_weight
 from sd_quant.interchange.inputs import multipliers_of
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 

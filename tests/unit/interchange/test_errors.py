@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.errors import alone, layer_errors, put_in
-from sd_quant.interchange.folding import unfolded
+from sd_quant.interchange.errors import alone, layer_errors, put_in, unfolded
 from sd_quant.interchange.inputs import Affine, Multiplied, RowInteger
 from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.models.parts import SharedInput
