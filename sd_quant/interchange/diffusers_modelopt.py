@@ -37,18 +37,7 @@ from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLa
 from sd_quant.interchange.inputs import LARGEST_FP8, Nvfp4
 from sd_quant.interchange.modelopt_export import CODES, MAKER, NVFP4, layouts_of, multiplied, with_codes
 from sd_quant.interchange.modelopt_state import Name, State, read_state
-from sd_quant.interchange.stored import (
-    DTYPES,
-    FILE,
-    FLOAT_SCALES,
-    FP8,
-    Folder,
-    LayerTensors,
-    Shape,
-    by_layer,
-    holds,
-    told,
-)
+from sd_quant.interchange.stored import DTYPES, FILE, FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, holds, told
 from sd_quant.interchange.weights import Assignment, codes_and_scales, high_precision, quantized, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
@@ -240,7 +229,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     state = read_state(path, whole_file(folder.place / STATE))
     leaves = {name for name, module in empty_denoiser(checkpoint).named_modules() if not list(module.children())}
     used = quantizers_of(path, state, shapes, leaves)
-    found, others = by_layer(path, tensors, leaves, BUFFERS)
+    found, others = folder.by_layer(BUFFERS, leaves)
     if without := [name for name, each in used.items() if WEIGHT in each and name not in found]:
         raise ArtifactError(
             f"{path} has no ranges of {listing(without)}, which ModelOpt rounds; fetch the folder again"

@@ -41,23 +41,9 @@ from sd_quant.files.tensors import Readable, StoredTensor, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, ForeignFormat
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, checked_whole, input_ranks
 from sd_quant.interchange.inputs import Affine, Multiplied, Nvfp4, RowFloat8
-from sd_quant.interchange.layouts import (
-    E4M3,
-    FACTOR,
-    INPUTS,
-    INT8,
-    NUMBERS,
-    OF_ALL,
-    TILES,
-    TWO_IN_A_BYTE,
-    UINT8,
-    ZEROS,
-    Layout,
-    Piece,
-    has_static_input,
-)
+from sd_quant.interchange.layouts import FACTOR, INPUTS, NUMBERS, OF_ALL, TILES, TWO_IN_A_BYTE, ZEROS, Layout, Piece
 from sd_quant.interchange.stored import DTYPES, FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, fits, plain
-from sd_quant.interchange.weights import Assignment, alone, high_precision, quantized, write_folder
+from sd_quant.interchange.weights import Assignment, alone, has_static_input, high_precision, quantized, write_folder
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import SMALLEST_TOKEN, LayerAssignment
@@ -86,26 +72,26 @@ BY_ROW = {"_type": "PerRow", "_data": {"dim": -1}}
 BY_TENSOR = {"_type": "PerTensor", "_data": {}}
 SCALE_DTYPES = (*FLOAT_SCALES, torch.float64)
 Fields = Mapping[str, Any]
-CODES = {"int8": (INT8,), "fp8": (E4M3, torch.float8_e5m2)}
-ZERO_POINTS = (INT8, torch.int32, torch.int64, *FLOAT_SCALES)
+CODES = {"int8": (torch.int8,), "fp8": (torch.float8_e4m3fn, torch.float8_e5m2)}
+ZERO_POINTS = (torch.int8, torch.int32, torch.int64, *FLOAT_SCALES)
 NUMBER = "|1|1 1|1 1 1|1 1 1 1"
 BLOCKS = "N/{0} K/{1}"  # numbers of a block of rows and columns
 OF_INT8 = (
-    Piece("zero_point", BLOCKS, (INT8,), ZEROS, optional=True),
+    Piece("zero_point", BLOCKS, (torch.int8,), ZEROS, optional=True),
     Piece("act_quant_scale", NUMBER, FLOAT_SCALES, INPUTS, optional=True),
     Piece("act_pre_scale", "K", SCALE_DTYPES, FACTOR, optional=True),
     Piece("act_quant_zero_point", NUMBER, ZERO_POINTS, INPUTS, optional=True),
 )
 NVFP4 = {
     tiled: Layout("nvfp4", f"1 for {BLOCK} numbers", (
-        Piece("qdata", "N K/2", (UINT8,), NUMBERS, packing=TWO_IN_A_BYTE),
+        Piece("qdata", "N K/2", (torch.uint8,), NUMBERS, packing=TWO_IN_A_BYTE),
         scale,
         Piece("per_tensor_scale", "", (torch.float32,), OF_ALL, optional=True),
         Piece("act_per_tensor_scale", NUMBER, FLOAT_SCALES, INPUTS, optional=True),
     ), columns=BLOCK)
     for tiled, scale in {
-        False: Piece("scale", f"N K/{BLOCK}", (E4M3,)),
-        True: Piece("scale", f"N^128/4 K/{BLOCK}^4*4", (E4M3,), packing=TILES),
+        False: Piece("scale", f"N K/{BLOCK}", (torch.float8_e4m3fn,)),
+        True: Piece("scale", f"N^128/4 K/{BLOCK}^4*4", (torch.float8_e4m3fn,), packing=TILES),
     }.items()
 }  # fmt: skip
 OTHERS = {
@@ -302,7 +288,7 @@ def int8_inputs(options: Fields, pieces: LayerTensors) -> Affine:
 
 
 def intx(fields: Fields, pieces: LayerTensors, shape: tuple[int, int]) -> Computed:
-    zeros = Piece("zero_point", BLOCKS, (INT8, *SCALE_DTYPES), ZEROS)
+    zeros = Piece("zero_point", BLOCKS, (torch.int8, *SCALE_DTYPES), ZEROS)
     layout = in_blocks("int8", block_of(fields["block_size"], shape), shape, zeros)
     inputs = Affine(symmetric=False, smallest=torch.finfo(torch.float32).tiny)
     return Computed(

@@ -17,7 +17,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
 from sd_quant.interchange.stored import LayerTensors, Shape, finite, shown
-from sd_quant.interchange.weights import JoinedLayers, alone, codes_and_scales
+from sd_quant.interchange.weights import JoinedLayers, alone, codes_and_scales, has_static_input
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.names.authors import Rows, joined, rows_of
 from sd_quant.numbers import up_to
@@ -230,9 +230,3 @@ class Layout:
             elif piece.holds == FACTOR and first.multiplies:
                 found[piece.end] = lazy(first.pre_quant_scale.half().to(dtype))  # as every graph of ours has it
         return found
-
-
-def has_static_input(layer: LayerAssignment) -> bool:
-    """Whether a file has a scale for the layer's input."""
-    read = layer.activation_format
-    return read is not None and FORMATS[read].needs_amax and not layer.per_token

@@ -267,8 +267,10 @@ class Folder:
     def shapes(self) -> dict[str, Shape]:
         return weight_shapes(self.checkpoint)
 
-    def by_layer(self, marks: Collection[str]) -> tuple[dict[str, LayerTensors], dict[str, StoredTensor]]:
-        return by_layer(self.path, self.tensors, self.shapes, marks)
+    def by_layer(
+        self, marks: Collection[str], layers: Collection[str] | None = None
+    ) -> tuple[dict[str, LayerTensors], dict[str, StoredTensor]]:
+        return by_layer(self.path, self.tensors, self.shapes if layers is None else layers, marks)
 
     def whole(
         self, name: str, maker: str, layers: Mapping[str, QuantizedLayer], others: Mapping[str, Readable], **more: Any

@@ -27,6 +27,7 @@ from sd_quant.names.authors import Pieces, Rows, assembled, pieces_of, rows_in
 from sd_quant.names.diffusers import TIED
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.formats import FORMATS
 
 Assignment = Mapping[str, LayerAssignment]  # as ``holding.adapted`` makes it for a format
 
@@ -74,6 +75,12 @@ def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Te
     weight = denoiser_weights(checkpoint)[f"{layer.name}.weight"]
     codes, scales = layer.codes_and_scales(rewritten(weight, layer).flatten(1))
     return codes, *(each.float() for each in scales)
+
+
+def has_static_input(layer: LayerAssignment) -> bool:
+    """Whether a file has a scale for the layer's input."""
+    read = layer.activation_format
+    return read is not None and FORMATS[read].needs_amax and not layer.per_token
 
 
 @dataclass(frozen=True)
