@@ -44,18 +44,7 @@ from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLa
 from sd_quant.interchange.holding import groups_of
 from sd_quant.interchange.inputs import Multiplied, Nvfp4, RowFloat8, StaticFloat8
 from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
-from sd_quant.interchange.stored import (
-    FLOAT_SCALES,
-    FP8,
-    Folder,
-    LayerTensors,
-    Shape,
-    fits,
-    ignored_names,
-    quantization_config,
-    quantized_by,
-    told,
-)
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, fits, quantization_config, told
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
@@ -171,7 +160,8 @@ BY_ROW = Layout(FP8, "1 for a row", (Piece("weight", "N K", (E4M3,), NUMBERS), P
 
 def recognizes(path: Path) -> bool:
     """Whether a denoiser's config has ModelOpt's ``quant_algo``, whatever state is beside it."""
-    return quantized_by(path, METHOD) and "quant_algo" in (quantization_config(path) or {})
+    config = quantization_config(path) or {}
+    return config.get("quant_method") == METHOD and "quant_algo" in config
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
@@ -188,7 +178,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
                 f"{path}: its {key} is {told(config[key])}, expected {told(own)} as in what ModelOpt exports; give the "
                 "folder that this was converted from"
             )
-    ignored = ignored_names(path, config, "ignore")
+    ignored = folder.ignored_names("ignore")
     if both := [name for name in found if any(fnmatchcase(name, pattern) for pattern in ignored)]:
         raise ArtifactError(
             f"{path} quantizes layers that its ignore excludes ({listing(both)}), so servers would not load them; "

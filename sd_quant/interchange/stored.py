@@ -214,14 +214,6 @@ def quantized_by(path: Path, method: str) -> bool:
     return (quantization_config(path) or {}).get("quant_method") == method
 
 
-def ignored_names(path: Path, config: Mapping[str, object], *keys: str) -> list[str]:
-    """Names of unquantized layers in the first nonempty of the ``keys``. Raises ArtifactError for no list of names."""
-    names = next((config[key] for key in keys if config.get(key)), [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ArtifactError(f"{path}: {keys[0]} in its config is no list of names; make the folder again")
-    return names
-
-
 def weights_name(network: nn.Module) -> str:
     """The stem of a network's weight files: ``model`` by transformers, ``diffusion_pytorch_model`` by diffusers."""
     return WEIGHTS.get(type(network).__module__.partition(".")[0], WEIGHTS["diffusers"])
@@ -293,6 +285,13 @@ class Folder:
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}; give a folder that its tool has saved") from error
         return type(usual)(**config)
+
+    def ignored_names(self, *keys: str) -> list[str]:
+        """Names of unquantized layers in the first nonempty of the ``keys``. Raises ArtifactError for another type."""
+        names = next((self.config[key] for key in keys if self.config.get(key)), [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ArtifactError(f"{self.path}: {keys[0]} in its config is no list of names; make the folder again")
+        return names
 
     def exceptions(self, key: str) -> Mapping[str, Mapping[str, object]]:
         """Configs by names or patterns of layers, in the entry ``key``. Raises ConfigError for anything else."""

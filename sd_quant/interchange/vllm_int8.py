@@ -26,7 +26,7 @@ from sd_quant.interchange import PER_ROW, ForeignFormat, Server
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser
 from sd_quant.interchange.inputs import RowInteger
 from sd_quant.interchange.layouts import FP32, INT8, NUMBERS, Layout, Piece
-from sd_quant.interchange.stored import Folder, ignored_names, told, weight_shapes
+from sd_quant.interchange.stored import Folder, told, weight_shapes
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint
 
@@ -83,7 +83,7 @@ def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[st
             f"{path}: its config has {listing([f'{key} {told(config[key])}' for key in unknown], 3)}, which is not "
             "decoded here; give a folder without"
         )
-    return ignored_names(path, config, *lists)
+    return folder.ignored_names(*lists)
 
 
 def read_served(
