@@ -288,7 +288,7 @@ class Folder:
 
     def ignored_names(self, *keys: str) -> list[str]:
         """Names of unquantized layers in the first nonempty of the ``keys``. Raises ArtifactError for another type."""
-        names = next((self.config[key] for key in keys if self.config.get(key)), [])
+        names: Any = next((self.config[key] for key in keys if self.config.get(key)), [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ArtifactError(f"{self.path}: {keys[0]} in its config is no list of names; make the folder again")
         return names
