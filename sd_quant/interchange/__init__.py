@@ -1,23 +1,20 @@
-"""Foreign formats: the files of other tools. One module here reads a format, writes it, or does both.
+"""Foreign formats: the files of other tools. Each module with ``FACTS`` reads a format, writes it, or does both.
 
-A module begins with the format's facts, ``FACTS``. ``recognizes(path)`` says by a glance whether a file or folder is of
-the format, unless the facts have the ``method`` that a folder's config names. ``read(path, checkpoint)`` returns a
-``QuantizedDenoiser`` and reads no weight; it raises ArtifactError or ConfigError for a path that is missing or damaged,
-for what is not decoded here, and for any other denoiser than that of ``checkpoint``. ``write(checkpoint, assignment,
-folder)`` writes the denoiser that an assignment makes, in fp16 what is not quantized and one tensor in memory at a
-time, and returns the path that ``read`` opens; it raises ResourceError when the disk is full. Where the facts name
-other ``networks``, both take them too, of a checkpoint that has them in the denoiser's place. To add a format, write
-``sd_quant/interchange/<name>.py`` and add its name to ``NAMES``.
+``recognizes(path)`` tells files and folders of the format at a glance, unless the facts have the ``method`` of a
+folder's config. ``read(path, checkpoint)`` returns a ``QuantizedDenoiser`` without reading a weight; it raises
+ArtifactError or ConfigError for missing, damaged and undecoded files, and for another denoiser than that of
+``checkpoint``. ``write(checkpoint, assignment, folder)`` writes the quantized denoiser, all else in fp16, with one
+tensor in memory at a time, and returns the path for ``read``; it raises ResourceError when the disk is full. Both take
+the facts' other ``networks`` too, of a checkpoint with the network in the denoiser's place. A new format is a module
+``sd_quant/interchange/<name>.py`` and its name in ``NAMES``.
 
-Readers treat files as hostile: nothing in them is executed, sizes are checked before anything is allocated, and a file
-that is only partly understood is refused with the names that are not. The facts of a format say which layers of an
-assignment it can hold and how the tool that opens it computes their inputs; ``holding`` adapts an assignment to them.
-Configuration needs the facts before torch is imported, so they are read from a module's source, as Ansible reads the
-documentation of its modules.
+Readers treat files as hostile: nothing in them is executed, sizes are checked before allocation, and a file that is
+only partly understood is refused by names. ``holding`` adapts an assignment to the facts. Configuration needs the facts
+before torch is imported, so they are evaluated from a module's source, as in Ansible.
 
-Two roads were not taken. Opening each file with its tool's own library executes what the file names, needs six
-libraries at once, and does not say what is stored; where a library is installed it computes the same besides, see
-``QuantizedDenoiser.runtime``. Converting exported files would have to find the codes again that the assignment has.
+Two roads were not taken. Opening each file with its tool's library executes what the file names, needs six libraries at
+once, and does not say what is stored; an installed library computes the same besides, see
+``QuantizedDenoiser.runtime``. Converting exported files would have to find the assignment's codes again.
 """
 
 import ast
@@ -48,7 +45,7 @@ DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it
 
 @dataclass(frozen=True)
 class Server:
-    """A server that loads the folders of a target, by its source; docs/targets.md has what its loader made of some."""
+    """Facts of a server from its source; docs/targets.md has the results of its loader."""
 
     version: str  # whose source was read
     command: str  # with {folder} and the denoiser's {component} in it
@@ -64,7 +61,7 @@ class Server:
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """The facts of a format: what is read of it, what it can hold of an assignment, and the tool that opens it."""
+    """Facts of a format: what can be read, what it can hold of an assignment, and the tool that opens it."""
 
     name: str  # of its module
     reads: str | None = None  # the files or folders that are read, for people; None: none is
@@ -125,7 +122,7 @@ class ForeignFormat:
         return partial(quantized_by, method=self.method) if self.method else self.module.recognizes
 
     def takes_per_token(self, name: str) -> bool:
-        """Whether a layer in the format ``name`` may have inputs that a recipe scales per token."""
+        """Whether inputs of a layer in the format ``name`` may be scaled per token by a recipe."""
         return name in self.per_token or self.formats.get(name) in OWN_INPUTS
 
     def takes_inputs(self, name: str, inputs: str | None) -> bool:
@@ -156,7 +153,7 @@ def facts_of(name: str) -> ForeignFormat:
 
 
 def with_graphs(facts: ForeignFormat) -> ForeignFormat:
-    """Those of a pipeline of exported graphs, which hold whatever the runtime executes."""
+    """Facts of a pipeline of exported graphs, which hold all formats of the runtime."""
     held = [name for name, row in formats.FORMATS.items() if row.onnx_type]
     every = frozenset(held)
     return replace(
@@ -175,8 +172,8 @@ TARGETS = {name: facts for name, facts in FORMATS.items() if facts.formats}
 def format_of(path: Path) -> ForeignFormat:
     """The one format of a third-party checkpoint.
 
-    Raises ConfigError for a missing path or an unknown format, ArtifactError for a file with two meanings, and
-    ResourceError where the package is missing that decodes it.
+    Raises ConfigError for a missing path or an unknown format, ArtifactError for a file of two formats, and
+    ResourceError without the package that decodes it.
     """
     if not path.exists():
         raise ConfigError(f"the candidate {path} does not exist; give a file or a folder")

@@ -1,11 +1,11 @@
-"""LoRAs beside a third-party quantized network, as its tool adds them at run time, for a layer's input x:
+"""LoRAs added at run time to a third-party quantized network, for a layer's input x:
 
     y = layer(x) + (x down^T) up^T
 
-The second product is not rounded; where smoothing multiplies the inputs of ``layer``, it divides ``down``. Weights that
-are not quantized have the LoRA fused. Whether a checkpoint holds the LoRA already, its weights say: what they have
-beyond those of full precision without the LoRA, projected on what the LoRA adds, is 1 times that or 0 times, because a
-rounding error points nowhere near it. The road not taken is a knob, which would have to be right for each candidate.
+The second product is not rounded; factors of smoothing divide ``down``. Unquantized weights have the LoRA fused. A
+checkpoint holds the LoRA already where the difference of its weights to those without, projected on the LoRA's delta,
+is 1 times that, and not where it is 0 times: a rounding error points elsewhere. The road not taken is a knob, which
+would have to be right for each candidate.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
 from sd_quant.files.tensors import LazyTensor, lazy
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.folding import plain_weight
+from sd_quant.interchange.errors import plain_weight
 from sd_quant.interchange.inputs import multipliers_of
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 
@@ -28,14 +28,14 @@ WITHIN = 0.25  # of 0 or 1: how near the share of the LoRA in a checkpoint's wei
 
 
 def adapted_of(checkpoint: Checkpoint) -> dict[str, AdaptedTensor]:
-    """The weights of the denoiser of ``checkpoint`` that LoRAs change, by the layers' names."""
+    """Weights of the denoiser that LoRAs change, by the layers' names."""
     return adapted_in(checkpoint, denoiser_part(checkpoint).component)
 
 
 def holds_loras(denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer], checkpoint: Checkpoint) -> bool:
-    """Whether the weights of ``denoiser`` have the LoRAs of ``checkpoint`` in them; ``plain`` is ``unfolded`` of it.
+    """Whether the weights of ``denoiser`` include the LoRAs of ``checkpoint``; ``plain`` is ``unfolded`` of it.
 
-    Reads every weight that they change. Raises ConfigError where it is neither, as with another strength.
+    Raises ConfigError for another strength than 0 or 1.
     """
     product = size = 0.0
     for name, each in adapted_of(checkpoint).items():
@@ -58,10 +58,10 @@ def holds_loras(denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer]
 def with_loras(
     denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer], checkpoint: Checkpoint
 ) -> QuantizedDenoiser:
-    """The network with the LoRAs of ``checkpoint`` beside it; its own library, which has none, is left out.
+    """The network with the LoRAs of ``checkpoint`` beside it, without its ``runtime``. ``plain`` is ``unfolded`` of it.
 
-    ``plain`` is ``unfolded`` of it. Raises ConfigError for convolutions with rounded inputs, and for smoothing that is
-    folded into the modules in front, whose outputs a LoRA does not fit.
+    Raises ConfigError for norms, for convolutions with rounded inputs, and for smoothing that is folded into the
+    modules in front, whose outputs a LoRA does not fit.
     """
     adapted = adapted_of(checkpoint)
     quantized = [name for name in adapted if name in denoiser.layers]

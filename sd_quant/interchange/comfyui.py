@@ -1,22 +1,18 @@
 """Single safetensors files for ComfyUI: the denoiser or the whole model, with scales or merely cast to eight bits.
 
-A linear's quantization is described by the tensor ``X.comfy_quant``, which is JSON in bytes, or by an entry of the
-header's ``_quantization_metadata``; ``comfyui_marks`` has what each stands for. An older file has one tensor
-``scaled_fp8``, of two numbers if inputs stay as they are, and other names for its scales, ``scale_weight`` and
-``scale_input``; its layers are those of float8_e4m3fn. A weight in eight bits without a mark is multiplied as it is
-stored. These are the facts of ComfyUI's ``ops.py`` and ``utils.py``.
+A linear's mark is the tensor ``X.comfy_quant``, JSON in bytes, or an entry of the header's ``_quantization_metadata``,
+see ``comfyui_marks``. Older files have one tensor ``scaled_fp8`` (two numbers: unquantized inputs) and the names
+``scale_weight`` and ``scale_input``, all of float8_e4m3fn. A weight in eight bits without a mark is multiplied as it is
+stored. Sources: ComfyUI's ``ops.py`` and ``utils.py``.
 
-A denoiser is written with its authors' keys and marks in tensors, which are found with a prefix and without, while the
-header's are not: ``fp8`` as float8_e4m3fn with static inputs, ``int8`` with a scale for each row, ``nvfp4``, ``mxfp8``,
-``int4_per_row`` as convrot_w4a4, ``int4_in_int8`` as asym_w4a8_int8, and ``int4`` of weights alone as awq_w4a16, whose
-zeros are 0. A mark of the formats whose inputs are as the recipe says has ``full_precision_matrix_mult`` where these
-stay in fp16; without it ComfyUI rounds them all the same. Convolutions are fp16, because ComfyUI has no quantized ones.
-SDXL is written whole, behind the prefixes of its four networks. A T5 is a file of its own with transformers' names and
-marks; ComfyUI looks for marks in no CLIP and in no autoencoder of images. In diffusers' keys ComfyUI opens models too,
-and loses marks and scales on the way.
+A denoiser is written with its authors' keys and marks in tensors, which ComfyUI finds with a prefix and without, unlike
+the header's. ``full_precision_matrix_mult`` marks unquantized inputs of formats ``AS_ASSIGNED``; else ComfyUI rounds
+them. Zeros of awq_w4a16 are 0. Convolutions are fp16, as ComfyUI has no quantized ones. SDXL is written whole, behind
+the prefixes of its four networks. A T5 is a file of its own with transformers' names; ComfyUI looks for marks in no
+CLIP and in no autoencoder of images. With diffusers' keys ComfyUI loses marks and scales.
 
-The roads not taken: guessing formats from names of scales, because two tools give one name to different things, and
-ComfyUI itself reads marks alone; and calling comfy-kitchen, which picks a kernel by the machine.
+The roads not taken: guessing formats from names of scales, which two tools use differently and ComfyUI ignores; and
+calling comfy-kitchen, which picks a kernel by the machine.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,7 +31,7 @@ from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype,
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui_marks import FLOAT8, HARMLESS, HIGH, MARK, METHODS, Marked, tensors_of
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, checked_whole
-from sd_quant.interchange.single_files import Coded, placed
+from sd_quant.interchange.single_files import placed
 from sd_quant.interchange.stored import FP8, LayerTensors, finite, header_of, weight_shapes
 from sd_quant.interchange.weights import Assignment, by_authors_names, sixteen_bits, write_file
 from sd_quant.models.checkpoint import Checkpoint, OtherNetwork, denoiser_part
@@ -145,7 +141,7 @@ Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without
 
 
 def recognizes(path: Path) -> bool:
-    """Whether ``path`` is a safetensors file with a denoiser's tensors, or with ComfyUI's marks."""
+    """Whether ``path`` is a safetensors file of a denoiser or with ComfyUI's marks."""
     tensors, metadata = header_of(path)
     if any(name.endswith(FOREIGN) for name in tensors):
         return False
@@ -160,7 +156,7 @@ def is_marked(tensors: Collection[str], metadata: Collection[str]) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a safetensors file for ComfyUI. One that marks a layer in two ways is refused."""
+    """The denoiser in a safetensors file for ComfyUI. Raises ArtifactError for a layer with two marks too."""
     tensors, metadata = read_header(whole_file(path))
     names, unknown = denoiser_tensors(tensors)
     found = {name: tensors[full] for name, full in names.items()}
@@ -190,10 +186,10 @@ def cast(stored: Readable, path: Path, name: str) -> LazyTensor:
 def marks_in(
     path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, Any], whole: bool
 ) -> tuple[Marks, bool]:
-    """The mark of each quantized layer of the denoiser, and whether it is marked in the older way.
+    """The mark of each quantized layer of the denoiser, and whether the marks are of the older kind.
 
-    ``tensors`` have names without the prefix; ``whole`` says that names in the metadata have it. Raises ArtifactError
-    for marks of two kinds that do not say the same, and for a format that is not known here.
+    Names of ``tensors`` are without the prefix, names in the metadata have it in a ``whole`` file. Raises ArtifactError
+    for contradicting marks and unknown formats.
     """
     suffix = f".{MARK}"
     single = {name.removesuffix(suffix): read_mark(path, name, each) for name, each in tensors.items()
@@ -264,8 +260,8 @@ def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> M
 
 def marked_tensors(
     path: Path, tensors: Mapping[str, StoredTensor], marks: Marks, old: bool
-) -> tuple[dict[str, Coded], set[str]]:
-    """Each marked layer that has a weight, and the names of its tensors, without the weight's, and of marks."""
+) -> tuple[dict[str, Marked], set[str]]:
+    """Marked layers that have a weight, and the names of marks and of all their tensors but weights."""
     new_names = OLD_NAMES if old else {}
     found: dict[str, dict[str, StoredTensor]] = {layer: {} for layer in marks}
     used = {OLD_MARK} if old else set()
@@ -281,12 +277,10 @@ def marked_tensors(
         elif (new := new_names.get(end, end)) in known and (not old or end in new_names):
             found[layer][new] = tensor
             used.add(name)
-    marked = {layer: Marked(LayerTensors(path, layer, own), marks[layer]) for layer, own in found.items()}
-    return {
-        layer: Coded(each.own, each.unpacked(), each.method.layout.multiple, each.layer)
-        for layer, each in marked.items()
-        if "weight" in each.own
-    }, used
+    marked = {
+        name: Marked(LayerTensors(path, name, own), marks[name]) for name, own in found.items() if "weight" in own
+    }
+    return marked, used
 
 
 # Writing
@@ -295,7 +289,7 @@ def marked_tensors(
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Writes the denoiser, and of SDXL the other networks too, into a file in ``folder``, whose path it returns."""
+    """Write the denoiser, of SDXL the other networks too, into a file in ``folder``. Returns its path."""
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
     alone = isinstance(checkpoint, OtherNetwork)  # of a text encoder weights are dequantized, and inputs stay

@@ -1,7 +1,6 @@
-"""The marks of ComfyUI: which tensors a quantized linear has, what they stand for, and how its inputs are rounded.
+"""The marks of ComfyUI: tensors of a quantized linear, and how its inputs are rounded.
 
-Each is a row of ``METHODS``, as ComfyUI's ``ops.py`` and ``quant_ops.py`` load it; N outputs, K inputs, g a group of
-them:
+A row of ``METHODS`` each, from ComfyUI's ``ops.py`` and ``quant_ops.py``; N outputs, K inputs, g inputs in a group:
 
 | format          | X.weight         | X.weight_...                                               | inputs          |
 |-----------------|------------------|------------------------------------------------------------|-----------------|
@@ -15,23 +14,20 @@ them:
 |                 | or [N, 3 K / 4]  | correction [K/g, N] or none                                |                 |
 | awq_w4a16       | INT8 [N, K / 2]  | scale, zeros [K/g, N]                                      | as they are     |
 
-A byte of NVFP4 has its first number in the high half, where ONNX and ModelOpt have it in the low one, and its sides are
-padded to multiples of 16, MXFP8's to 32. The other packed ones have the first number in the low half: convrot_w4a4's
-are signed; awq_w4a16's are (code - 8) * scale + zeros. asym_w4a8_int8 has levels, of the codebook or code - 8, which
-become INT8 when they are multiplied by s_rel and rounded, and then weights times s_channel; in six bits, code - 32, the
-two upper bits of four codes lie in a byte behind all lower ones. A correction is added at the end, and inputs stay as
-they are: so comfy-kitchen's layout computes and saves it, while ComfyUI's own loader leaves the tensor out.
+A byte of NVFP4 has the first number in the high half, unlike ONNX's and ModelOpt's; sides are padded to multiples of
+16, MXFP8's to 32. All others have the first number in the low half: convrot_w4a4's are signed, awq_w4a16's are
+(code - 8) * scale + zeros. Levels of asym_w4a8_int8, of the codebook or code - 8, times s_rel are rounded to INT8, then
+multiplied by s_channel; in six bits, code - 32, a byte behind all lower bits has the two upper bits of four codes. A
+correction is added at the end, with unquantized inputs: comfy-kitchen computes and saves it, ComfyUI's loader omits it.
 
-With ``full_precision_matrix_mult`` inputs stay as they are. With ``convrot``, which the two formats of four bits
-always have, groups of inputs are rotated by the matrix of ``quantization.rotation``, and the codes are of the rotated
-weight. ``linear_dtype`` int8 gives convrot_w4a4 inputs in INT8, which GPUs without products of INT4 have besides.
+With ``full_precision_matrix_mult`` inputs are not quantized. With ``convrot``, always in the two formats of four bits,
+groups of inputs are rotated by the matrix of ``quantization.rotation``, and codes are of the rotated weight.
+``linear_dtype`` int8 means INT8 inputs of convrot_w4a4, for GPUs without INT4 products.
 Formulas are those of comfy-kitchen's ``backends/eager``, in fp32.
-
-Linears whose weights are one in the file, such as query, key and value, are written together, see ``WRITTEN``.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +38,7 @@ from torch import Tensor
 from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import Readable, lazy
 from sd_quant.interchange import AS_ASSIGNED
-from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
+from sd_quant.interchange.denoiser import Inputs
 from sd_quant.interchange.inputs import LARGEST_FP8, Multiplied, Nvfp4, Rotated, RowInteger, StaticFloat8, in_blocks
 from sd_quant.interchange.layouts import (
     ADDED,
@@ -61,10 +57,10 @@ from sd_quant.interchange.layouts import (
     Piece,
 )
 from sd_quant.interchange.layouts import INT8 as BYTES
-from sd_quant.interchange.stored import FLOAT_SCALES, FP8, LayerTensors, Shape
+from sd_quant.interchange.single_files import Coded
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Shape
 from sd_quant.interchange.weights import JoinedLayers
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.names.authors import Rows
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import e2m1
 from sd_quant.quantization.formats.blocks import from_tiles, in_tiles, pack_nibbles
@@ -87,7 +83,7 @@ Mark = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Method:
-    """A format of ComfyUI's: its tensors, and how it computes inputs."""
+    """A format of ComfyUI: its tensors and inputs."""
 
     layout: Layout
     inputs: Callable[["Marked"], Inputs | None]
@@ -98,15 +94,15 @@ class Method:
 
     @property
     def ends(self) -> set[str]:
-        """Those of the names of its tensors."""
+        """Ends of the names of the tensors."""
         return {piece.end for piece in self.layout.pieces}
 
 
 @dataclass(frozen=True)
-class Marked:
-    """The tensors of a linear that has a mark. Methods raise ArtifactError for an entry that cannot be."""
+class Marked(Coded):
+    """Tensors and mark of a linear. Methods raise ArtifactError for an invalid entry of the mark."""
 
-    own: LayerTensors
+    counted = "weight"
     mark: Mark
 
     @property
@@ -118,9 +114,8 @@ class Marked:
         layout = self.method.layout if self.method.group == 1 else self.method.layout.in_groups(self.group())
         return replace(layout, rotation=self.rotation())
 
-    def layer(self, shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
-        layer = self.layout.layer(self.own, shape, self.own.size("weight"), None, parts=parts)
-        self.check_six_bits(parts[0].of, shape[1])
+    def inputs(self, shape: Shape) -> Inputs | None:
+        self.check_six_bits()
         self.linear_dtype()
         high = self.mark.get(HIGH, False)
         if type(high) is not bool:
@@ -128,10 +123,10 @@ class Marked:
         inputs = None if high else self.method.inputs(self)
         if "pre_quant_scale" in self.own:
             inputs = Multiplied(self.own.finite("pre_quant_scale").float(), False, inputs)
-        return replace(layer, inputs=inputs)
+        return inputs
 
     def unpacked(self) -> Shape:
-        """Six bits cannot be told from the bytes, so that the scales' shape says how many numbers there are."""
+        """The shape of the numbers; of six bits by the shape of the scales, as bytes alone do not tell it."""
         shape, scales = tuple(self.own.tensors["weight"].shape), self.own.tensors.get("weight_s_rel")
         if self.mark["format"] == W4A8 and scales is not None and len(scales.shape) == len(shape) == 2:
             return shape[0], scales.shape[1] * self.group()
@@ -165,14 +160,15 @@ class Marked:
         return group
 
     def linear_dtype(self) -> str:
-        """Number format of convrot_w4a4's inputs. Refuses scales in groups too, because no GPU computes them."""
+        """Number format of convrot_w4a4's inputs. Raises ArtifactError for scales in groups too: no GPU has them."""
         found = self.entry("linear_dtype", "int4")
         if found not in ("int4", "int8") or self.entry("quant_group_size", 64) != 64:
             what = f"linear_dtype {ascii(found)[:100]} or another quant_group_size than 64"
             raise self.refusal(what, "int4 or int8")
         return found
 
-    def check_six_bits(self, rows: int, columns: int) -> None:
+    def check_six_bits(self) -> None:
+        rows, columns = self.unpacked()
         if self.mark["format"] != W4A8 or tuple(self.own.tensors["weight"].shape) == (rows, columns // 2):
             return
         self.own.refuse(["weight_codebook", "weight_correction"], "which six bits do not have")
@@ -206,21 +202,11 @@ def levels(packed: Tensor, shape: Shape) -> Tensor:
     return codes.float() - 2 ** (bits - 1)
 
 
-def high_half_first(packed: Tensor, shape: Shape) -> Tensor:
-    """NVFP4's numbers, fp32, without the padding."""
-    return e2m1.decode(torch.stack([packed >> 4, packed & 15], dim=-1)).flatten(1)[: shape[0], : shape[1]]
-
-
 def in_high_half_first(codes: Tensor) -> Tensor:
     """Codes of four bits, the first in the high half of a byte, padded to multiples of 16."""
     rows, columns = codes.shape
     padded = F.pad(codes, (0, -columns % NVFP4_MULTIPLE, 0, -rows % NVFP4_MULTIPLE))
     return padded[:, ::2] << 4 | padded[:, 1::2]
-
-
-def with_rows_of_zeros(codes: Tensor) -> Tensor:
-    """Codes of eight bits, to a multiple of 32 rows."""
-    return F.pad(codes.view(torch.uint8), (0, 0, 0, -len(codes) % MXFP8_BLOCK)).view(codes.dtype)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
@@ -229,7 +215,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def e8m0(codes: Tensor, scales: Tensor) -> Tensor:
-    """The exponents of powers of two [rows, blocks] plus 127, uint8; 0 for a block of zeros, as in comfy-kitchen."""
+    """Exponents plus 127 of powers of two [rows, blocks], uint8; 0 for a block of zeros, as in comfy-kitchen."""
     zeros = codes.float().unflatten(1, (-1, MXFP8_BLOCK)).eq(0).all(-1)
     return torch.where(zeros, 0, scales.view(torch.int32) >> MANTISSA).to(torch.uint8)
 
@@ -240,8 +226,15 @@ SIGNED = Packing(
     in_a_byte=2,
 )
 FROM_8 = Packing(levels, lambda codes: pack_nibbles(codes + 8).view(torch.int8), in_a_byte=2)
-PADDED_E2M1 = Packing(high_half_first, in_high_half_first, in_a_byte=2)
-PADDED = Packing(lambda stored, shape: stored[: shape[0], : shape[1]], with_rows_of_zeros)
+PADDED_E2M1 = Packing(
+    lambda stored, shape: e2m1.decode(torch.stack([stored >> 4, stored & 15], -1)).flatten(1)[: shape[0], : shape[1]],
+    in_high_half_first,
+    in_a_byte=2,
+)
+PADDED = Packing(  # of whole blocks in a row, but not of rows
+    lambda stored, shape: stored[: shape[0], : shape[1]],
+    lambda codes: F.pad(codes.view(UINT8), (0, 0, 0, -len(codes) % MXFP8_BLOCK)).view(codes.dtype),
+)
 E8M0_TILES = Packing(
     lambda stored, shape: powers_of_two(from_tiles(stored.view(UINT8), *shape)),
     lambda codes, scales: in_tiles(e8m0(codes, scales)),

@@ -1,8 +1,7 @@
-"""A quantized denoiser, read from a file of another tool or held from an assignment, and the network it makes.
+"""A quantized denoiser, from a file of another tool or an assignment: the numbers of its codes, and the network.
 
-A text encoder or an autoencoder is read likewise, of a checkpoint that has it in the denoiser's place, see
-``models.checkpoint.OtherNetwork``. All names are diffusers', a text encoder's transformers'. An assignment says how
-codes are made; this says what the codes stand for.
+Likewise a text encoder or an autoencoder in the denoiser's place, see ``models.checkpoint.OtherNetwork``. Names are
+diffusers', a text encoder's transformers'.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -70,7 +69,7 @@ class QuantizedDenoiser:
 
 
 def weights_alone(denoiser: QuantizedDenoiser) -> QuantizedDenoiser:
-    """``denoiser`` in a step with unquantized inputs, which are smoothed nevertheless."""
+    """``denoiser`` with unquantized inputs, which are still smoothed."""
 
     def unrounded(layer: QuantizedLayer) -> QuantizedLayer:
         return replace(layer, inputs=replace(layer.inputs, then=None) if isinstance(layer.inputs, Multiplied) else None)
@@ -82,10 +81,9 @@ def weights_alone(denoiser: QuantizedDenoiser) -> QuantizedDenoiser:
 def checked_whole(
     denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Collection[str] = ()
 ) -> QuantizedDenoiser:
-    """Raises ArtifactError unless ``denoiser`` is the whole denoiser of ``checkpoint`` and nothing else.
+    """The denoiser itself. Raises ArtifactError unless it is the whole denoiser of ``checkpoint`` and nothing else.
 
-    ``unknown`` are names in the file that its reader does not understand. The message has ten names of what is missing,
-    unknown or of another shape or dtype.
+    ``unknown`` are further names of its file that no reader understands.
     """
     expected = {name: tuple(each.shape) for name, each in needed(empty_denoiser(checkpoint)).items()}
     found: dict[str, Readable] = {f"{name}.weight": layer.weight for name, layer in denoiser.layers.items()}
@@ -112,14 +110,14 @@ def checked_whole(
 
 
 def needed(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors without which a network cannot compute; one with two names has the one that files have."""
+    """The tensors that a network needs, tied ones under the name in files."""
     return {name: tensor for name, tensor in network.state_dict().items() if name not in TIED}
 
 
 def with_denoiser(part: nn.Module, checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> nn.Module:
-    """``part``, the wrapped denoiser of ``checkpoint`` with weights, computes in fp32 what the consumer does.
+    """``part``, the wrapped denoiser of ``checkpoint``, changed in place to compute ``denoiser`` in fp32.
 
-    It is changed in place; one quantized weight is read at a time.
+    One quantized weight is read at a time.
     """
     network = denoiser_of(checkpoint, part)
     for name, tensor in needed(network).items():
@@ -138,9 +136,9 @@ def with_denoiser(part: nn.Module, checkpoint: Checkpoint, denoiser: QuantizedDe
 def quantize_inputs(
     layer: nn.Module, inputs: Inputs, branch: tuple[Readable, Readable] | None
 ) -> list[RemovableHandle]:
-    """Makes ``layer`` round its inputs; what rounding takes from them is multiplied with the ``branch`` and added back.
+    """Hook ``inputs`` into ``layer``; the ``branch`` multiplies the rounding error, so that it reads unrounded inputs.
 
-    Returns the handles that undo it.
+    Returns the hooks' handles.
     """
     up, down = (None, None) if branch is None else (each.read().float() for each in branch)
     taken: list[Tensor] = []
@@ -159,7 +157,7 @@ def quantize_inputs(
 
 
 def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
-    """The number of axes that the input of each linear of the denoiser has; no weight is read."""
+    """The number of axes of each linear's input; no weight is read."""
     from sd_quant.export.tracing import example_shapes
 
     contract = denoiser_part(checkpoint).contract

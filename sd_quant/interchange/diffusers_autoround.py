@@ -12,17 +12,17 @@ they have bits, so that both sides of a weight have to be multiples of 32.
 | auto_round, auto_round:gptqmodel      | the same               | the same               | as it is               |
 | auto_round:auto_awq                   | [K, N bits / 32]       | the same               | as it is               |
 
-The last has each eight numbers of a row in the order of ``AWQ_ORDER``. A symmetric weight has the zero point in the
-middle, 8 of 4 bits, which some kernels do not even read: so any other is refused, and with it a file whose zero points
-are of the other convention. Which layers are quantized, and how, the config alone says: those below
-``block_name_to_quantize``, and ``extra_config`` for others, by name or by a regular expression.
+The last has eight numbers of a row in ``AWQ_ORDER``. A symmetric weight has the middle as zero point, 8 of 4 bits, and
+some kernels read none: any other is refused, and so are zero points of the other convention. The config alone says
+which layers are quantized, and how: those below ``block_name_to_quantize``, and others by name or regular expression in
+``extra_config``.
 
 INT4 is written in groups of 64 and INT8 with a scale for a row, symmetric, as auto_round:auto_gptq, which SGLang and
-vLLM-Omni read too. The facts are those of auto-round 0.16.1 (``inference/convert_model.py``, ``utils/bit_packing.py``
-and ``auto_round_extension/torch``).
+vLLM-Omni read too. Sources: auto-round 0.16.1 (``inference/convert_model.py``, ``utils/bit_packing.py``,
+``auto_round_extension/torch``).
 
-The roads not taken: shapes tell bits and groups as well, but AutoRound makes its layers of the config before it sees a
-file, so where they differ it opens something else; and its FP8, MXFP and NVFP layers, which are other libraries' files.
+The roads not taken: bits and groups by shapes, as AutoRound makes layers by the config before it sees a file; and its
+FP8, MXFP and NVFP layers, which are files of other libraries.
 """
 
 import re
@@ -117,9 +117,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def schemes_of(folder: Folder, found: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Scheme]]:
-    """Each linear that the config names, with how it is stored; without a list of blocks, those that are ``found``.
+    """Each linear of the config with its scheme; without a list of blocks, those ``found`` in the weights.
 
-    Raises ConfigError for an entry of another type, or one that is not decoded here.
+    Raises ConfigError for an entry of another type or without a decoder here.
     """
     linears = [name for name, shape in folder.shapes.items() if len(shape) == 2]
     if strange := [name for name in OTHER_WAYS if folder.config.get(name)]:
@@ -147,13 +147,13 @@ def schemes_of(folder: Folder, found: Mapping[str, LayerTensors]) -> Iterator[tu
 
 
 def scheme_of(folder: Folder, given: Mapping[str, object], usual: Scheme) -> Scheme:
-    """``given`` over what is ``usual``, as which null counts."""
+    """``usual`` with the entries of ``given`` that are not null."""
     stated = {name: value for name, value in given.items() if value is not None}
     return folder.checked(stated, usual)
 
 
 def blocks_of(folder: Folder) -> tuple[str, ...] | None:
-    """The beginnings of the names of layers that are quantized unless ``extra_config`` says otherwise; None: not said.
+    """Beginnings of names of layers that are quantized unless ``extra_config`` differs; None without an entry.
 
     Raises ConfigError for anything but text, a list of texts, or a list of such lists.
     """
@@ -197,7 +197,7 @@ def stored_layer(stored: LayerTensors, shape: tuple[int, ...], scheme: Scheme, p
 
 
 def layout_of(bits: int, group: int, packing: str) -> Layout:
-    """A linear whose inputs have a scale for a ``group`` of them."""
+    """The layout of a linear with a scale for a ``group`` of inputs."""
     less, middle = int(packing == GPTQ), 2 ** (bits - 1)  # by how much less than it is a zero point is stored
     along_inputs = Packing(
         lambda words, shape: unpacked(words, bits).T, lambda codes: packed(codes.T.int() + middle, bits)
@@ -206,7 +206,7 @@ def layout_of(bits: int, group: int, packing: str) -> Layout:
         lambda words, shape: unpacked(words.T, bits).float() + less,
         lambda zeros: packed(zeros.int() + middle - less, bits).T,
     )
-    awq = Packing(lambda words, shape: in_order(unpacked(words.T, bits)))
+    awq = Packing(lambda words, shape: unpacked(words.T, bits).unflatten(0, (-1, 8))[:, AWQ_ORDER].flatten(0, 1))
     pieces = (
         Piece("qweight", f"K N*{bits}/{WORD}", (INT32,), NUMBERS, packing=awq)
         if packing == AWQ
@@ -218,7 +218,7 @@ def layout_of(bits: int, group: int, packing: str) -> Layout:
 
 
 def symmetric(own: LayerTensors, bits: int, packing: str, *given: Any) -> Tensor:
-    """The product of a layout. Raises ArtifactError for zero points that a symmetric weight does not have."""
+    """A symmetric weight. Raises ArtifactError for other zero points than the middle."""
     layout, found, shape = given
     (zeros,) = (each for piece, each in found.items() if piece.holds == ZEROS)
     if len(wrong := zeros[zeros != 2 ** (bits - 1)]):
@@ -243,16 +243,11 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return torch.stack(numbers, 1).flatten(0, 1)
 
 
-def in_order(numbers: Tensor) -> Tensor:
-    """Numbers that are stored as AWQ does along the first axis, in their own order."""
-    return numbers.unflatten(0, (-1, len(AWQ_ORDER)))[:, AWQ_ORDER].flatten(0, 1)
-
-
 # Writing
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder`` and its config, with scales in fp16."""
+    """Write the denoiser into the pipeline ``folder`` and its config, with scales in fp16."""
     tensors = with_coded_weights(checkpoint, assignment, tensors_of)
     return write_folder(checkpoint, folder, tensors, config_of(quantized(assignment), weight_shapes(checkpoint)))
 
@@ -264,7 +259,7 @@ def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Read
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
-    """``unpacked`` backwards, of numbers of a width that divides a word."""
+    """The reverse of ``unpacked``, for widths that divide a word."""
     places = torch.arange(0, WORD, bits).view(-1, *(1 for _ in numbers.shape[1:]))
     words = (numbers.long().unflatten(0, (-1, WORD // bits)) << places).sum(1)
     return (words - ((words >> WORD - 1) << WORD)).to(torch.int32)

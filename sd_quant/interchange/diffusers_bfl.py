@@ -4,18 +4,17 @@ A linear is quantized if it has a ``weight_scale``, in NVFP4 if it has a ``weigh
 ``quantizers/bfl``). All scales multiply. The tensors of NVFP4 are those that ModelOpt exports.
 
 On GPUs of compute capability 8.9 rows of inputs are scaled to 448 if both sides of the weight are multiples of 16; on
-Blackwell with FlashInfer inputs are NVFP4, whose scale of all is ``input_scale``. Anywhere else, on a processor too,
-weights are dequantized and inputs stay. What is read here computes as the GPU does; the tests hold the weights against
-diffusers itself.
+Blackwell with FlashInfer inputs are NVFP4 with the common scale ``input_scale``. Elsewhere weights are dequantized and
+inputs are not quantized. Inputs here are as on the GPU.
 
-Names are diffusers' or the authors', whose stacked query, key and value are taken apart row by row. Written are
-diffusers' names: of the authors' names diffusers knows Flux in its full width alone. The class has to be one that
-diffusers opens from a single file, which PixArt's is not. There is no place for a pre_quant_scale or a branch.
+Names are diffusers' or the authors', with stacked query, key and value. Diffusers' are written: of the authors' it
+knows Flux in full width alone. PixArt's class cannot be opened from a single file. There is no place for a
+pre_quant_scale or a branch.
 
 The road not taken is diffusers' own two quantizers: they take no codes that were chosen.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from sd_quant.errors import ArtifactError
@@ -25,14 +24,14 @@ from sd_quant.files.safetensors import read_header
 from sd_quant.files.tensors import Readable, StoredTensor, size_of
 from sd_quant.interchange import DIFFUSERS, PER_ROW, STATIC, UNETS, ForeignFormat
 from sd_quant.interchange.comfyui import is_marked
-from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer, checked_whole
+from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, checked_whole
 from sd_quant.interchange.inputs import Nvfp4, RowFloat8
 from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
 from sd_quant.interchange.single_files import Coded, placed
-from sd_quant.interchange.stored import FP8, LayerTensors, Shape, by_layer, header_of
+from sd_quant.interchange.stored import FP8, Shape, by_layer, header_of
 from sd_quant.interchange.weights import Assignment, with_coded_weights, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
-from sd_quant.names.authors import Rows, denoiser_tensors, sampling_marks
+from sd_quant.names.authors import denoiser_tensors, sampling_marks
 from sd_quant.quantization.assignment import LayerAssignment
 
 FACTS = ForeignFormat(
@@ -81,36 +80,38 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     return checked_whole(denoiser, checkpoint, [*unknown, *others])
 
 
-def scaled_linear(own: LayerTensors) -> Coded:
-    """A linear that has a scale."""
-    layout = NVFP4 if COMMON in own else ROWS
-    unpacked = layout.unpacked(own.checked("weight", None, [E4M3, UINT8]).shape)
-    layout.check(own, unpacked)
+class Scaled(Coded):
+    """A linear with a scale."""
 
-    def layer(shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
-        inputs: Inputs | None = RowFloat8() if all(side % MULTIPLE == 0 for side in shape) else None
-        if layout is NVFP4:
-            inputs = Nvfp4(own.number(OF_INPUTS, positive=True), smallest=0.0, also=", and one")
-        return layout.layer(own, shape, own.size(), inputs, parts=parts)
+    @property
+    def layout(self) -> Layout:
+        return NVFP4 if COMMON in self.own else ROWS
 
-    return Coded(own, unpacked, layout.multiple, layer)
+    def unpacked(self) -> Shape:
+        self.own.checked("weight", None, [E4M3, UINT8])
+        return super().unpacked()
+
+    def inputs(self, shape: Shape) -> Inputs | None:
+        if self.layout is NVFP4:
+            return Nvfp4(self.own.number(OF_INPUTS, positive=True), smallest=0.0, also=", and one")
+        return RowFloat8() if all(side % MULTIPLE == 0 for side in shape) else None
 
 
-def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Coded]:
-    """The layers that have a scale. Raises ArtifactError where a tensor is missing, or is of another shape or dtype."""
-    owners = {name.rpartition(".")[0] for name in tensors}
+def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Scaled]:
+    """The layers with a scale. Raises ArtifactError for a layer with other scales alone."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
     found, _ = by_layer(path, tensors, owners, (SCALE, COMMON, OF_INPUTS))
     without = {layer: own for layer, own in found.items() if SCALE not in own}
     if alone := [f"{layer}.{end}" for layer, own in without.items() for end in own.tensors if end != "weight"]:
         raise ArtifactError(f"{path} has {listing(alone, 3)} and no {SCALE} beside; fetch the file again")
-    return {layer: scaled_linear(own) for layer, own in found.items()}
+    return {layer: Scaled(own) for layer, own in found.items()}
 
 
 # Writing
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into ``folder``/<its component>.safetensors, beside the folder of its config."""
+    """Write the denoiser into ``folder``/<its component>.safetensors, beside the folder of its config."""
     path = folder / f"{denoiser_part(checkpoint).component}.safetensors"
     return write_file(path, with_coded_weights(checkpoint, assignment, tensors_of))
 

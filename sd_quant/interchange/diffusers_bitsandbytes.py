@@ -1,24 +1,25 @@
 """bitsandbytes in a folder that diffusers saved: four bits in blocks (NF4 and FP4), and eight with outliers (LLM.int8).
 
 Four bits (Dettmers et al. 2023, arXiv:2305.14314): of two codes in a byte the first is the high half. A code is a place
-in a table of 16 numbers, which is multiplied by the block's largest magnitude, ``absmax``. "Double" quantization has
-those in eight bits, in blocks of 256 and by a table that the file holds, with one offset for all. Everything else is
-JSON in bytes, ``quant_state.bitsandbytes__nf4``. bitsandbytes' ``dequantize_4bit`` multiplies in fp32 and rounds to the
-dtype that the weight had, which the JSON names; its layers from 0.50 on round to the input's dtype.
+in a table of 16 numbers, multiplied by ``absmax``, the block's largest magnitude. "Double" quantization has those in
+eight bits, in blocks of 256, by a table in the file and one offset for all. All else is JSON in bytes,
+``quant_state.bitsandbytes__nf4``. ``dequantize_4bit`` multiplies in fp32 and rounds to the dtype in the JSON; layers of
+bitsandbytes from 0.50 on round to the input's dtype.
 
-Eight bits (Dettmers et al. 2022, arXiv:2208.07339): codes in int8 with ``SCB``, the largest magnitude of each row. A
-layer quantizes its inputs too, see ``OutlierColumns``.
+Eight bits (Dettmers et al. 2022, arXiv:2208.07339): codes in int8 with ``SCB``, the largest magnitude of each row.
+Inputs are quantized too, see ``OutlierColumns``.
 
-The road not taken is the table that a four-bit file holds: bitsandbytes' kernels have their own, and read no other. So
-a file with another table is refused, because nobody computes with it.
+The road not taken is the table of a four-bit file: bitsandbytes' kernels have their own, so a file with another one is
+refused.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ from sd_quant.files.safetensors import read_object
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.stored import DTYPES, Folder, LayerTensors, Shape, told
+from sd_quant.interchange.layouts import FP32, INT8, NUMBERS, Layout, Piece
+from sd_quant.interchange.stored import DTYPES, Folder, LayerTensors, Shape, fits, told
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
 FACTS = ForeignFormat(
@@ -53,10 +55,17 @@ FOUR_BITS = (*PACKED.values(), ABSMAX, TABLE, NESTED_ABSMAX, NESTED_TABLE)
 EIGHT_BITS = (STATISTICS, LAYOUT)
 
 MOST_JSON = 4096  # bytes; about 200 are written
+MOST_OFFSET = 1e30
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # in which bitsandbytes dequantizes
 NESTED_BLOCK, NESTED_NUMBERS = 256, 256
 STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OF_127 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes writes it
+ROWS = Layout(
+    "int8",
+    "1 for a row",
+    (Piece("weight", "N K", (INT8,), NUMBERS), Piece(STATISTICS, "N", (FP32,))),
+    formula=lambda layout, found, shape: layout.product(found, shape) * OF_127,
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +80,9 @@ class State:
 
 @dataclass(frozen=True)
 class OutlierColumns:
-    """LLM.int8's inputs [..., in]: columns with a magnitude from ``threshold`` on stay, the rest is int8 by row.
+    """LLM.int8's inputs [..., in] in fp16: int8 by row, but for columns with a magnitude from ``threshold`` on.
 
-    In fp16, as bitsandbytes casts them. A row's scale is that of all its numbers below the threshold, those in columns
-    that stay included. A threshold of 0 lets no column stay.
+    A row's scale is that of all its numbers below the threshold. With a threshold of 0 all columns are int8.
     """
 
     threshold: float
@@ -95,7 +103,7 @@ class OutlierColumns:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. The JSON in the file is read, no weight."""
+    """The denoiser in a folder, a pipeline's or its own."""
     folder = Folder(path, checkpoint)
     inputs, (found, others) = OutlierColumns(threshold(folder)), folder.by_layer((*FOUR_BITS, *EIGHT_BITS))
     if convolutions := [layer for layer in found if len(folder.shapes[layer]) != 2]:
@@ -113,7 +121,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def threshold(folder: Folder) -> float:
-    """LLM.int8's threshold in the config. Raises ArtifactError for one that is none, and for weights kept in fp16."""
+    """LLM.int8's threshold in the config. Raises ArtifactError for no number, and for weights that stay in fp16."""
     given = folder.config.get("llm_int8_threshold", 6.0)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1e6:
         raise ArtifactError(
@@ -167,29 +175,22 @@ def state_of(stored: LayerTensors, shape: Shape) -> State:
 
 def checked_state(content: Mapping, kind: str, shape: Shape) -> State:
     """Raises ValueError for what bitsandbytes does not write."""
-    plain = {"quant_type", "blocksize", "dtype", "shape"}
-    nested = {"nested_blocksize", "nested_dtype", "nested_offset"}
-    if content.keys() not in (plain, plain | nested):
+    templates: dict[str, Any] = {"quant_type": kind, "blocksize": BLOCKS, "dtype": tuple(DTYPES), "shape": list(shape)}
+    if "nested_offset" in content:
+        templates |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": (int, float)}
+    if content.keys() != templates.keys():
         raise ValueError(f"entries {', '.join(sorted(map(str, content)))}")
-    for entry, allowed in {
-        "quant_type": [kind], "blocksize": BLOCKS, "dtype": list(DTYPES), "shape": [list(shape)],
-        "nested_blocksize": [NESTED_BLOCK], "nested_dtype": ["float32"],
-    }.items():  # fmt: skip
-        given = content.get(entry)
-        if entry in content and not any(type(given) is type(each) and given == each for each in allowed):
-            raise ValueError(f"{entry} {told(given)}")
     offset = content.get("nested_offset")
-    if offset is not None and (type(offset) not in (int, float) or not isfinite(offset) or abs(offset) > 1e30):
-        raise ValueError("nested_offset is no number")
-    if offset is None and "nested_offset" in content:
-        raise ValueError("nested_offset is null")
+    for entry, template in templates.items():
+        if not fits(content[entry], template) or entry == "nested_offset" and not abs(offset) <= MOST_OFFSET:
+            raise ValueError(f"{entry} {told(content[entry])}")
     return State(kind, content["blocksize"], DTYPES[content["dtype"]], offset)
 
 
 def from_four_bits(stored: LayerTensors, shape: Shape, state: State) -> Tensor:
-    """The weight in the dtype that ``state`` names, as ``dequantize_4bit`` computes it.
+    """The weight in the dtype of ``state``, by ``dequantize_4bit``'s formula.
 
-    Raises ArtifactError for scales that are not finite, and another table.
+    Raises ArtifactError for scales that are not finite, and for another table.
     """
     table = TABLES[state.kind]
     if not torch.allclose(stored.tensors[TABLE].read(), table, rtol=0, atol=SAME_TABLE):
@@ -210,16 +211,13 @@ def from_four_bits(stored: LayerTensors, shape: Shape, state: State) -> Tensor:
 
 def eight_bits(stored: LayerTensors, shape: Shape, inputs: OutlierColumns) -> QuantizedLayer:
     """A layer of LLM.int8. Raises ArtifactError for tensors that do not fit its ``shape``."""
-    codes = stored.checked("weight", [shape], [torch.int8])
-    stored.checked(STATISTICS, [(shape[0],)], [torch.float32])
     if LAYOUT in stored and int(stored.checked(LAYOUT, [()], [torch.uint8]).read()) != 0:
         raise ArtifactError(
             f"{stored.path}: {stored.name(LAYOUT)} says that the weight is in an order for one GPU, expected rows (0); "
             "save it again with bitsandbytes 0.45 or later"
         )
     stored.refuse(FOUR_BITS, "beside a weight in eight bits")
-    weight = LazyTensor(shape, torch.float32, lambda: codes.read() * stored.finite(STATISTICS).view(-1, 1) * OF_127)
-    return QuantizedLayer("int8", "1 for a row", stored.size(), weight, inputs)
+    return ROWS.layer(stored, shape, stored.size(), inputs)
 
 
 def with_their_layers(

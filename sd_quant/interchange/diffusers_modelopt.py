@@ -1,44 +1,47 @@
 """A folder of diffusers that NVIDIA ModelOpt saved, with its quantizers or with compressed weights.
 
-Both have ``modelopt_state.pth`` beside the weights; what ModelOpt exports for servers is read by ``modelopt_export``.
+Both have ``modelopt_state.pth`` beside the weights; exports for servers are read by ``modelopt_export``.
 
-- With quantizers: a weight is stored as it was, a quantizer's range as ``X.weight_quantizer._amax``, and ModelOpt
-  rounds in every call. The file is not smaller for it.
-- Compressed (``mtq.compress``): the weight is codes, with ``X.weight_quantizer._scale`` beside them.
+- With quantizers: the weight as it was, a quantizer's range as ``X.weight_quantizer._amax``, and rounding in every
+  call. The file is not smaller.
+- Compressed (``mtq.compress``): codes, with ``X.weight_quantizer._scale``.
 
-A ``pre_quant_scale`` multiplies the input first.
+A ``pre_quant_scale`` multiplies the input first. Formulas are those of ``modelopt.torch.quantization.tensor_quant``
+(0.47) in fp32: ``_tensor_quant`` for integers, ``_fp8_eager`` for E4M3, and ``NVFP4QTensor`` for NVFP4, whose own fake
+quantization needs a GPU. A range is ``amax``, the largest magnitude, computed at each call where none is stored.
 
-The first way is written: ModelOpt's checkpointing for Hugging Face inserts the quantizers that the state describes, and
-loads their ranges, which are fp16, with the weights. A weight is stored as the numbers that its codes stand for, in
-fp16; the quantizer makes the same codes of them. No ``quantization_config`` is written: diffusers 0.42 passes ModelOpt
-0.47 an empty one, which it cannot read.
+Written is the first kind: ModelOpt's checkpointing for Hugging Face inserts the quantizers of the state and loads their
+ranges, fp16, with the weights. A weight is stored as the numbers of its codes in fp16, which the quantizer encodes
+alike. No ``quantization_config`` is written: diffusers 0.42 passes ModelOpt 0.47 an empty one, which it cannot read.
 
-The road not taken is diffusers' ``from_pretrained``: ModelOpt unpickles files in the folder, so there is no
+The road not taken is diffusers' ``from_pretrained``, in which ModelOpt unpickles files of the folder: there is no
 ``runtime``.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError
-from sd_quant.files import atomic_path
+from sd_quant.files import atomic_path, refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import listing
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange import AS_ASSIGNED, DIFFUSERS, ForeignFormat, modelopt_export
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.modelopt_export import CODES, layouts_of, multiplied, with_codes
-from sd_quant.interchange.modelopt_quantizers import NVFP4, Quantizer, Ranged, quantizer_of
+from sd_quant.interchange.inputs import LARGEST_FP8, Nvfp4
+from sd_quant.interchange.modelopt_export import CODES, MAKER, NVFP4, layouts_of, multiplied, with_codes
 from sd_quant.interchange.modelopt_state import Name, State, read_state
-from sd_quant.interchange.stored import DTYPES, FILE, FLOAT_SCALES, Folder, LayerTensors, Shape, by_layer, holds
+from sd_quant.interchange.stored import DTYPES, FILE, FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, holds, told
 from sd_quant.interchange.weights import Assignment, codes_and_scales, high_precision, quantized, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.formats import FORMATS, nvfp4
+from sd_quant.quantization.formats import FORMATS, e2m1, nvfp4
 from sd_quant.simulation.modelopt import simulate
 
 FACTS = ForeignFormat(
@@ -57,12 +60,158 @@ FACTS = ForeignFormat(
         "smaller files: weights are fp16; diffusers_torchao and diffusers_sdnq store codes, so does modelopt_export",
     ),
 )
-MAKER = "ModelOpt"
 STATE = "modelopt_state.pth"
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
 AMAX, PRE, BIAS, SCALE, DOUBLE = "_amax", "_pre_quant_scale", "_bias_value", "_scale", "_double_scale"
 BUFFERS = [f"{WEIGHT}.{each}" for each in (AMAX, SCALE, DOUBLE)] + [f"{INPUT}.{each}" for each in (AMAX, PRE, BIAS)]
 BLOCK = nvfp4.BLOCK
+NVFP4_BLOCKS = {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}
+NVFP4_RANGE = e2m1.LARGEST * LARGEST_FP8  # of all numbers, where its global scale is 1
+SMALLEST = 2.0**-24  # of a range that ModelOpt divides by
+LARGEST_BLOCK = 2**16
+# Properties without an effect here: how ranges were found, how gradients pass, how ONNX is written, shapes that follow
+WITHOUT_EFFECT = {
+    "_dynamic", "_learn_amax", "_trt_high_precision_dtype", "_effective_bits", "_pass_through_bwd", "_if_calib",
+    "_input_dtype", "_enable_pre_quant_scale", "_pytorch_state_metadata", "_amax_for_smoothing", "_quant_max_bound",
+    "_amax_shape_for_export", "_slices", "_padding", "_original_shape", "_block_reshape_size", "backend_extra_args",
+    "_is_static_block_scale_quantizer", "_bias_axis",
+}  # fmt: skip
+READ = {
+    "_num_bits", "_axis", "_block_sizes", "_narrow_range", "_bias", "_disabled", "_if_quant", "_fake_quant",
+    "_dequantize",
+}  # fmt: skip
+
+
+# Quantizers
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """``format`` is int2 to int8, FP8 or NVFP4; ranges differ along ``axes``, or by ``block`` of the last axis."""
+
+    format: str
+    axes: tuple[int, ...] = ()
+    block: int | None = None
+    narrow: bool = False  # without the smallest of an integer's codes
+    biased: bool = False
+
+    @property
+    def bits(self) -> int:
+        return int(self.format.removeprefix("int"))
+
+    def __call__(self, x: Tensor, amax: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """``x`` rounded, in its own dtype. A stored ``amax`` broadcasts to ``x``, or has a row for each block."""
+        given = x if bias is None else x - bias.to(x)
+        if amax is None:
+            others = [axis for axis in range(x.ndim) if axis not in {each % x.ndim for each in self.axes}]
+            amax = given.abs().amax(others, keepdim=True) if others else given.abs()
+        amax = amax.float().to(x.device)
+        rounded = FORMULAS.get(self.format, integer)(self, given, amax)
+        return rounded if bias is None else rounded + bias.to(x)
+
+
+def integer(quantizer: Quantizer, x: Tensor, amax: Tensor) -> Tensor:
+    if quantizer.block is not None:
+        width = x.shape[-1]
+        padded = F.pad(x, (0, -width % quantizer.block))
+        rounded = whole_integer(quantizer, padded.reshape(-1, quantizer.block), amax)
+        return rounded.view(padded.shape)[..., :width]
+    return whole_integer(quantizer, x, amax)
+
+
+def whole_integer(quantizer: Quantizer, x: Tensor, amax: Tensor) -> Tensor:
+    high = 2 ** (quantizer.bits - 1) - 1
+    low = -high if quantizer.narrow else -high - 1
+    none = amax <= SMALLEST
+    scale = torch.tensor(float(high), device=x.device) / amax
+    codes = (x.float() * scale.masked_fill(none, 0)).round().clamp(low, high)
+    return (codes / scale.masked_fill(none, 1)).to(x)
+
+
+def fp8(quantizer: Quantizer, x: Tensor, amax: Tensor) -> Tensor:
+    scale = LARGEST_FP8 / torch.where(amax <= SMALLEST, torch.ones_like(amax), amax)
+    codes = (x.float() * scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+    return (codes.float() * (1 / scale)).to(x)
+
+
+def in_nvfp4(quantizer: Quantizer, x: Tensor, amax: Tensor) -> Tensor:
+    peak = amax.max()
+    return Nvfp4(float(torch.where(peak == 0, torch.ones_like(peak), peak / NVFP4_RANGE)))(x)
+
+
+FORMULAS = {FP8: fp8, NVFP4: in_nvfp4}
+
+
+@dataclass(frozen=True)
+class Ranged:
+    """A layer's input by ModelOpt's quantizer, with the range and the shift that are stored, if any."""
+
+    quantizer: Quantizer
+    amax: Tensor | None
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.quantizer(x, self.amax, self.bias)
+
+    def __str__(self) -> str:
+        shift = "" if self.bias is None else " and a shift"
+        if self.quantizer.format == NVFP4:
+            return f"nvfp4, a scale for 16 numbers{shift}"
+        return f"{self.quantizer.format}, {'one scale' if self.amax is not None else 'a scale each time'}{shift}"
+
+
+def quantizer_of(path: Path, name: str, properties: Mapping[str, object]) -> Quantizer | None:
+    """The quantizer of these ``properties``, None if disabled. Raises ArtifactError for further effects."""
+    if properties.get("_disabled") is True or properties.get("_if_quant") is False:
+        return None
+    more = [key for key in properties if key not in WITHOUT_EFFECT | READ and is_set(properties[key])]
+    if more:
+        raise ArtifactError(
+            f"{path}: ModelOpt's {listing([name])} has {listing(more)}, which is not understood; give a checkpoint "
+            "without"
+        )
+    advice = (
+        "expected INT2 to INT8, FP8 or NVFP4 with one range, one for a row or one for a block; give such a checkpoint"
+    )
+    with refusing(f"{path}: ModelOpt's {listing([name])} has other properties", ValueError, TypeError, advice=advice):
+        return understood(properties)
+
+
+def is_set(value: object) -> bool:
+    return not (value is None or value is False or value == {} or value == "")
+
+
+def understood(properties: Mapping[str, object]) -> Quantizer:
+    """Raises ValueError or TypeError for other properties than ``Quantizer`` has."""
+    bits, blocks = properties.get("_num_bits"), properties.get("_block_sizes")
+    bias, narrow = properties.get("_bias"), properties.get("_narrow_range", False)
+    axis = properties.get("_axis")
+    axes = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    if len(axes) > 4 or not all(type(each) is int and -4 <= each < 4 for each in axes) or not isinstance(narrow, bool):
+        raise ValueError("another axis or range of codes")
+    if bias is not None and (not isinstance(bias, dict) or bias.get("type") != "static"):
+        raise ValueError("a bias that is not static")
+    plain = Quantizer("", axes, None, narrow, bias is not None)
+    if type(bits) is int and 2 <= bits <= 8:
+        return replace(plain, format=f"int{bits}", block=None if blocks is None else static_block(blocks))
+    if bits == (4, 3) and blocks is None:
+        return replace(plain, format=FP8)
+    if bits == (2, 1) and blocks == NVFP4_BLOCKS:
+        return replace(plain, format=NVFP4, block=16)
+    raise ValueError(f"num_bits {told(bits)} and block_sizes {told(blocks)}")
+
+
+def static_block(blocks: object) -> int:
+    """The size of blocks along the last axis. Raises ValueError for others."""
+    along_last = isinstance(blocks, dict) and blocks.keys() <= {-1, "type"}
+    if not isinstance(blocks, dict) or not along_last or blocks.get("type") not in (None, "static"):
+        raise ValueError(f"block_sizes {told(blocks)}")
+    if type(blocks.get(-1)) is not int or not 2 <= blocks[-1] <= LARGEST_BLOCK:
+        raise ValueError("another size of blocks")
+    return blocks[-1]
+
+
+# Reading
 
 
 def recognizes(path: Path) -> bool:
@@ -71,17 +220,16 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. What multiplies or rounds inputs is read, no weight.
+    """The denoiser in a folder, a pipeline's or its own.
 
-    Raises ArtifactError for anything that is not the whole denoiser as ModelOpt stores it, and for quantizers of
-    anything but weights and inputs.
+    Raises ArtifactError for anything but the whole denoiser with quantizers of weights and inputs alone.
     """
     folder = Folder(path, checkpoint)
     tensors, shapes = folder.tensors, folder.shapes
     state = read_state(path, whole_file(folder.place / STATE))
     leaves = {name for name, module in empty_denoiser(checkpoint).named_modules() if not list(module.children())}
     used = quantizers_of(path, state, shapes, leaves)
-    found, others = by_layer(path, tensors, leaves, BUFFERS)
+    found, others = folder.by_layer(BUFFERS, leaves)
     if without := [name for name, each in used.items() if WEIGHT in each and name not in found]:
         raise ArtifactError(
             f"{path} has no ranges of {listing(without)}, which ModelOpt rounds; fetch the folder again"
@@ -102,9 +250,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 def quantizers_of(
     path: Path, state: State, shapes: Mapping[str, Shape], leaves: Collection[str]
 ) -> dict[str, dict[str, Quantizer]]:
-    """The quantizers that are on, by module and then WEIGHT or INPUT.
+    """Enabled quantizers by module and WEIGHT or INPUT.
 
-    Raises ArtifactError for others than those of the weights of layers and of inputs of ``leaves``.
+    Raises ArtifactError for others than those of layers' weights and of the inputs of ``leaves``.
     """
     found: dict[str, dict[str, Quantizer]] = {}
     foreign = []
@@ -184,9 +332,9 @@ def magnitudes(stored: LayerTensors, end: str) -> Tensor:
 
 
 def inputs_of(stored: LayerTensors, shape: Shape | None, quantizer: Quantizer | None) -> Inputs | None:
-    """How ModelOpt multiplies and rounds a module's inputs; it multiplies them also where the quantizer is off.
+    """The inputs of a module; a factor multiplies them without a quantizer too. Raises ArtifactError.
 
-    ``shape`` is that of its weight, None unless it is a linear or convolution. Raises ArtifactError.
+    ``shape`` is that of the weight, None for modules that are no linear or convolution.
     """
     rounding: Inputs | None = None
     told = f"{stored.path}: ModelOpt's inputs of {listing([stored.layer])}"
@@ -213,7 +361,7 @@ def inputs_of(stored: LayerTensors, shape: Shape | None, quantizer: Quantizer | 
 
 
 def dtype_of(stored: LayerTensors, compression: object) -> torch.dtype:
-    """The dtype that a compressed weight had, and gets again. Raises ArtifactError where the state does not say it."""
+    """The dtype of a compressed weight once it is dequantized. Raises ArtifactError where the state lacks it."""
     metadata = compression.get("metadata") if isinstance(compression, dict) else None
     dtype = metadata.get("dtype") if isinstance(metadata, dict) else None
     name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
@@ -228,10 +376,7 @@ def dtype_of(stored: LayerTensors, compression: object) -> torch.dtype:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into its folder in ``folder``, a pipeline's; one weight is in memory at a time.
-
-    Raises ResourceError when the disk is full.
-    """
+    """Write the denoiser into the pipeline ``folder``. Raises ResourceError when the disk is full."""
     import modelopt.torch.opt as mto
 
     component = denoiser_part(checkpoint).component

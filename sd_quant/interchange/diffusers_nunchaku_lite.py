@@ -7,13 +7,12 @@ missing or too many are refused (``check_strict_state_dict_match``):
      "svdq_w4a4": {"precision": "int4", "group_size": 64, "rank": 32, "targets": [...]},
      "awq_w4a16": {"precision": "int4", "group_size": 64, "targets": [...]}}
 
-A linear's tensors are those of ``nunchaku_linears``, without ``smooth_factor_orig``; NVFP4's have both ``wcscales`` and
-``wtscale``. One rank holds for all, so shorter branches are padded with zeros, and both sides of a weight are multiples
-of 128, because diffusers' module has the sizes of the model's linear. Nothing is fused, and no input is shifted. As the
-source of diffusers 0.42.1 says (``quantizers/nunchaku``); its kernels need a GPU, and are fetched from a repository of
-code that runs (``DIFFUSERS_TRUST_REMOTE_KERNELS``).
+A linear's tensors are those of ``nunchaku_linears``, without ``smooth_factor_orig``; NVFP4's have ``wcscales`` and
+``wtscale``. All branches have one rank, padded with zeros, and both sides of a weight are multiples of 128. Nothing is
+fused, and no input is shifted. Source: diffusers 0.42.1 (``quantizers/nunchaku``); its kernels need a GPU and are code
+of a repository (``DIFFUSERS_TRUST_REMOTE_KERNELS``).
 
-Written are W4A4 linears in fp16, which holds scales of INT4 exactly. W4A16 is read only: no recipe of ours has it.
+Written are W4A4 linears in fp16, which holds scales of INT4 exactly. W4A16 is read only.
 """
 
 from pathlib import Path
@@ -106,10 +105,7 @@ def targets_of(folder: Folder) -> dict[str, tuple[str, str, int | None]]:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config.
-
-    Raises ConfigError for layers in two formats, because the config holds one.
-    """
+    """Write the denoiser into the pipeline ``folder`` and its config. Raises ConfigError for two formats."""
     weights = high_precision(checkpoint, assignment)
     linears, precision = svdquant.written(FACTS.name, checkpoint, assignment, weights)
     rank = svdquant.common_rank(linears.values())

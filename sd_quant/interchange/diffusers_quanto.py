@@ -1,19 +1,19 @@
 """quanto in a folder that diffusers or quanto saved: int8, float8, and four or two bits in groups.
 
-A weight is flattened to ``X.weight._data`` and ``X.weight._scale``, of one number a row, in the weight's dtype before.
-Four and two bits (``X.weight._data._data``) are unsigned codes with a ``_shift`` too, which is subtracted after the
-scale was multiplied, or before if it is an integer. They are packed by rows: the first half of all rows, or quarter,
-lies in the low bits. A row of more than 128 numbers is cut into groups, as many rows, whose size follows from the shape
-(``QModuleMixin.__init__``). What the codes are stands in the config of diffusers, ``weights_dtype`` for all layers, or
-in quanto's own ``quanto_qmap.json``, layer by layer (optimum-quanto 0.2.7).
+``X.weight._data`` is multiplied by ``X.weight._scale``, one number a row, in the scale's dtype. Four and two bits are
+unsigned codes ``X.weight._data._data`` with a ``_shift``, subtracted from products, or from codes if it is an integer.
+They are packed by rows: the first half or quarter of all rows is in the low bits. A row of more than 128 numbers is cut
+into groups, stored as rows, of a size that follows from the shape (``QModuleMixin.__init__``). The kind of codes is in
+diffusers' config, ``weights_dtype`` for all layers, or in quanto's own ``quanto_qmap.json`` by layer (optimum-quanto
+0.2.7).
 
-Inputs that are quantized are refused: quanto then quantizes outputs too and hands the codes on from one layer to the
-next, which no change of a layer's input is. ``input_scale`` and ``output_scale`` are stored in any case, and are ones.
-The road not taken is the class of a stored tensor, which quanto's pickles name: its safetensors files hold none.
+Quantized inputs are refused: quanto then quantizes outputs too and passes codes from layer to layer, which no change of
+a layer's input is. ``input_scale`` and ``output_scale`` are always stored, and are ones. The road not taken is the
+class of a stored tensor, which only quanto's pickles name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from math import prod
@@ -28,6 +28,7 @@ from sd_quant.files.folders import read_json
 from sd_quant.files.tensors import LazyTensor
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
+from sd_quant.interchange.layouts import E4M3, INT8, NUMBERS, OTHER, UINT8, Layout, Packing, Piece
 from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, holds, quantized_by, shown, told
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 
@@ -41,22 +42,35 @@ UNUSED = ("input_scale", "output_scale")  # of a layer whose inputs stay
 LARGEST_GROUP, SMALLEST_GROUP, STEP = 128, 32, 32
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A ``qtype`` of quanto's."""
-
-    format: str
-    dtype: torch.dtype  # of what is stored
-    bits: int = 8
+def whole(name: str, dtype: torch.dtype) -> Layout:
+    """Numbers of eight bits."""
+    return Layout(name, "1 for a row", (Piece(DATA, "N K", (dtype,), NUMBERS), Piece(SCALE, "N _", FLOAT_SCALES)))
 
 
-KINDS = {
-    "qint8": Kind("int8", torch.int8),
-    "qint4": Kind("int4", torch.uint8, 4),
-    "qint2": Kind("int2", torch.uint8, 2),
-    "qfloat8_e4m3fn": Kind(FP8, torch.float8_e4m3fn),
-    "qfloat8_e5m2": Kind("float8_e5m2", torch.float8_e5m2),
-}
+def packed(bits: int) -> Layout:
+    """Numbers of a few bits, of a weight whose rows are groups."""
+
+    def unpack(stored: Tensor, shape: Shape) -> Tensor:
+        return torch.cat([stored >> first & 2**bits - 1 for first in range(0, 8, bits)])[: shape[0]]
+
+    return Layout(f"int{bits}", "1 for {group} numbers", (
+        Piece(PACKED, f"N*{bits}/8 K", (UINT8,), NUMBERS, packing=Packing(unpack)),
+        Piece(SCALE, "N _", FLOAT_SCALES),
+        Piece(SHIFT, "N _", (*FLOAT_SCALES, INT8, UINT8), OTHER),
+    ), formula=shifted)  # fmt: skip
+
+
+def shifted(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
+    numbers, scale, shift = found.values()
+    if shift.dtype.is_floating_point:
+        return (scale * numbers).sub_(shift)
+    return scale * (numbers - shift.to(INT8))
+
+
+KINDS = {  # layouts by quanto's names
+    "qint8": whole("int8", INT8), "qint4": packed(4), "qint2": packed(2),
+    "qfloat8_e4m3fn": whole(FP8, E4M3), "qfloat8_e5m2": whole("float8_e5m2", torch.float8_e5m2),
+}  # fmt: skip
 DIFFUSERS = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "float8": "qfloat8_e4m3fn"}  # its ``weights_dtype``
 
 
@@ -71,15 +85,16 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
     found, others = folder.by_layer((DATA, PACKED, SCALE, SHIFT))
     kinds = kinds_of(folder, found)
     layers = {name: stored_layer(stored, folder.shapes[name], KINDS[kinds[name]]) for name, stored in found.items()}
-    ignored = {f"{name}.{end}" for name in layers for end in UNUSED}
-    denoiser = folder.whole(FACTS.name, MAKER, layers, others, ignored=ignored)
+    unused = {f"{name}.{end}" for name in layers for end in UNUSED}
+    parameters = {name: tensor for name, tensor in others.items() if name not in unused}
+    denoiser = folder.whole(FACTS.name, MAKER, layers, parameters)
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
         return denoiser
     return replace(denoiser, runtime=partial(with_their_layers, denoiser, checkpoint, found, kinds))
 
 
 def kinds_of(folder: Folder, layers: Mapping[str, LayerTensors]) -> dict[str, str]:
-    """The name in KINDS of each layer. Raises ArtifactError where it is not said, or inputs are quantized too."""
+    """The name in KINDS of each layer. Raises ArtifactError for an unknown one and for quantized inputs."""
     path, config = folder.path, folder.config
     if config.get("quant_method") != MAKER:
         said = from_map(folder.place)
@@ -102,7 +117,7 @@ def kinds_of(folder: Folder, layers: Mapping[str, LayerTensors]) -> dict[str, st
 
 
 def from_map(folder: Path) -> dict[str, str]:
-    """The names in KINDS that quanto's own map has, by layer. Raises ArtifactError."""
+    """The names in KINDS of quanto's own map, by layer. Raises ArtifactError."""
     entries = read_json(folder, MAP)
     malformed = [name for name, entry in entries.items() if not isinstance(entry, Mapping)]
     weights = {name: entry.get("weights") for name, entry in entries.items() if name not in malformed}
@@ -120,44 +135,26 @@ def from_map(folder: Path) -> dict[str, str]:
     return {name: kind for name, kind in weights.items() if kind != "none"}
 
 
-def stored_layer(stored: LayerTensors, shape: Shape, kind: Kind) -> QuantizedLayer:
-    """A layer of ``kind``. Raises ArtifactError for tensors that do not fit its ``shape``."""
-    size = group_size(shape) if kind.bits < 8 else None
+def stored_layer(stored: LayerTensors, shape: Shape, layout: Layout) -> QuantizedLayer:
+    """A layer of one of ``KINDS``. Raises ArtifactError for tensors that do not fit its ``shape``."""
+    size = group_size(shape) if "{group}" in layout.scales else None
     rows = shape if size is None else (prod(shape) // size, size)
-    per_row = (rows[0], *(1 for _ in rows[1:]))
-    codes = (-(-rows[0] * kind.bits // 8), *rows[1:])
-    expected = {PACKED if kind.bits < 8 else DATA: (codes, [kind.dtype]), SCALE: (per_row, FLOAT_SCALES)}
-    if kind.bits < 8:
-        expected[SHIFT] = (per_row, [*FLOAT_SCALES, torch.int8, torch.uint8])
-    for end, (fitting, dtypes) in expected.items():
-        stored.checked(end, [fitting], dtypes)
-    stored.refuse(stored.tensors.keys() - expected.keys(), f"which {kind.format} does not have")
-    weight = LazyTensor(shape, stored.tensors[SCALE].dtype, partial(dequantized, stored, shape, kind, rows))
-    return QuantizedLayer(kind.format, f"1 for {size} numbers" if size else "1 for a row", stored.size(), weight)
+    layout = replace(layout, scales="1 for a row" if size is None else layout.scales.format(group=size))
+    layer = layout.layer(stored, rows, stored.size(), None, stored.checked(SCALE, None, FLOAT_SCALES).dtype)
+    known = {piece.end for piece in layout.pieces}
+    stored.refuse(stored.tensors.keys() - known, f"which {layout.format} does not have")
+    read = layer.weight.read
+    return replace(layer, weight=LazyTensor(shape, layer.weight.dtype, lambda: read().view(shape)))
 
 
 def group_size(shape: Shape) -> int | None:
-    """How many numbers of a weight in four or two bits share a scale, as quanto chooses it; None: a row."""
+    """How many numbers of a weight in four or two bits share a scale, by quanto's rule; None: a row."""
     row, size = prod(shape[1:]), LARGEST_GROUP
     if row <= size:
         return None
     while row % size and size > SMALLEST_GROUP:
         size -= STEP
     return None if row % size else size
-
-
-def dequantized(stored: LayerTensors, shape: Shape, kind: Kind, rows: Shape) -> Tensor:
-    """The weight in its scales' dtype, as quanto's ``dequantize`` computes it. Raises ArtifactError for NaN."""
-    scale = stored.finite(SCALE)
-    if kind.bits == 8:
-        codes = stored.tensors[DATA].read()
-        return scale * (codes.to(scale.dtype) if kind.dtype.is_floating_point else codes)
-    packed = stored.tensors[PACKED].read()
-    codes = torch.cat([packed >> first & 2**kind.bits - 1 for first in range(0, 8, kind.bits)])[: rows[0]]
-    shift = stored.finite(SHIFT)
-    if shift.dtype.is_floating_point:
-        return (scale * codes).sub_(shift).view(shape)
-    return (scale * (codes.to(torch.int8) - shift.to(torch.int8))).view(shape)
 
 
 def with_their_layers(

@@ -10,12 +10,12 @@ As amd-quark 0.13 writes it (``torch/export/api.py``, ``integrations/diffusers``
 | int32         | [K, N / 8]    | [K / g, N], zero_point [K / g, N / 8] | (codes - zero point) * scale       |
 | uint8         | [N, K / 2]    | uint8 [N, K / 32]                     | E2M1 * 2 ** (scale - 127)          |
 
-Eight numbers of four bits are in a word, of one row after the other, or with ``pack_method: reorder`` as AWQ has them.
-A layer with a branch is ``X.layer``, beside ``X.correction.l1`` [rank, K] and ``l2`` [N, rank]; both read the input
-over ``X.smooth_factor`` [K], if there is one. Inputs have one static scale, ``X.input_quantizer.scale``, or stay.
+A word has eight numbers of four bits, in order of rows, or with ``pack_method: reorder`` in AWQ's order. A layer with a
+branch is ``X.layer``, beside ``X.correction.l1`` [rank, K] and ``l2`` [N, rank]; both read the input over
+``X.smooth_factor`` [K], if there is one. Inputs have one static scale, ``X.input_quantizer.scale``, or none.
 
-Dynamic inputs are refused: Quark's scale of the second axis is one for all images of a batch, which no rounding of a
-row is. The road not taken is Quark's own reload, which needs the package to build the network.
+Dynamic inputs are refused: Quark's scale is one for all images of a batch, which no rounding of rows is. The road not
+taken is Quark's own reload, which needs the package to build the network.
 """
 
 import re
@@ -106,7 +106,7 @@ def entry(config: object, *keys: str) -> object:
 
 
 def exceptions_in(path: Path, config: object) -> Exceptions:
-    """The layers that the config says something else of, as patterns. Raises ArtifactError for too many."""
+    """Configs of layers by patterns. Raises ArtifactError for too many."""
     own = entry(config, "layer_quant_config")
     if not isinstance(own, Mapping):
         return []
@@ -120,9 +120,9 @@ def exceptions_in(path: Path, config: object) -> Exceptions:
 
 
 def spec_of(path: Path, config: object, exceptions: Exceptions, name: str, branched: bool) -> tuple[str, str | None]:
-    """The dtypes of a layer's weight and of its inputs, None where they stay, in Quark's words.
+    """Quark's dtypes of a layer's weight and of its inputs, None for unquantized ones.
 
-    Raises ArtifactError for what is not read here.
+    Raises ArtifactError for a config without a reader here.
     """
     named = (given for pattern, given in exceptions if pattern.match(name))
     spec = next(named, entry(config, "global_quant_config"))

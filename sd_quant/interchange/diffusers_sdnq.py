@@ -2,9 +2,9 @@
 
     W = codes * scale + zero_point + svd_up @ svd_down
 
-A weight ``X.weight`` [out, in, ...] has a scale ``X.scale`` for each row, block or tensor; unsigned numbers have a
-``X.zero_point`` of the same shape besides, and a branch is ``X.svd_up`` [out, rank] and ``X.svd_down`` [rank, in]. All
-is computed in fp32, as SDNQ does by default. The config alone says which numbers the codes are, layer by layer.
+``X.weight`` [out, in, ...] has scales ``X.scale`` of rows, blocks or all, unsigned numbers also ``X.zero_point`` of the
+same shape; a branch is ``X.svd_up`` [out, rank] and ``X.svd_down`` [rank, in]. All is computed in fp32, SDNQ's default.
+The config alone says which numbers the codes are, layer by layer.
 
 | numbers              | stored                                                                                   |
 |----------------------|------------------------------------------------------------------------------------------|
@@ -13,24 +13,24 @@ is computed in fp32, as SDNQ does by default. The config alone says which number
 | uint2 to uint7       | packed in bytes: see ``PLACES``                                                          |
 | float4_e2m1fn, ...   | sign, exponent, mantissa, without infinities; packed as the unsigned of the same width   |
 
-With ``use_quantized_matmul`` SDNQ quantizes inputs too, a scale for each row, if there are 32 rows or more. Weights of
-8 bits and branches are stored turned then, [in, out]; a weight in blocks, or of other numbers than its inputs, is
-quantized again, a scale for a row, before it is multiplied; and a branch multiplies inputs that are not rounded.
+With ``use_quantized_matmul`` inputs of 32 rows or more are quantized too, a scale for each row. Weights of 8 bits and
+branches are stored turned then, [in, out]; a weight in blocks, or of other numbers than its inputs, is quantized again,
+a scale for a row, before each product; and a branch multiplies unrounded inputs.
 
-INT8 and FP8 are written with a scale for a row or all of it, [out, 1, ...] or [1, 1, ...], and INT4 in blocks, [out,
-blocks, 1], with a branch. The config has the commonest way once, others by the layer's exact name, and the layers that
-are not quantized. Left to itself, SDNQ would skip layers by patterns and sizes of its own.
+INT8 and FP8 are written with scales [out, 1, ...] or [1, 1, ...], INT4 in blocks, [out, blocks, 1], with a branch. The
+config has the commonest kind once, others by the layer's exact name, and the unquantized layers, which SDNQ would
+otherwise choose by patterns and sizes.
 
-The facts are those of SDNQ 0.2.8, and tests compare with its files and its layers' outputs. It is under the GPL, so
-nothing of it is imported or copied here.
-The roads not taken: shapes do not tell how a layer is stored, because int4, uint4 and a float of four bits look the
-same; and SDNQ's own quantizer chooses other scales.
+Facts are of SDNQ 0.2.8, by its files and its layers' outputs. It is under the GPL: nothing of it is imported or copied.
+The roads not taken: kinds by shapes, as int4, uint4 and a float of four bits look the same; and SDNQ's own quantizer,
+which chooses other scales.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -86,8 +86,7 @@ OTHER_NAMES = {  # that a config may use
     "ufp4": "float4_e2m2fnu", "ufp3": "float3_e1m2fnu", "ufp2": "float2_e1m1fnu",
 }  # fmt: skip
 UNPACKED = {"int8": torch.int8, FP8: torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-# Where the bits of numbers lie that share bytes: the numbers in order, each by (byte, first bit, how many bits), the
-# lowest bits first. Four or two bits are simply in a row.
+# Places of the bits of numbers that share bytes: for each number (byte, first bit, number of bits), the lowest first
 PLACES = {
     2: (1, [[(0, 0, 2)], [(0, 2, 2)], [(0, 4, 2)], [(0, 6, 2)]]),
     3: (3, [[(0, 0, 3)], [(1, 0, 3)], [(2, 0, 3)], [(0, 3, 3)], [(1, 3, 3)], [(2, 3, 3)],
@@ -120,7 +119,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A kind of numbers of a weight: how its codes are stored, and what they stand for."""
+    """A kind of numbers of a weight, with the storage of its codes."""
 
     name: str
     bits: int
@@ -169,10 +168,10 @@ def of_layer(folder: Folder, config: Config, exceptions: Mapping[str, Mapping[st
 
 
 def matches(path: Path, pattern: str, name: str) -> bool:
-    """Whether SDNQ takes a ``pattern`` for the parameter's ``name``: the name, a part of it between dots, its beginning
-    after a dot in front, or its beginning with ``*`` for anything.
+    """Whether SDNQ's ``pattern`` matches a parameter's ``name``: the name, a part of it between dots, or its beginning
+    after a leading dot, or with ``*`` for anything.
 
-    Raises ConfigError for a regular expression, as which SDNQ reads a pattern with a ``*``.
+    Raises ConfigError for any other regular expression.
     """
     if pattern.startswith("."):
         return name.startswith(pattern[1:])
@@ -185,16 +184,11 @@ def matches(path: Path, pattern: str, name: str) -> bool:
             f"{path}: quantization_config names layers by the regular expression {pattern[:200]!r}, and only names and "
             "* are read here; save it with the layers' names"
         )
-    first, *others = pattern.split("*")
-    position = len(first) if name.startswith(first) else -1
-    for piece in others:
-        found = name.find(piece, position) if position >= 0 else -1
-        position = found + len(piece) if found >= 0 else -1
-    return position >= 0
+    return fnmatchcase(name, f"{pattern}*")
 
 
 def at_least_as_wide(path: Path, wanted: str, name: str) -> str:
-    """The numbers of a layer that ``modules_dtype_dict`` has under ``wanted``, a name or a least width."""
+    """The numbers of a layer for ``wanted`` in ``modules_dtype_dict``, a name or a least width."""
     wanted = wanted.lower()
     least = re.fullmatch(r"(minimum)?[-_]?(u?int|)(\d{1,2})[-_]?(bits?)?", wanted)
     if least is None or not (least[1] or least[4]):
@@ -208,7 +202,7 @@ def at_least_as_wide(path: Path, wanted: str, name: str) -> str:
 
 
 def numbers(path: Path, name: str) -> Numbers:
-    """The numbers that SDNQ calls ``name``. Raises ConfigError for those that are not decoded here."""
+    """The numbers of this ``name``. Raises ConfigError for numbers without a decoder here."""
     found = numbers_named(OTHER_NAMES.get(name, name))
     if found is None:
         raise ConfigError(
@@ -270,13 +264,13 @@ def unpack(stored: Tensor, bits: int) -> Tensor:
 def quantized_layer(
     tensors: LayerTensors, shape: tuple[int, ...], config: Config, ranks: Callable[[], Mapping[str, int]]
 ) -> QuantizedLayer:
-    """A layer with a weight of ``shape``; ``ranks`` says how many axes the input of each linear has.
+    """A layer with a weight of ``shape``; ``ranks`` are the numbers of axes of linears' inputs.
 
     Raises ArtifactError or ConfigError for ``tensors`` that do not fit.
     """
     path, name, pieces = tensors.path, tensors.layer, tensors.tensors
     kind, scale = numbers(path, config.weights_dtype), tuple(pieces["scale"].shape)
-    product = product_of(kind, config) if multiplies_codes(shape, config) else None
+    product = product_of(kind, shape, config)
     if options := not_decoded(shape, kind, config, product):
         raise ConfigError(f"{path}: {name} has {' and '.join(options)}, not decoded here; save it without")
     again = product is not None and quantized_again(kind, product, len(scale) > len(shape))
@@ -299,14 +293,11 @@ def quantized_layer(
     )
 
 
-def multiplies_codes(shape: tuple[int, ...], config: Config) -> bool:
-    """Whether SDNQ quantizes the inputs of a layer, if they have many rows."""
-    wanted = config.use_quantized_matmul if len(shape) == 2 else config.use_quantized_matmul_conv
-    return wanted and all(side >= MANY and side % ALIGNED == 0 for side in shape[:2])
-
-
-def product_of(kind: Numbers, config: Config) -> str:
-    """The numbers of the inputs that are multiplied with a weight of this ``kind``."""
+def product_of(kind: Numbers, shape: tuple[int, ...], config: Config) -> str | None:
+    """The numbers of inputs with many rows; None where SDNQ does not quantize inputs."""
+    quantizes = config.use_quantized_matmul if len(shape) == 2 else config.use_quantized_matmul_conv
+    if not quantizes or any(side < MANY or side % ALIGNED for side in shape[:2]):
+        return None
     wanted = config.quantized_matmul_dtype
     usual = "uint8" if kind.name == "uint8" else "int8" if kind.integer else FP8
     return OTHER_NAMES.get(wanted, wanted) if wanted else usual
@@ -340,10 +331,9 @@ def quantized_again(kind: Numbers, product: str, blocks: bool) -> bool:
 
 
 def shape_of_codes(shape: tuple[int, ...], scale: tuple[int, ...], turned: bool) -> tuple[int, ...] | None:
-    """The shape in which the codes of a weight of ``shape`` are multiplied with scales of that shape.
+    """The shape of codes that scales of shape ``scale`` multiply; None for scales of no layout.
 
-    It is the weight's own, [in, out], or, with blocks of input channels, [out, blocks, in / blocks, ...]. None where
-    the scales fit no layout.
+    It is the weight's, [in, out] if ``turned``, or [out, blocks, in / blocks, ...].
     """
     rows, columns, *kernel = shape
     if turned:
@@ -463,10 +453,7 @@ WRITTEN_CONFIG = {
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config.
-
-    A branch is fp16 too: ``svd_up`` [out, rank] and ``svd_down`` [rank, in].
-    """
+    """Write the denoiser into the pipeline ``folder`` and its config. Branches are fp16."""
     tensors = with_coded_weights(checkpoint, assignment, tensors_of)
     return write_folder(checkpoint, folder, tensors, config_of(quantized(assignment), weight_shapes(checkpoint)))
 

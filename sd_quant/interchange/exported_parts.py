@@ -1,10 +1,9 @@
-"""The networks of a pipeline as optimum's pipelines and OpenVINO GenAI call them, each exported to an ONNX file.
+"""The networks of a pipeline for optimum's pipelines and OpenVINO GenAI, each exported to an ONNX file.
 
-They are the networks of a run's own files, with the same weights and the same assignment, but called otherwise: sizes
-as ids, all hidden states of a text encoder, and fp32 at every boundary, so that the sampler's arithmetic between two
-calls keeps its precision (diffusers casts latents to what the network returns). Weights stay in fp16 or in codes.
-The road not taken is to rename the inputs and outputs of a run's own files: NeMo's UNet takes sizes already embedded,
-and a text encoder there has one of its states.
+Weights and assignment are those of a run's own files. Sizes are ids, a text encoder has all hidden states, and all
+boundaries are fp32, for the sampler's arithmetic (diffusers casts latents to the network's output dtype). Weights are
+in fp16 or in codes. The road not taken is other names in a run's own files: NeMo's UNet takes embedded sizes, and a
+text encoder there has one of its states.
 
 | folder               | inputs                                              | outputs                                 |
 |----------------------|-----------------------------------------------------|-----------------------------------------|
@@ -26,10 +25,9 @@ and a text encoder there has one of its states.
 |                      |                                                     | hidden_states.i                         |
 | of T5                | input_ids [B,T]                                     | last_hidden_state [B,T,J]               |
 
-input_ids are int64, everything else is fp32. hidden_states.0 is the embedding and hidden_states.N what the last of N
-layers gives, before the last norm: the order in which optimum's own exporter has them, and in which GenAI, which reads
-outputs by their number, takes the last but one. L and T are any length: optimum passes as many tokens as its caller
-asks for, and GenAI 77 zeros in place of a T5 that is missing. GenAI passes one time for a whole batch.
+input_ids are int64, all else is fp32. hidden_states.0 is the embedding and hidden_states.N the output of the last
+of N layers, before the last norm, in the order of optimum's exporter; GenAI reads the last but one by its number. L and
+T are any length: GenAI passes 77 zeros for a missing T5, and one time for a whole batch.
 """
 
 import shutil
@@ -72,7 +70,7 @@ SIZES = {
 class ConsumedUnet(nn.Module):
     """diffusers' UNet, in fp32 outside and in the dtype of its weights inside.
 
-    NeMo trains on text padded with zeros, which consumers do not know of, so the text is padded here to ``tokens``.
+    The text is padded with zeros to ``tokens``, as in NeMo's training.
     """
 
     def __init__(self, unet: nn.Module, tokens: int):
@@ -113,14 +111,14 @@ class ConsumedTransformer(TransformerPart):
 
 
 class ConsumedVae(VaePart):
-    """The autoencoder's decoder, whose input has optimum's name."""
+    """The autoencoder's decoder with optimum's name of the input."""
 
     def forward(self, latent_sample: Tensor) -> Tensor:
         return super().forward(latent_sample)
 
 
 class ConsumedVaeEncoder(VaeEncoderPart):
-    """The autoencoder's encoder, whose input has optimum's name."""
+    """The autoencoder's encoder with optimum's name of the input."""
 
     def forward(self, sample: Tensor) -> Tensor:
         return super().forward(sample)
@@ -159,7 +157,7 @@ def consumed_unet(checkpoint: Checkpoint, config: Mapping) -> Part:
 
 
 def consumed_transformer(part: Part) -> Part:
-    """The run's own transformer, whose text may have any length and whose times are one or as many as samples."""
+    """The run's own transformer with texts of any length, and one time or one for each sample."""
     inputs = part.contract.inputs
     text = ("batch", "text", inputs["encoder_hidden_states"][2])
     changed = {"encoder_hidden_states": text, "txt_ids": ("text", 3), "timestep": ("times",)}
@@ -186,31 +184,25 @@ def consumed_vae(part: Part) -> dict[str, Part]:
 
 
 def consumed_clip(component: str, layers: int, projects: bool) -> Part:
-    """A CLIP text encoder of so many ``layers`` as a part. What a pipeline reads by index comes first."""
+    """A CLIP text encoder with ``layers`` layers as a part. Outputs that pipelines read by index are first."""
     named = ("text_embeds", "last_hidden_state") if projects else ("last_hidden_state", "pooler_output")
     outputs = (*named, *(f"hidden_states.{layer}" for layer in range(layers + 1)))
     contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, outputs, {"input_ids": torch.int64}, torch.float16)
     return Part(component, "text_encoder.", contract, partial(ConsumedTextEncoder, named=named))
 
 
-def consumed_t5(component: str) -> Part:
-    """T5's encoder as a part, in fp32 as the run's own, for texts of any length."""
-    contract = Contract(
-        {"input_ids": ("batch", "text")}, ("last_hidden_state",), {"input_ids": torch.int64}, torch.float32, axes=AXES
-    )
-    return Part(component, "text_encoder.", contract, T5Part)
-
-
 def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
-    """The parts by the consumer's folder, the denoiser first, of a UNet or a transformer that consumers know."""
+    """The parts by the consumer's folder, the denoiser first."""
     family, part = checkpoint.family, denoiser_part(checkpoint)
     configs: dict[str, Any] = {name: module.config for name, module in empty_modules(checkpoint).items()}
     is_unet = part.component == "unet"
     denoiser = consumed_unet(checkpoint, configs["unet"]) if is_unet else consumed_transformer(part)
     parts = {part.component: denoiser, **consumed_vae(checkpoint.parts()["vae"])}
     for component, kind in family.NETWORKS.items():
-        if kind == "T5EncoderModel" and component in configs:
-            parts[component] = consumed_t5(component)
+        if kind == "T5EncoderModel" and component in configs:  # in fp32 as the run's own, for texts of any length
+            inputs, dtypes = {"input_ids": ("batch", "text")}, {"input_ids": torch.int64}
+            contract = Contract(inputs, ("last_hidden_state",), dtypes, torch.float32, axes=AXES)
+            parts[component] = Part(component, "text_encoder.", contract, T5Part)
         elif kind.startswith("CLIPTextModel"):
             layers = configs[component].num_hidden_layers
             parts[component] = consumed_clip(component, layers, kind.endswith("WithProjection"))
@@ -220,7 +212,7 @@ def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
 def write_consumed(checkpoint: Checkpoint, part: Part, path: Path, assignment: Mapping[str, LayerAssignment]) -> None:
     """Write ``part`` to the ONNX file ``path``, with one weight in memory at a time.
 
-    Rows of layers that the part has not, such as those of the other half of an autoencoder, are left out.
+    Rows of layers of another part, such as the other half of an autoencoder, are ignored.
     """
     weights = checkpoint.components[part.component]
     layers = dict(network_in(part, part.wrap(empty_modules(checkpoint)[part.component])).named_modules())
@@ -247,12 +239,11 @@ def write_folder(
     *,
     convert: Callable[[Path, Path], None],
 ) -> Path:
-    """Add the networks to the pipeline ``folder``, which has everything else, the denoiser quantized by ``assignment``,
-    and ``others`` by theirs, by diffusers' name of the network.
+    """Add the networks to the pipeline ``folder``: the denoiser quantized by ``assignment``, ``others`` by component.
 
-    ``convert`` is called for each with its ONNX file, which it may move or change, and with the folder of the network,
-    which has the config already. The index keeps diffusers' name of the pipeline, the only one that all consumers know.
-    One network at a time is on the disk twice. Raises what ``write_onnx`` raises.
+    ``convert(ONNX file, folder of the network)`` may move or change the file; the folder has the config. The index
+    keeps diffusers' name of the pipeline, which all consumers know. One network at a time is on the disk twice. Raises
+    what ``write_onnx`` raises.
     """
     parts, quantized = consumed_parts(checkpoint), {denoiser_part(checkpoint).component: assignment, **others}
     for component, part in parts.items():
@@ -271,10 +262,10 @@ def write_folder(
 def simulate_graph(
     denoiser: nn.Module, assignment: Mapping[str, LayerAssignment], dtype: torch.dtype = torch.float16
 ) -> None:
-    """Make ``denoiser``, in place, compute what a runtime computes of its graph: ModelOpt's simulation of all layers.
+    """Change ``denoiser``, in place, to ModelOpt's simulation of its exported graph.
 
-    Weights that are not quantized are ``dtype``'s numbers, as in the file, and static codes are the file's: ModelOpt,
-    which multiplies by 1 / scale, would give a weight half-way between two the other one.
+    Unquantized weights have ``dtype``'s numbers and static codes are the file's: ModelOpt multiplies by 1 / scale,
+    which rounds ties otherwise.
     The road not taken is to run the file: runtimes saturate sums on some processors, and call the network otherwise.
     """
     stored = denoiser.state_dict()

@@ -1,26 +1,23 @@
-"""GGUF files with a denoiser, as ComfyUI-GGUF, city96 and stable-diffusion.cpp write them: ggml's blocks of numbers.
+"""GGUF files with a denoiser, as of ComfyUI-GGUF, city96 and stable-diffusion.cpp: ggml's blocks of numbers.
 
-A file begins with ``GGUF``, a version and two counts; then come metadata, each tensor's name, sides, type and offset,
-and, at a multiple of the alignment, the numbers (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The first
-side of a tensor is the one whose numbers lie side by side, so sides are in the opposite order of torch's.
-ComfyUI-GGUF's converter stores what no block divides as rows of 256 and says its shape in
-``comfy.gguf.orig_shape.<name>``. What ``general.architecture`` says is not read: names and shapes tell more.
+A file has ``GGUF``, a version and two counts; metadata; each tensor's name, sides, type and offset; and, at a multiple
+of the alignment, the numbers (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Sides are in the opposite
+order of torch's. ComfyUI-GGUF's converter stores a tensor that no block divides as rows of 256, with its shape in
+``comfy.gguf.orig_shape.<name>``. ``general.architecture`` is not read: names and shapes tell more.
 
-The header is read here, byte by byte, because it is a stranger's; blocks are decoded by ggml's own package ``gguf``, in
-fp32 as ggml does. ComfyUI-GGUF and diffusers multiply scale and code in fp16, which rounds each number of a weight once
-more.
+The hostile header is read here byte by byte; blocks are decoded by ggml's package ``gguf``, in fp32. ComfyUI-GGUF and
+diffusers multiply scale and code in fp16, which rounds once more.
 
-A denoiser is written with linears in ggml's formats (``quantization.formats.ggml``), and with INT8 as Q8_0 and INT4 as
-Q4_0, which have a scale in fp16 for every 32 numbers: a scale per row or per 64 numbers is repeated, so that our codes
-and scales are held exactly. Keys are its authors': ComfyUI-GGUF refuses diffusers' of Flux and SD3. UNets' have the
-prefix, which ComfyUI-GGUF strips and without which diffusers' converter finds no UNet. Vectors are F32, as ComfyUI-
-GGUF's converter writes them. Convolutions are F16 and keep their shape: that converter reshapes those of UNets for
-blocks of 256, which stable-diffusion.cpp and diffusers do not undo, and diffusers has no convolution of ggml's blocks.
-A linear whose inputs are no multiple of 256 has the format that llama.cpp takes in a K-quant's place. T5's encoder has
-llama.cpp's names, which ComfyUI-GGUF and stable-diffusion.cpp read; CLIP they read from safetensors alone.
+Linears are written in ggml's formats (``quantization.formats.ggml``), INT8 as Q8_0 and INT4 as Q4_0, whose fp16 scales
+of 32 numbers repeat a scale of a row or of 64 numbers exactly. Keys are the authors': ComfyUI-GGUF refuses diffusers'
+of Flux and SD3. UNets' have the prefix, without which diffusers' converter finds no UNet. Vectors are F32, as in
+ComfyUI-GGUF's converter. Convolutions are F16 in their own shape: stable-diffusion.cpp and diffusers do not undo that
+converter's rows of 256, and diffusers has no convolution of ggml's blocks. A linear whose inputs are no multiple of 256
+has llama.cpp's format in a K-quant's place. T5's encoder has llama.cpp's names, which ComfyUI-GGUF and
+stable-diffusion.cpp read; CLIP they read from safetensors alone.
 
 The roads not taken are the package's ``GGUFReader``, which maps the file and believes its counts, and its ``quantize``,
-which chooses other scales and knows no K-quants.
+which chooses other scales and has no K-quants.
 """
 
 import re
@@ -212,8 +209,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             layers[layer] = stored_layer(blocks, joined(of_one))
     parameters = {name: joined(each) for name, each in parts.items() if name.removesuffix(".weight") not in layers}
     size, marks, maker = sum(map(size_of, found.values())), sampling_marks(tensors), f"GGUF {version}"
-    # diffusers asks for ggml's package too
-    runtime = partial(in_diffusers, checkpoint, parts) if find_spec("gguf") is not None else None
+    runtime = partial(in_diffusers, checkpoint, parts) if find_spec("gguf") is not None else None  # as diffusers needs
     denoiser = QuantizedDenoiser(path, FACTS.name, maker, layers, parameters, size, marks, runtime=runtime)
     return checked_whole(denoiser, checkpoint, [*unknown, *others])
 
@@ -223,7 +219,7 @@ def is_t5(network: nn.Module) -> bool:
 
 
 def llama_name(name: str) -> str:
-    """Returns llama.cpp's name of a tensor of transformers' ``T5EncoderModel``; a name that it has not, unchanged."""
+    """llama.cpp's name of a tensor of transformers' ``T5EncoderModel``; an unknown name unchanged."""
     block = re.fullmatch(r"encoder\.block\.(\d+)\.(.+)\.weight", name)
     if block is None or block[2] not in T5_ENDS:
         return T5_OTHERS.get(name, name)
@@ -242,7 +238,7 @@ def size_of(tensor: StoredTensor | Blocks) -> int:
 
 
 def without_kernels(tensors: Tensors, modules: Mapping[str, nn.Module]) -> Tensors:
-    """The tensors, those of a UNet's ``proj_in`` and ``proj_out`` as matrices where its modules are linears.
+    """The tensors, with matrices for linears ``proj_in`` and ``proj_out``.
 
     stable-diffusion.cpp has convolutions of one pixel there for every UNet.
     """
@@ -392,10 +388,7 @@ def _reshaped(tensor: StoredTensor | Blocks, shape: tuple[int, ...]) -> StoredTe
 
 
 def in_diffusers(checkpoint: Checkpoint, parts: Mapping[str, Sequence[StoredTensor | Blocks]]) -> nn.Module:
-    """The denoiser with diffusers' own linears of ggml's blocks, which multiply in fp32; all else is fp32.
-
-    ``parts`` are where each of its tensors lies, by diffusers' name.
-    """
+    """The denoiser in fp32 with diffusers' linears of ggml's blocks. ``parts`` are its tensors by diffusers' name."""
     from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear, dequantize_gguf_tensor
     from gguf import GGMLQuantizationType as Type
 
@@ -442,7 +435,7 @@ ARCHITECTURES = {
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Writes the denoiser to ``<part>.gguf`` in ``folder``."""
+    """Write the denoiser to ``<part>.gguf`` in ``folder``."""
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     tensors = tensors_of(checkpoint, assignment) | {name: ("F32", mark) for name, mark in (marks or {}).items()}
@@ -500,8 +493,8 @@ def in_blocks(checkpoint: Checkpoint, layers: JoinedLayers) -> LazyTensor:
 def blocks_of(kind: Kind, codes: Tensor, *scales: Tensor) -> Tensor:
     """Codes int8 [out, in] and fp32 scales as bytes [out, in / numbers of a block, bytes of a block].
 
-    The scales are those of ``quantization.formats.ggml``, or one scale [out or 1, divisor of in / 32]. Sources:
-    ``block_*`` in ggml-common.h and ``quantize_row_*_ref`` in ggml-quants.c.
+    Scales are those of ``quantization.formats.ggml``, or one [out or 1, divisor of in / 32]. Sources: ``block_*`` in
+    ggml-common.h and ``quantize_row_*_ref`` in ggml-quants.c.
     """
     blocks = codes.unflatten(1, (-1, kind.block))
     outputs, count = blocks.shape[:2]

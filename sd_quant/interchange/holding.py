@@ -1,12 +1,10 @@
-"""Adapts an assignment to the layers that a foreign format can hold.
+"""An assignment adapted to a foreign format: layers that it cannot hold stay in high precision, with the reason.
 
-A layer that it cannot hold stays in high precision, with the reason. A recipe is refused if that leaves no layer, or if
-some would lose their branch; the message names a recipe that fits.
+A recipe is refused where no layer is left or branches would be lost; the message names a recipe that fits.
 
-Some consumers join layers that read one tensor: a file with the names of a model's authors has query, key and value in
-one, and servers make one product of them. Joined layers have one format and, where that has one scale for a tensor, one
-range: the largest of theirs. They get it here, before anything is quantized. The road not taken is to scale the codes
-of two to the range of the third when they are written, which rounds them twice.
+Some consumers join layers with one input, such as query, key and value. Joined layers have one format and, where that
+has one scale for a tensor, the largest of their ranges, before anything is quantized. The road not taken is to rescale
+codes when they are written, which rounds twice.
 """
 
 from collections import Counter
@@ -19,21 +17,22 @@ from torch import Tensor
 
 from sd_quant.errors import ConfigError
 from sd_quant.files.checks import listing
-from sd_quant.interchange import FP16, OWN_INPUTS, PER_ROW, STATIC, TARGETS, ForeignFormat
-from sd_quant.models.checkpoint import Checkpoint
+from sd_quant.interchange import FP16, OWN_INPUTS, PER_ROW, STATIC, TARGETS, ForeignFormat, Server
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import nvfp4
 
+Assignment = Mapping[str, LayerAssignment]
 REASONS = 2  # the commonest, which a refusal gives; of layers the first
 
 
-def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) -> dict[str, LayerAssignment]:
+def adapted(assignment: Assignment, target: ForeignFormat) -> dict[str, LayerAssignment]:
     """The rows of ``assignment`` as ``target`` holds them.
 
-    Where a recipe mixes presets, layers with a branch that the target cannot hold stay in high precision. Raises
-    ConfigError when it holds none of the quantized layers, all linears have a branch that it cannot hold, or one is not
-    quantized that it computes quantized alone.
+    In a mix of presets, layers with a branch that the target cannot hold stay in high precision. Raises ConfigError
+    where it holds none of the quantized layers, where all linears have such a branch, or where one is unquantized that
+    the target computes quantized alone.
     """
     rows = {name: held(layer, target) for name, layer in assignment.items()}
     plain = [row for row in rows.values() if row.format and row.low_rank is None and len(row.weight_shape) == 2]
@@ -71,8 +70,8 @@ def adapted(assignment: Mapping[str, LayerAssignment], target: ForeignFormat) ->
     return rows
 
 
-def check_quantized(rows: Mapping[str, LayerAssignment], target: ForeignFormat) -> None:
-    """Raises ConfigError when a layer is in high precision that the target computes quantized alone."""
+def check_quantized(rows: Assignment, target: ForeignFormat) -> None:
+    """Raises ConfigError for an unquantized layer that the target computes quantized alone."""
     left = [row for name, row in rows.items() if row.format is None and is_quantized_by(target, name)]
     if target.always and left:
         raise ConfigError(
@@ -176,7 +175,7 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
 # Layers that a consumer joins
 
 
-def joined_in(names: Mapping[str, LayerAssignment], target: ForeignFormat) -> Iterator[Sequence[str]]:
+def joined_in(names: Assignment, target: ForeignFormat) -> Iterator[Sequence[str]]:
     """The names of the layers in each group that the target joins."""
     if target.joined:
         yield from stored_names(names, layout_of(names)).values()
@@ -220,7 +219,7 @@ def same(vector: Tensor | None, other: Tensor | None) -> bool:
 
 
 def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
-    """The row with a wider range ``amax`` [1]. Codes of NVFP4 that were chosen stay; their scales are rounded again."""
+    """The row with a wider range ``amax`` [1]. Chosen codes of NVFP4 stay; their scales are rounded again."""
     if row.rounded is None or torch.equal(row.weight_amax, amax):
         return replace(row, weight_amax=amax)
     codes, scale, common = row.rounded
@@ -228,7 +227,7 @@ def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
 
 
 def check_bf16(target: ForeignFormat, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError where a part is exported in bf16 that the target holds in fp16; a graph's target has all."""
+    """Raises ConfigError for a part in bf16 that the target holds in fp16; targets of graphs hold all parts."""
     if target.bf16 is True:
         return
     parts, networks = checkpoint.parts(), checkpoint.family.NETWORKS
@@ -241,3 +240,58 @@ def check_bf16(target: ForeignFormat, checkpoint: Checkpoint) -> None:
             f"export.dtype has {' and '.join(in_bf16)} in bf16, expected fp16 with hand_over={target.name}, which "
             f"has no bf16; {able} have"
         )
+
+
+# Servers, by rules of the sources of the versions in ``Server``
+
+
+def servers_of(
+    target: ForeignFormat, checkpoint: Checkpoint, rows: Assignment, others: Mapping[str, Assignment] = {}
+) -> dict[str, str | None]:
+    """The target's servers by name, each with the reason why it does not load ``rows`` of the denoiser, or None.
+
+    ``others`` are the rows of other networks by component.
+    """
+    return {name: why_not_served(server, checkpoint, rows, others) for name, server in target.servers.items()}
+
+
+def why_not_served(
+    server: Server, checkpoint: Checkpoint, rows: Assignment, other_rows: Mapping[str, Assignment] = {}
+) -> str | None:
+    """Why a server does not load ``rows``, or None."""
+    networks, pipelines = checkpoint.family.NETWORKS, checkpoint.family.PIPELINES
+    denoiser = denoiser_part(checkpoint).component
+    if not server.pipelines & set(pipelines):
+        return f"it loads no quantized {pipelines[0]}"
+    others = [name for name, kind in networks.items() if kind == networks[denoiser] and name != denoiser]
+    others = [name for name in others if formats_in(other_rows.get(name, {})) != formats_in(rows) or not rows]
+    if others and server.one_config:
+        return f"it takes {', '.join(others)} for quantized too, as the {denoiser} is"
+    quantized = {name: layer.format for name, layer in rows.items() if layer.format is not None}
+    if len(formats := set(quantized.values())) > 1 and not server.mixed:
+        return f"it loads one format, and this has {' and '.join(sorted(formats))}"
+    if not server.per_token and any(rows[name].per_token for name in quantized):
+        return f"it loads no {' or '.join(sorted(formats))} whose inputs are scaled per token"
+    found: dict[str, str] = {}
+    for pattern in [pattern for pipeline in pipelines for pattern in server.plain.get(pipeline, ())]:
+        found |= {name: pattern for name in quantized if fnmatchcase(name, pattern)}
+    if found:
+        return (
+            f"it takes {len(found)} quantized layers for unquantized ({listing(list(found), 2)}); "
+            f"quantize.exclude with {' and '.join(dict.fromkeys(found.values()))} keeps them in fp16"
+        )
+    return None
+
+
+def formats_in(rows: Assignment) -> dict[str, tuple]:
+    """The formats of quantized layers by name."""
+    return {name: (layer.format, layer.activation_format) for name, layer in rows.items() if layer.format is not None}
+
+
+def check_served(target: ForeignFormat, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a pipeline that none of the target's servers loads quantized."""
+    refusals = servers_of(target, checkpoint, {})
+    if refusals and all(refusals.values()):
+        able = ", ".join(name for name, other in TARGETS.items() if not other.servers and other.families is None)
+        told = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        raise ConfigError(f"{target.name} is for servers, and none loads this pipeline ({told}); hand over to {able}")

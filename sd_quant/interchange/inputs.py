@@ -1,6 +1,6 @@
-"""Inputs of inputs as other tools' layers do it before they multiply: the numbers that the codes stand for.
+"""Rounding of inputs to the numbers of their codes, by the formulas of other tools' layers.
 
-Each is the formula of the library that computes so, which the format's module names. Scales are computed in fp32.
+The modules of the formats name the libraries. Scales are computed in fp32.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,20 +46,20 @@ class Multiplied:
 
 
 def multipliers_of(inputs: Inputs | None) -> Iterator[Tensor]:
-    """Yields the factors [in] that inputs are multiplied by before they are rounded."""
+    """Yield the factors [in] of inputs before rounding."""
     while isinstance(inputs, Multiplied):
         yield inputs.factor.float()
         inputs = inputs.then
 
 
 def smoothed(inputs: Inputs | None, x: Tensor) -> Tensor:
-    """``x`` as ``inputs`` rounds it, before it does."""
+    """``x`` times the factors of ``inputs``, unrounded."""
     return x if not isinstance(inputs, Multiplied) else smoothed(inputs.then, replace(inputs, then=None)(x))
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of inputs [..., in], ``widths`` of them, each rounded in its own way."""
+    """Inputs [..., in] in parts of ``widths`` columns, each with its own rounding."""
 
     parts: tuple[Inputs, ...]
     widths: tuple[int, ...]
@@ -74,7 +74,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class ManyRows:
-    """Rounded where inputs [..., in] have at least ``least`` rows; fewer stay as they are."""
+    """Rounding of inputs [..., in] with at least ``least`` rows."""
 
     then: Inputs
     least: int
@@ -140,10 +140,10 @@ class RowUnsigned:
 
 @dataclass(frozen=True)
 class Affine:
-    """torchao's integers: a scale for each row of the input [..., in] or for all of it, or a static one.
+    """torchao's integers: a scale for each row of the input [..., in], for all of it, or a static one.
 
-    A symmetric scale makes the largest magnitude half of all codes; another ranges from the smallest number to the
-    largest, zero always among them.
+    A symmetric range has the largest magnitude on both sides; another is from the smallest number to the largest and
+    includes zero.
     """
 
     low: int = -128
@@ -177,10 +177,9 @@ class Affine:
 
 @dataclass(frozen=True)
 class BlockInteger:
-    """INT4 in blocks of 64 of the input [..., in], each with a scale: nunchaku's.
+    """nunchaku's INT4 in blocks of 64 of the input [..., in]: the largest magnitude of a block is 7.
 
-    The largest magnitude of a block is 7. With an ``offset`` [in], which makes all inputs positive, it is the unsigned
-    15, and the offset is subtracted again.
+    With an ``offset`` [in], which makes all inputs positive, it is the unsigned 15; the offset is subtracted again.
     """
 
     offset: Tensor | None = None

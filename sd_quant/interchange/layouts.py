@@ -1,8 +1,7 @@
-"""How a quantized weight is stored: a ``Layout`` is a row of ``Piece``s; one codec checks, reads and writes all rows.
+"""Storage of quantized weights: a ``Layout`` is a row of ``Piece``s; one codec checks, reads and writes all rows.
 
-A weight [N, K] is numbers times scales; tools differ in names, shapes, dtypes and in how numbers lie in a tensor, which
-a row says. Each format keeps its rows beside its facts. The road not taken is a reader and a writer for each tool,
-which state all shapes twice.
+A weight [N, K] is numbers times scales; a row has the names, shapes, dtypes and packing of its tensors. Formats keep
+their rows beside their facts. The road not taken is a reader and a writer for each tool, which state all shapes twice.
 """
 
 import re
@@ -18,7 +17,7 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
 from sd_quant.interchange.stored import LayerTensors, Shape, finite, shown
-from sd_quant.interchange.weights import JoinedLayers, alone, codes_and_scales
+from sd_quant.interchange.weights import JoinedLayers, alone, codes_and_scales, has_static_input
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.names.authors import Rows, joined, rows_of
 from sd_quant.numbers import up_to
@@ -36,7 +35,7 @@ FP32, HALF_FIRST = torch.float32, (torch.float16, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Packing:
-    """How numbers lie in a tensor: ``unpack`` takes it and the shape of its numbers, ``pack`` the numbers."""
+    """The order of numbers in a tensor: ``unpack(tensor, shape of the numbers)``, ``pack(numbers)``."""
 
     unpack: Callable[[Tensor, Shape], Tensor]
     pack: Callable[..., Tensor] = Tensor.contiguous
@@ -58,11 +57,10 @@ TILES = Packing(  # of E4M3, or of its bytes
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a weight: the end of its name, its shapes, apart by |, and dtypes, of which the first are written.
+    """A tensor of a weight: the end of its name, its shapes, apart by |, and dtypes; the first of each are written.
 
-    A shape is in the weight's, such as ``N^128 K/16``: / divides and rounds up, ^ pads to a multiple, "" is one number,
-    and g stands for the inputs with one scale, see ``Layout.in_groups``. Of a convolution K is [in, height, width], and
-    _ as many ones.
+    In a shape such as ``N^128 K/16`` / divides and rounds up, ^ pads to a multiple, "" is one number, and g the number
+    of inputs with one scale, see ``Layout.in_groups``. A convolution's K is [in, height, width], and _ as many ones.
     """
 
     end: str
@@ -134,9 +132,9 @@ class Layout:
         dtype: torch.dtype = FP32,
         parts: Sequence[Rows] = (),
     ) -> QuantizedLayer:
-        """The layer of a weight of this ``shape``, or of ``parts`` of a larger one, which has ``size`` bytes.
+        """The layer of a weight of this ``shape``, or in ``parts`` of a larger one, of ``size`` bytes.
 
-        Raises ArtifactError where its tensors are others, see ``check``.
+        Raises what ``check`` raises.
         """
         stored = (parts[0].of, *shape[1:]) if parts else shape
         self.check(own, stored)
@@ -148,11 +146,9 @@ class Layout:
         )
 
     def weight(self, own: LayerTensors, stored: Shape, dtype: torch.dtype, rows: Rows) -> LazyTensor:
-        """These ``rows`` of a weight of the shape ``stored``, where each row has scales of its own or all have one.
+        """These ``rows`` of a weight of the shape ``stored``; its read raises ArtifactError for NaN and infinity.
 
-        Its read raises ArtifactError for NaN and infinity.
-        Numbers that share bytes are multiplied in fp32, all others in ``dtype``, and both scales of a block before the
-        numbers.
+        Numbers that share bytes are multiplied in fp32, all others in ``dtype``, both scales of a block before numbers.
         """
         shape = (rows.stop - rows.start, *stored[1:])
 
@@ -234,9 +230,3 @@ class Layout:
             elif piece.holds == FACTOR and first.multiplies:
                 found[piece.end] = lazy(first.pre_quant_scale.half().to(dtype))  # as every graph of ours has it
         return found
-
-
-def has_static_input(layer: LayerAssignment) -> bool:
-    """Whether a file has a scale for the layer's input."""
-    read = layer.activation_format
-    return read is not None and FORMATS[read].needs_amax and not layer.per_token

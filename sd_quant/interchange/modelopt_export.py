@@ -1,6 +1,6 @@
-"""A folder as ModelOpt exports it for servers (``export_hf_checkpoint``): SGLang, vLLM-Omni, TensorRT-LLM's visual_gen.
+"""A folder of ModelOpt's export for servers (``export_hf_checkpoint``): SGLang, vLLM-Omni, TensorRT-LLM's visual_gen.
 
-Each quantized linear [N, K] has its codes and scales as tensors, all of which multiply:
+A quantized linear [N, K] has codes and scales, all of which multiply:
 
 | ``quant_algo``            | X.weight               | X.weight_scale  | others, one number each      | inputs        |
 |---------------------------|------------------------|-----------------|------------------------------|---------------|
@@ -11,27 +11,23 @@ Each quantized linear [N, K] has its codes and scales as tensors, all of which m
 | NVFP4_AWQ                 | the same               | the same        | ..., and pre_quant_scale [K] | blocks of 16  |
 
 The even number of two in a byte is in the low half; scales of blocks lie in rows, unpadded. ``quantization_config`` in
-the network's config.json has ``quant_algo``, for MIXED_PRECISION with the one of each layer; ``config_groups``, without
-which TensorRT-LLM takes weights for unquantized and quantizes them again; and ``ignore``, patterns of linears that are
-not quantized. Nothing else of ModelOpt's is there, so diffusers does not open the folder.
+config.json has ``quant_algo``, for MIXED_PRECISION that of each layer; ``config_groups``, without which TensorRT-LLM
+quantizes weights again; and ``ignore``, patterns of unquantized linears. diffusers does not open the folder.
 
-FP8 and NVFP4 with static inputs are written, both together for vLLM-Omni, and for it alone FP8 by row, which ModelOpt
-gives no ``config_groups``. A block of zeros has the scale 2^-9 where ModelOpt has 1: both are read as zeros.
+FP8 and NVFP4 with static inputs are written, both together for vLLM-Omni, and for it alone FP8 by row, without
+``config_groups``. A block of zeros has the scale 2^-9, ModelOpt's is 1.
 
-The three servers match ``ignore`` differently. SGLang takes ``*`` for any characters and matches the whole name;
-vLLM-Omni takes an entry for a name, for a part of one, or for a pattern; TensorRT-LLM's patterns match a name or a
-module around it. Each has names of its own for q, k and v together, SGLang in Qwen-Image and Z-Image. So every entry
-ends in ``*``, because the bare ``proj_out`` is also a part of ``single_transformer_blocks.0.proj_out``; none matches a
-quantized layer; and joint layers are listed under their names there.
+Servers match ``ignore`` differently: SGLang the whole name, with ``*`` for any characters; vLLM-Omni a name, a part of
+one, or a pattern; TensorRT-LLM a name or a module around it. Each has own names for q, k and v together, SGLang in
+Qwen-Image and Z-Image. So every entry ends in ``*``, as the bare ``proj_out`` is also a part of
+``single_transformer_blocks.0.proj_out``; none matches a quantized layer; and joint layers are listed by theirs too.
 
-``quantization_config`` may say in ``runtime.diffusion_step_policy`` how many first and last steps multiply unquantized
-inputs with the stored weights (a16), as vLLM-Omni has it (pull request 6560).
+``runtime.diffusion_step_policy`` has the numbers of first and last steps that multiply unquantized inputs with the
+stored weights (a16), as in vLLM-Omni (pull request 6560).
 
-The road not taken is a call of ``export_hf_checkpoint``: it needs the network with all its weights, and chooses the
-codes anew.
+The road not taken is ``export_hf_checkpoint``, which needs all weights at once and chooses the codes anew.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -48,18 +44,7 @@ from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLa
 from sd_quant.interchange.holding import groups_of
 from sd_quant.interchange.inputs import Multiplied, Nvfp4, RowFloat8, StaticFloat8
 from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
-from sd_quant.interchange.modelopt_quantizers import NVFP4
-from sd_quant.interchange.stored import (
-    FLOAT_SCALES,
-    FP8,
-    Folder,
-    LayerTensors,
-    Shape,
-    ignored_names,
-    quantization_config,
-    quantized_by,
-    told,
-)
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, fits, quantization_config, told
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
@@ -130,7 +115,7 @@ FACTS = ForeignFormat(
         ),
     },
 )  # fmt: skip
-MAKER = "ModelOpt"
+MAKER, NVFP4 = "ModelOpt", "nvfp4"
 METHOD = "modelopt"
 MIXED = "MIXED_PRECISION"
 CODES = {torch.float8_e4m3fn: FP8, torch.int8: "int8", torch.uint8: NVFP4}
@@ -174,20 +159,26 @@ BY_ROW = Layout(FP8, "1 for a row", (Piece("weight", "N K", (E4M3,), NUMBERS), P
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a denoiser's config says how ModelOpt quantized it. Its state may lie beside, which no server reads."""
-    return quantized_by(path, METHOD) and "quant_algo" in (quantization_config(path) or {})
+    """Whether a denoiser's config has ModelOpt's ``quant_algo``, whatever state is beside it."""
+    config = quantization_config(path) or {}
+    return config.get("quant_method") == METHOD and "quant_algo" in config
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. What multiplies or rounds inputs is read, no weight.
+    """The denoiser in a folder, a pipeline's or its own.
 
-    Raises ArtifactError for anything that is not the whole denoiser as its config says, and for a ``quant_algo`` or an
-    order of numbers and scales that is not decoded here.
+    Raises ArtifactError for anything but the whole denoiser of its config, and for a ``quant_algo`` or an order of
+    numbers and scales without a decoder here.
     """
     folder = Folder(path, checkpoint)
     config, (found, others) = folder.config, folder.by_layer(ENDS)
-    check_order(path, config)
-    ignored = ignored_names(path, config, "ignore")
+    for key, own in ORDER.items():
+        if config.get(key) not in (None, own):
+            raise ArtifactError(
+                f"{path}: its {key} is {told(config[key])}, expected {told(own)} as in what ModelOpt exports; give the "
+                "folder that this was converted from"
+            )
+    ignored = folder.ignored_names("ignore")
     if both := [name for name in found if any(fnmatchcase(name, pattern) for pattern in ignored)]:
         raise ArtifactError(
             f"{path} quantizes layers that its ignore excludes ({listing(both)}), so servers would not load them; "
@@ -199,47 +190,31 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple[int, int]:
-    """How many first and last steps the policy of a config makes precise; none without one, or for another component.
+    """Numbers of precise first and last steps in a config's policy; zeros without one, or for another component.
 
-    Raises ArtifactError for a policy that differs from ``policy_of`` in more than its numbers, its scope and what it
-    says of a reasoner: servers refuse it too.
+    Raises ArtifactError for a policy that differs from ``policy_of`` in more than numbers, scope and reasoner.
     """
     runtime = config.get("runtime")
     policy = runtime.get("diffusion_step_policy") if isinstance(runtime, Mapping) else runtime
     if policy is None:
         return 0, 0
-    given = policy if isinstance(policy, Mapping) else {}
-    ends = [given.get(name) for name in ("first_steps", "last_steps")]
-    first, last = (each.get("count") if isinstance(each, Mapping) else None for each in ends)
-    whole = all(type(count) is int and 0 <= count <= MOST_STEPS for count in (first, last))
-    scope, reasoner = given.get("scope"), given.get("reasoner")
-    if whole and isinstance(scope, list) and scope and reasoner in ("a16", "native"):
-        expected = policy_of(first, last) | {"scope": scope, "reasoner": reasoner}
-        if json.dumps(policy, sort_keys=True) == json.dumps(expected, sort_keys=True):  # in which true is not 1
-            return (first, last) if component in scope else (0, 0)
+    if fits(policy, policy_of(int, int) | {"scope": list, "reasoner": ("a16", "native")}):
+        first, last = policy["first_steps"]["count"], policy["last_steps"]["count"]
+        if policy["scope"] and all(0 <= count <= MOST_STEPS for count in (first, last)):
+            return (first, last) if component in policy["scope"] else (0, 0)
     raise ArtifactError(
         f"{path}: its diffusion_step_policy is {told(policy)}, expected version 1 with a number of first_steps and of "
         "last_steps in a16, as vLLM-Omni has it; servers refuse another one"
     )
 
 
-def policy_of(first: int, last: int, component: str = "transformer") -> dict[str, Any]:
-    """The policy by which so many first and last steps of a component multiply unquantized inputs."""
+def policy_of(first: Any, last: Any, component: str = "transformer") -> dict[str, Any]:
+    """The policy of ``first`` and ``last`` steps of a component with unquantized inputs."""
     return {
         "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": [component],
         "default_mode": "native", "first_steps": {"count": first, "mode": "a16"},
         "last_steps": {"count": last, "mode": "a16"}, "overlap": "a16", "reasoner": "a16",
     }  # fmt: skip
-
-
-def check_order(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for a config that says of another layout than ModelOpt's, which SGLang alone reads."""
-    for key, own in ORDER.items():
-        if config.get(key) not in (None, own):
-            raise ArtifactError(
-                f"{path}: its {key} is {told(config[key])}, expected {told(own)} as in what ModelOpt exports; give the "
-                "folder that this was converted from"
-            )
 
 
 def algo_of(path: Path, config: Mapping[str, Any], layer: str) -> str:
@@ -291,7 +266,7 @@ def multiplied(stored: LayerTensors, end: str, shape: Shape, then: Inputs | None
 def with_codes(
     stored: LayerTensors, shape: Shape, layouts: Mapping[str, Layout], inputs: Inputs | None, dtype: torch.dtype = FP32
 ) -> QuantizedLayer:
-    """A layer whose weight is codes in one of ``layouts_of``, as FP8QTensor, INT8QTensor and NVFP4QTensor decode it.
+    """A layer of codes in one of ``layouts_of``, as of FP8QTensor, INT8QTensor and NVFP4QTensor.
 
     Raises ArtifactError for tensors that do not fit its ``shape``.
     """
@@ -307,30 +282,21 @@ def with_codes(
 # Writing
 
 FP8_ALGO, NVFP4_ALGO = "FP8", "NVFP4"
+SIZES: Mapping[str, tuple[int, Mapping[str, int]]] = {FP8_ALGO: (8, {}), NVFP4_ALGO: (4, {"group_size": BLOCK})}  # bits
 GROUPS = {
-    FP8_ALGO: {
-        "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
-        "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
-    },
-    NVFP4_ALGO: {
-        "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK},
-        "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK},
-    },
-}
-OF_LAYERS: Mapping[str, Mapping[str, str | int]] = {
-    FP8_ALGO: {"quant_algo": FP8_ALGO},
-    NVFP4_ALGO: {"quant_algo": NVFP4_ALGO, "group_size": BLOCK},
+    algo: dict.fromkeys(
+        ("input_activations", "weights"), {"dynamic": False, "num_bits": bits, "type": "float", **group}
+    )
+    for algo, (bits, group) in SIZES.items()
 }
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose layout it is; vLLM-Omni knows the layout by this name too
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path, precise_ends: tuple[int, int] = (0, 0)) -> Path:
-    """Writes the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
+    """Write the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
-    ``precise_ends`` are the numbers of first and last steps that multiply unquantized inputs.
-
-    All other weights are fp16; one is in memory at a time. Raises ConfigError where no ``ignore`` has one meaning for
-    all servers or no ``quant_algo`` says what the layers are, ResourceError when the disk is full.
+    ``precise_ends`` are the numbers of first and last steps with unquantized inputs. Raises ConfigError where no
+    ``ignore`` has one meaning for all servers or no ``quant_algo`` fits, ResourceError when the disk is full.
     """
     layers = quantized(assignment)
     linears = [name for name, each in empty_denoiser(checkpoint).named_modules() if isinstance(each, nn.Linear)]
@@ -372,16 +338,17 @@ def config_of(layers: Mapping[str, LayerAssignment], linears: Collection[str]) -
             for index, (algo, names) in enumerate(by_algo.items())
         }
     if mixed:
-        found |= {"quantized_layers": {name: OF_LAYERS[algo_written(layer)] for name, layer in layers.items()}}
+        algos = {name: algo_written(layer) for name, layer in layers.items()}
+        found["quantized_layers"] = {name: {"quant_algo": algo, **SIZES[algo][1]} for name, algo in algos.items()}
     found["ignore"] = [] if mixed else ignored(linears, layers)
     return found | {"quant_algo": MIXED if mixed else next(iter(by_algo)), "producer": PRODUCER, "quant_method": METHOD}
 
 
 def ignored(linears: Collection[str], layers: Collection[str]) -> list[str]:
-    """The patterns of those ``linears`` that are not among the quantized ``layers``, as few as there can be.
+    """The fewest patterns of ``linears`` that are not among the quantized ``layers``.
 
-    ``a*`` stands for a module and what begins like it, ``a.*`` for what is in it. Raises ConfigError for a layer whose
-    name a quantized one begins with, because vLLM-Omni finds the first in the second.
+    ``a*`` matches a module and names that begin like it, ``a.*`` modules in it. Raises ConfigError for a layer whose
+    name begins a quantized one's, because vLLM-Omni finds the first in the second.
     """
     kept, found = [name for name in linears if name not in layers], list[str]()
     for name in kept:

@@ -1,10 +1,10 @@
-"""``modelopt_state.pth``, in which NVIDIA ModelOpt describes its quantizers, read without an unpickler.
+"""``modelopt_state.pth``, NVIDIA ModelOpt's description of its quantizers, read without an unpickler.
 
-The file is a pickle in the zip of ``torch.save``. It needs a few operations that make dicts, lists, tuples and plain
-values, and it names a few things, ``torch.Size`` or a class of stored tensors. Here the operations are carried out one
-by one, a name stays a name, and what a name is called with is kept beside it, so nothing in the file can be called.
+The file is a pickle in the zip of ``torch.save``: operations for dicts, lists, tuples and plain values, and names such
+as ``torch.Size`` or classes of stored tensors. Operations are carried out one by one, a name stays a name with its
+arguments, and nothing is called.
 The roads not taken: ``torch.load(weights_only=True)`` allows whatever any library has declared safe, and refuses the
-classes that a compressed checkpoint names; the quantizers' buffers alone do not tell INT8 from FP8.
+classes of a compressed checkpoint; the quantizers' buffers alone do not tell INT8 from FP8.
 """
 
 import pickletools
@@ -26,6 +26,8 @@ MOST_TEXT = 4096  # of anything that is named
 STEPS = ("quantize", "auto_quantize", "real_quantize")  # of what ModelOpt did; and whatever calibrates
 CALIBRATES = "_calibrate"
 BRANCHES = "svdquant_calibrate"  # adds weights
+CONSTANTS = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "NONE": lambda: None,
+             "NEWTRUE": lambda: True, "NEWFALSE": lambda: False}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Made:
 
 @dataclass(frozen=True)
 class State:
-    """``quantizers``: the properties of each by name; ``stored``: what is said of each compressed weight, by layer."""
+    """``quantizers``: properties of each by name; ``stored``: metadata of each compressed weight by layer."""
 
     version: str
     quantizers: Mapping[str, Mapping[str, object]]
@@ -53,7 +55,7 @@ class State:
 
 
 def read_state(path: Path, member: Member) -> State:
-    """Raises ArtifactError for a file that ModelOpt does not write, or that says of more than quantization."""
+    """Raises ArtifactError for a file that ModelOpt does not write, or with more than quantization."""
     try:
         content = plain_content(pickle_of(member))
         version, steps = content["modelopt_version"], content["modelopt_state_dict"]
@@ -62,7 +64,11 @@ def read_state(path: Path, member: Member) -> State:
         quantizers: dict[str, Mapping[str, object]] = {}
         stored: dict[str, object] = {}
         for step, entry in steps:
-            check_step(path, step)
+            if not isinstance(step, str) or not (step in STEPS or step.endswith(CALIBRATES)) or step == BRANCHES:
+                raise ArtifactError(
+                    f"{path}: ModelOpt has done {listing([told(step)])} with this network, expected quantization "
+                    "without a low-rank branch; give such a checkpoint"
+                )
             metadata = entry["metadata"]
             quantizers |= checked(metadata.get("quantizer_state", {}))
             stored |= metadata.get("q_tensor_state", {})
@@ -76,14 +82,6 @@ def read_state(path: Path, member: Member) -> State:
             f"({listing([f'{type(error).__name__}: {error}'])}); fetch it again"
         ) from None
     return State(version[:40], quantizers, stored)
-
-
-def check_step(path: Path, step: object) -> None:
-    if not isinstance(step, str) or not (step in STEPS or step.endswith(CALIBRATES)) or step == BRANCHES:
-        raise ArtifactError(
-            f"{path}: ModelOpt has done {listing([told(step)])} with this network, expected quantization without a "
-            "low-rank branch; give such a checkpoint"
-        )
 
 
 def checked(quantizers: Any) -> dict[str, Mapping[str, object]]:
@@ -136,18 +134,12 @@ def plain_content(data: bytes) -> Any:
                 pass
             case "MARK":
                 marks.append(len(stack))
-            case "EMPTY_DICT":
-                stack.append({})
-            case "EMPTY_LIST":
-                stack.append([])
-            case "EMPTY_TUPLE":
-                stack.append(())
+            case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE" | "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append(CONSTANTS[opcode.name]())
             case "TUPLE":
                 stack.append(tuple(since_mark()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 stack.append(pop(int(opcode.name[-1])))
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
             case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
                 if isinstance(argument, str) and len(argument) > MOST_TEXT:
                     raise ValueError("a text that is too long")
@@ -165,11 +157,8 @@ def plain_content(data: bytes) -> Any:
                 memo[argument] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
-            case "APPEND":
-                (item,) = pop(1)
-                stack[-1].append(item)
-            case "APPENDS":
-                items = since_mark()
+            case "APPEND" | "APPENDS":
+                items = list(pop(1)) if opcode.name == "APPEND" else since_mark()
                 stack[-1].extend(items)
             case "SETITEM" | "SETITEMS":
                 items = list(pop(2)) if opcode.name == "SETITEM" else since_mark()

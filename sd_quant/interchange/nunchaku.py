@@ -17,12 +17,11 @@ linear's tensors are those of ``nunchaku_linears`` under deepcompressor's names:
 | proj_out                           | not quantized       |                             | columns: out_proj, mlp_fc2 |
 | norm1(_context).linear, norm.linear|                     | W4A16, six chunks           | W4A16, three chunks        |
 
-nunchaku replaces all of these in every block, so a result that leaves one of them in high precision is refused. Others
-are as in diffusers. One rank holds for the file, and q, k and v share ``smooth`` and ``lora_down``. A recipe with
-``shared_branch`` gives them one ``down``; others are stacked, which computes each branch exactly and triples the rank.
-Modulations of Flux are rounded to nearest, and 1 is added to the biases of scales. Inputs of Flux's ``mlp_fc2`` are
-shifted in INT4. nunchaku takes the precision from the GPU, not from the file. Its loader of Flux wants bfloat16, and
-SDXL's knows no ``wtscale``, so ``wcscales`` holds NVFP4's common scales.
+All of these are quantized in every block: a result with one in high precision is refused. Others are as in diffusers.
+All branches have one rank, and q, k and v one ``smooth`` and ``lora_down``: with ``shared_branch`` one ``down``, else
+all stacked, which is exact and triples the rank. Modulations of Flux are rounded to nearest, and 1 is added to the
+biases of scales. Inputs of Flux's ``mlp_fc2`` are shifted in INT4. nunchaku takes the precision from the GPU, not from
+the file. Its loader of Flux wants bfloat16, and SDXL's has no ``wtscale``: ``wcscales`` hold NVFP4's common scales.
 
 Sources: nunchaku 1.3.0dev (92e4695), ``models/unets/unet_sdxl.py``, ``models/transformers/transformer_flux_v2.py``. The
 road not taken is to decompose the stacked weights anew: their codes were chosen beside the branches that they have.
@@ -41,11 +40,11 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import renamed
 from sd_quant.files.safetensors import FORMAT, read_header
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, lazy
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, in_dtype, lazy, size_of
 from sd_quant.interchange import IN_BLOCKS, ForeignFormat
 from sd_quant.interchange import nunchaku_linears as svdquant
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer
-from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, header_of, told, weight_shapes, whole
+from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape, header_of, told, weight_shapes, with_layers
 from sd_quant.interchange.weights import Assignment, high_precision, write_file
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.quantization.formats import FORMATS
@@ -117,8 +116,11 @@ IN_BLOCK = {  # names in a block of Flux: deepcompressor's, and those that nunch
 # Names
 
 
-def with_names(key: str, ends: Mapping[str, str], in_block: Mapping[str, Mapping[str, str]]) -> str:
-    """A tensor's name with its end and the name in a block of Flux translated."""
+def new_name(key: str, ends: Mapping[str, str] = ENDS, in_block: Mapping[str, Mapping[str, str]] = IN_BLOCK) -> str:
+    """The name in nunchaku's modules of a tensor with deepcompressor's name; a new name is unchanged.
+
+    ``ends`` and ``in_block`` translate the end and the name in a block of Flux.
+    """
     owner, _, end = key.rpartition(".")
     blocks, _, rest = owner.partition(".")
     if blocks in in_block:
@@ -127,22 +129,14 @@ def with_names(key: str, ends: Mapping[str, str], in_block: Mapping[str, Mapping
     return f"{owner}.{ends.get(end, end)}"
 
 
-def new_name(key: str) -> str:
-    """deepcompressor's name of a tensor as nunchaku's modules have it; a new one stays."""
-    return with_names(key, ENDS, IN_BLOCK)
-
-
 def old_name(key: str) -> str:
-    """The reverse."""
-    in_block = {blocks: {new: old for old, new in names.items()} for blocks, names in IN_BLOCK.items()}
-    return with_names(key, {new: old for old, new in ENDS.items()}, in_block)
+    """The reverse of ``new_name``."""
+    ends, *blocks = ({new: old for old, new in names.items()} for names in (ENDS, *IN_BLOCK.values()))
+    return new_name(key, ends, dict(zip(IN_BLOCK, blocks, strict=True)))
 
 
 def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Where a linear of diffusers is: in the rows of one that holds all members, or side by side in several linears.
-
-    Returns the linears' names, and the members.
-    """
+    """The linears of the file that hold a linear of diffusers, side by side, and the members in the rows of one."""
     head, _, last = name.rpartition(".")
     for fused, members in FUSED.items():
         if last in members and not head.endswith("attn2"):
@@ -155,7 +149,7 @@ def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def shift_of(name: str) -> float:
-    """Of the inputs of a linear by the file's new name."""
+    """Shift of the inputs of a linear with nunchaku's name."""
     return svdquant.SHIFT if name.startswith((SINGLE, DOUBLE)) and name.endswith(SHIFTED) else 0.0
 
 
@@ -191,7 +185,8 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
         parameters |= {} if bias is None else {f"{name}.bias": bias}
     taken = {f"{stored}.{end}" for stored in used for end in linears[stored].tensors}
     rest = {key: each for key, each in tensors.items() if key not in taken}
-    return whole(path, FACTS.name, kind, checkpoint, layers, found, rest | parameters)
+    denoiser = QuantizedDenoiser(path, FACTS.name, kind, layers, rest | parameters, size_of(found.values()))
+    return with_layers(denoiser, checkpoint)
 
 
 def check_class(path: Path, named: object, checkpoint: Checkpoint) -> str:
@@ -242,10 +237,7 @@ def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into ``folder`` as one file, named as nunchaku's are.
-
-    Raises ConfigError for layers in two formats.
-    """
+    """Write the denoiser into ``folder`` as one file with nunchaku's name. Raises ConfigError for two formats."""
     network = empty_denoiser(checkpoint)
     kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
     dtype, weights = DTYPES[kind], high_precision(checkpoint, assignment)
@@ -286,7 +278,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def quantization_config(fmt: str, rank: int) -> dict[str, object]:
-    """The entry of the metadata."""
+    """``quantization_config`` of the metadata."""
     int4 = fmt == "int4"
     common = {"dtype": "int4" if int4 else "fp4_e2m1_all", "group_size": svdquant.BLOCKS[fmt]}
     weight = common | {"scale_dtype": None if int4 else [None, "fp8_e4m3_nan"]}

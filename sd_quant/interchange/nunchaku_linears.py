@@ -1,12 +1,12 @@
-"""Linears as nunchaku's kernels compute them, read and written: SVDQuant's W4A4 with a branch, and AWQ's W4A16.
+"""Linears of nunchaku's kernels, read and written: SVDQuant's W4A4 with a branch, and AWQ's W4A16.
 
     y = Q(x / smooth_factor) W^T + (x proj_down) proj_up^T + bias
 
-The kernel divides by ``smooth_factor``, where a ``pre_quant_scale`` multiplies, and its branch reads the input as it
-comes, not the smoothed one. Inputs are INT4 in blocks of 64, amax / 7, or E2M1 in blocks of 16 with scales in E4M3 and
-none for all, while the network runs. Behind a fused GELU the kernel adds ``SHIFT`` to inputs of INT4 before it divides
-them, and rounds to 0..15. The bias takes the shift back, of the product with W alone, because the branch reads inputs
-that are not shifted (``EpilogueLoraDown`` comes before ``EpilogueQuantize`` in ``gemm_w4a4_launch_impl.cuh``).
+``smooth_factor`` divides where a ``pre_quant_scale`` multiplies, and the branch reads unsmoothed inputs. Inputs are
+quantized as the network runs: INT4 in blocks of 64, amax / 7, or E2M1 in blocks of 16 with scales in E4M3 and no common
+one. Behind a fused GELU the kernel adds ``SHIFT`` to inputs of INT4 before division, and rounds to 0..15. The bias
+takes the shift back, for W alone: the branch reads unshifted inputs (``EpilogueLoraDown`` is before
+``EpilogueQuantize`` in ``gemm_w4a4_launch_impl.cuh``).
 
 | tensor                     | W4A4 in INT4         | in NVFP4                                | W4A16            |
 |----------------------------|----------------------|-----------------------------------------|------------------|
@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, lazy
+from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor
 from sd_quant.interchange import nunchaku_tiles as tiles
 from sd_quant.interchange.denoiser import Inputs, QuantizedLayer
 from sd_quant.interchange.inputs import BlockInteger, Columns, Multiplied, Nvfp4
-from sd_quant.interchange.layouts import ADDED, NUMBERS, Layout, Packing, Piece
-from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors, Shape
+from sd_quant.interchange.layouts import ADDED, E4M3, INT8, NUMBERS, OF_ALL, Layout, Packing, Piece, fitting
+from sd_quant.interchange.stored import FLOAT_SCALES, LayerTensors
 from sd_quant.interchange.weights import Assignment, codes_and_scales, quantized
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.numbers import up_to
@@ -94,25 +94,25 @@ class Stored:
         groups = self.columns // BLOCKS[self.format]
         scales = self.tensors.finite("wscales")
         if self.format == "int4":
-            numbers = ((codes.view(torch.int8) ^ 8) - 8).float()
+            numbers = ((codes.view(INT8) ^ 8) - 8).float()
             return numbers * per_number(tiles.scales(self.rows, groups).natural(scales).float(), self.columns)
         natural = tiles.micro_scales(self.rows, groups).natural(scales.view(torch.uint8))
         common = self.tensors.number("wtscale") if "wtscale" in self.tensors else 1.0
-        weight = e2m1.decode(codes) * per_number(natural.view(torch.float8_e4m3fn).float() * common, self.columns)
+        weight = e2m1.decode(codes) * per_number(natural.view(E4M3).float() * common, self.columns)
         if "wcscales" in self.tensors:
             weight *= tiles.vector_from_tiles(self.tensors.finite("wcscales").float())[:, None]
         return weight
 
     def up(self) -> Tensor:
-        """fp32 [rows, rank]"""
+        """The branch's ``up``, fp32 [rows, rank]."""
         return tiles.up(self.rows, self.rank).natural(self.tensors.finite("proj_up").float())
 
     def down(self) -> Tensor:
-        """For smoothed inputs: fp32 [rank, columns]."""
+        """The branch's ``down`` for smoothed inputs, fp32 [rank, columns]."""
         return tiles.down(self.rank, self.columns).natural(self.tensors.finite("proj_down").float()) * self.smooth()
 
     def rounding(self) -> Inputs:
-        """Of smoothed inputs."""
+        """Rounding of smoothed inputs."""
         if self.format == "nvfp4":
             return Nvfp4(1.0, smallest=0.0)
         return BlockInteger(self.shift / self.smooth() if self.shift else None)
@@ -132,23 +132,28 @@ def stored_w4a4(tensors: LayerTensors, rows: int, columns: int, shift: float = 0
             f"{tensors.path}: {tensors.name('qweight')} is of a linear [{rows}, {columns}], expected multiples of "
             f"{tiles.SIDE}, as nunchaku's kernels need them; give a quantization of the very model it is compared with"
         )
-    shapes = {name: (columns // block, rows) for name, block in BLOCKS.items()}
-    tensors.checked("qweight", [(rows, columns // 2)], [torch.int8])
-    found = tensors.checked("wscales", list(shapes.values()), (*FLOAT_SCALES, torch.float8_e4m3fn))
-    fmt = "int4" if tuple(found.shape) == shapes["int4"] else "nvfp4"
-    tensors.checked("wscales", [shapes[fmt]], FLOAT_SCALES if fmt == "int4" else [torch.float8_e4m3fn])
-    others: dict[str, Shape] = {"smooth_factor": (columns,), "smooth_factor_orig": (columns,), "bias": (rows,)}
-    if fmt == "nvfp4":
-        others["wcscales"] = (rows,)
-    for end, shape in others.items():
-        if end in tensors or end == "smooth_factor":
-            tensors.checked(end, [shape], FLOAT_SCALES)
-    tensors.refuse({"wzeros"} | ({"wcscales", "wtscale"} if fmt == "int4" else set()), "which W4A4 has not")
+    scales = tensors.checked("wscales", None, (*FLOAT_SCALES, E4M3))
+    fmt = "int4" if tuple(scales.shape) == (columns // BLOCKS["int4"], rows) else "nvfp4"
     shape = tuple(tensors.checked("proj_down", None, FLOAT_SCALES).shape)
     rank = shape[-1] if shape and 0 < shape[-1] <= MAX_RANK and shape[-1] % tiles.RANK == 0 else tiles.RANK
-    tensors.checked("proj_down", [(columns, rank)], FLOAT_SCALES)
-    tensors.checked("proj_up", [(rows, rank)], FLOAT_SCALES)
+    layout = layout_of(fmt, rank)
+    tensors.refuse(tensors.tensors.keys() - {piece.end for piece in layout.pieces}, "which W4A4 has not")
+    layout.check(tensors, (rows, columns))
     return Stored(tensors, rows, columns, fmt, rank, shift if fmt == "int4" else 0.0)
+
+
+def layout_of(fmt: str, rank: int) -> Layout:
+    """The tensors of W4A4, which are in tiles."""
+    of_nvfp4 = (
+        Piece("wcscales", "N", FLOAT_SCALES, optional=True), Piece("wtscale", "|1|1 1", FLOAT_SCALES, OF_ALL, True),
+    )  # fmt: skip
+    return Layout(fmt, "", (
+        Piece("qweight", "N K/2", (INT8,), NUMBERS),
+        Piece("wscales", f"K/{BLOCKS[fmt]} N", FLOAT_SCALES if fmt == "int4" else (E4M3,)),
+        Piece("smooth_factor", "K", FLOAT_SCALES), Piece("smooth_factor_orig", "K", FLOAT_SCALES, optional=True),
+        Piece("proj_down", f"K 1*{rank}", FLOAT_SCALES), Piece("proj_up", f"N 1*{rank}", FLOAT_SCALES),
+        *(of_nvfp4 if fmt == "nvfp4" else ()), Piece("bias", "N", FLOAT_SCALES, optional=True),
+    ))  # fmt: skip
 
 
 def w4a4_layer(parts: Sequence[Stored], rows: slice) -> tuple[QuantizedLayer, LazyTensor | None]:
@@ -203,7 +208,7 @@ def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1)
 
 
 def in_chunks(interleaved: Tensor, chunks: int) -> Tensor:
-    """Rows in natural order, of rows of which each of ``chunks`` has one in turn."""
+    """Rows in natural order, of rows that ``chunks`` have in turn."""
     return interleaved.unflatten(0, (-1, chunks)).transpose(0, 1).flatten(0, 1)
 
 
@@ -256,30 +261,31 @@ def w4a4_tensors(linear: Written, rank: int, dtype: torch.dtype) -> dict[str, La
             up[:, : linear.rank], down[: linear.rank] = balanced(linear.branch[0], linear.branch[1] / smooth)
         return up.to(dtype), down.to(dtype)
 
-    def codes() -> Tensor:
-        return tiles.packed(tiles.codes(rows, columns), linear.read()[0]).view(torch.int8).view(rows, columns // 2)
-
     def scales() -> Tensor:
         natural = linear.read()[1]
         if linear.format == "int4":
-            return tiles.scales(rows, groups).tiled(natural.to(dtype)).view(groups, rows)
-        bits = tiles.micro_scales(rows, groups).tiled(natural.to(torch.float8_e4m3fn).view(torch.uint8))
-        return bits.view(torch.float8_e4m3fn).view(groups, rows)
+            return tiles.scales(rows, groups).tiled(natural.to(dtype))
+        return tiles.micro_scales(rows, groups).tiled(natural.to(E4M3).view(torch.uint8)).view(E4M3)
 
-    tensors = {
-        "qweight": LazyTensor((rows, columns // 2), torch.int8, codes),
-        "wscales": LazyTensor((groups, rows), dtype if linear.format == "int4" else torch.float8_e4m3fn, scales),
-        "smooth_factor": lazy(tiles.vector_in_tiles(smooth)),
-        "proj_down": LazyTensor(
-            (columns, rank), dtype, lambda: tiles.down(rank, columns).tiled(branch()[1]).view(columns, rank)
-        ),
-        "proj_up": LazyTensor((rows, rank), dtype, lambda: tiles.up(rows, rank).tiled(branch()[0]).view(rows, rank)),
+    def vector(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: tiles.vector_in_tiles(read().to(dtype))
+
+    numbers = {
+        "qweight": lambda: tiles.packed(tiles.codes(rows, columns), linear.read()[0]).view(INT8),
+        "wscales": scales,
+        "smooth_factor": vector(lambda: smooth),
+        "proj_down": lambda: tiles.down(rank, columns).tiled(branch()[1]),
+        "proj_up": lambda: tiles.up(rows, rank).tiled(branch()[0]),
+        "wcscales": vector(lambda: linear.read()[2][:, 0]),
     }
-    if linear.format == "nvfp4":
-        tensors["wcscales"] = in_tiles(rows, dtype, lambda: linear.read()[2][:, 0])
     if linear.bias is not None:
-        tensors["bias"] = in_tiles(rows, dtype, linear.bias.read)
-    return tensors
+        numbers["bias"] = vector(linear.bias.read)
+
+    def stored(piece: Piece) -> LazyTensor:
+        (shape,), read = fitting(piece.shapes, (rows, columns)), numbers[piece.end]
+        return LazyTensor(shape, dtype if piece.dtypes == FLOAT_SCALES else piece.dtypes[0], lambda: read().view(shape))
+
+    return {piece.end: stored(piece) for piece in layout_of(linear.format, rank).pieces if piece.end in numbers}
 
 
 def smooth_of(linear: Written, dtype: torch.dtype) -> Tensor:
@@ -308,10 +314,6 @@ def w4a16_tensors(weight: Readable, chunks: int, dtype: torch.dtype) -> dict[str
         "wscales": LazyTensor((groups, rows), dtype, lambda: numbers()[1].T.contiguous()),
         "wzeros": LazyTensor((groups, rows), dtype, lambda: -ZERO * numbers()[1].T.contiguous()),
     }
-
-
-def in_tiles(count: int, dtype: torch.dtype, vector: Callable[[], Tensor]) -> LazyTensor:
-    return LazyTensor((count,), dtype, lambda: tiles.vector_in_tiles(vector().to(dtype)))
 
 
 def balanced(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""The order in which nunchaku's kernels hold a linear's numbers: tiles that the threads of a warp load in one piece.
+"""The order of a linear's numbers for nunchaku's kernels: tiles that the threads of a warp load in one piece.
 
-Each layout splits the axes of a matrix in natural order, as ``reshape`` does, and orders the pieces, as ``permute``
-does; the numbers then lie in memory in that order. N are a linear's outputs, K its inputs, R the rank of its branch.
+A layout splits the axes of a matrix in natural order (``reshape``) and orders the pieces (``permute``). N are a
+linear's outputs, K its inputs, R the rank of its branch.
 
 | numbers              | natural order | stored as                                                        |
 |----------------------|---------------|------------------------------------------------------------------|
@@ -13,11 +13,10 @@ does; the numbers then lie in memory in that order. N are a linear's outputs, K 
 | branch, up           | [N, R]        | [N, R]                                                           |
 | codes of W4A16 (AWQ) | [N, K]        | int32 [N / 4, K / 2], see ``awq_codes``; its scales are in order |
 
-N and K are multiples of 128, R of 16. Sources: nunchaku's ``lora/flux/packer.py``; the tests hold each layout against
-the packers of auto-round and cache-dit, bit for bit, and against flat formulas.
+N and K are multiples of 128, R of 16. Source: nunchaku's ``lora/flux/packer.py``; tests compare with the packers of
+auto-round and cache-dit, bit for bit, and with flat formulas.
 
-The road not taken is to pad other sizes, as deepcompressor does: nunchaku's linears in Python have tensors of just the
-sizes of the model, so a padded one is refused there.
+The road not taken is deepcompressor's padding: nunchaku's linears in Python refuse other sizes than the model's.
 """
 
 from dataclasses import dataclass
@@ -39,42 +38,42 @@ class Layout:
     order: tuple[int, ...]
 
     def tiled(self, matrix: Tensor) -> Tensor:
-        """The numbers of a ``matrix`` in natural order as they lie in memory: one axis."""
+        """The numbers of a ``matrix`` in their order in memory, one axis."""
         return matrix.reshape(self.pieces).permute(self.order).flatten()
 
     def natural(self, tiled: Tensor) -> Tensor:
-        """The matrix of numbers that lie in memory so."""
+        """The matrix in natural order of ``tiled`` numbers."""
         ordered = tiled.reshape([self.pieces[piece] for piece in self.order])
         return ordered.permute(sorted(range(len(self.order)), key=self.order.__getitem__)).reshape(self.shape)
 
 
 def codes(rows: int, columns: int) -> Layout:
-    """Of the codes of a weight."""
+    """Codes of a weight."""
     return Layout((rows, columns), (rows // 128, 8, 2, 8, columns // 64, 2, 4, 8), (0, 4, 1, 3, 6, 2, 5, 7))
 
 
 def scales(rows: int, groups: int) -> Layout:
-    """Of INT4's scales; of a vector with one group."""
+    """INT4's scales, or a vector as one group."""
     return Layout((rows, groups), (rows // 128, 8, 2, 4, 2, groups), (0, 5, 1, 3, 2, 4))
 
 
 def micro_scales(rows: int, groups: int) -> Layout:
-    """Of NVFP4's scales."""
+    """NVFP4's scales."""
     return Layout((rows, groups), (rows // 128, 4, 4, 8, groups // 4, 4), (0, 4, 3, 2, 1, 5))
 
 
 def down(rank: int, columns: int) -> Layout:
-    """Of the branch's matrix that reads the input."""
+    """The branch's matrix that reads the input."""
     return Layout((rank, columns), (rank // 16, 2, 8, columns // 16, 2, 4, 2), (3, 0, 2, 5, 1, 4, 6))
 
 
 def up(rows: int, rank: int) -> Layout:
-    """Of the branch's matrix that makes the output."""
+    """The branch's matrix that makes the output."""
     return Layout((rows, rank), (rows // 16, 2, 8, rank // 16, 2, 4, 2), (0, 3, 2, 5, 1, 4, 6))
 
 
 def awq_codes(rows: int, columns: int) -> Layout:
-    """Of the codes of W4A16: of four rows 64 columns each in turn, in the order 0, 8, 16, 24, 1, 9, ..."""
+    """Codes of W4A16: 64 columns of each of four rows in turn, in the order 0, 8, 16, 24, 1, 9, ..."""
     return Layout((rows, columns), (rows // 4, 4, columns // 64, 2, 4, 8), (0, 2, 1, 3, 5, 4))
 
 

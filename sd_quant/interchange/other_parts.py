@@ -1,9 +1,8 @@
-"""Other parts than the denoiser in a foreign format: text encoders and autoencoders whose weights are quantized.
+"""Quantized text encoders and autoencoders in a foreign format.
 
-A format writes and reads each as it does the denoiser, of a checkpoint that has it in the denoiser's place. What its
-consumer does not open quantized is written as the checkpoint has it, with the reason: that is no cause to refuse the
-denoiser. The road not taken is a second kind of writer and reader for each format: codes, scales and configs are the
-same, and only names of files differ.
+A format writes and reads each like the denoiser, of a checkpoint with the part in the denoiser's place. A part that the
+consumer cannot open quantized is written in high precision, with the reason. The road not taken is further writers and
+readers: only names of files differ.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 def adapted_part(
     assignment: Mapping[str, LayerAssignment], target: ForeignFormat, checkpoint: Checkpoint, part: str
 ) -> dict[str, LayerAssignment]:
-    """The rows of another ``part`` than the denoiser as ``target`` holds them. Nothing is refused."""
+    """The rows of a ``part`` but the denoiser as ``target`` holds them. Nothing is refused."""
     reason = why_plain(target, checkpoint, checkpoint.parts()[part].component)
     if reason is not None:
         return {name: not_held(layer, reason) for name, layer in assignment.items()}
@@ -31,7 +30,7 @@ def adapted_part(
 
 
 def why_plain(target: ForeignFormat, checkpoint: Checkpoint, component: str) -> str | None:
-    """Why a network is written as the checkpoint has it, or None where its consumer opens a quantized one."""
+    """Why a network is written in high precision, or None."""
     kind = checkpoint.family.NETWORKS[component]
     if not any(fnmatchcase(kind, pattern) for pattern in target.networks):
         return f"{target.consumer} opens no quantized {kind}"
@@ -52,10 +51,10 @@ def is_upcast(checkpoint: Checkpoint, component: str) -> bool:
 
 
 def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoiser]:
-    """The parts of ``checkpoint`` in a third-party checkpoint by name, the denoiser first; no weight is read.
+    """The denoiser and the quantized other parts in a third-party checkpoint, by part; no weight is read.
 
-    Of others than the denoiser, those that are quantized, each by the format of its own folder in a pipeline's; the
-    denoiser may be unquantized beside them. Raises what ``format_of`` and the readers raise.
+    Each part has the format of its own folder; the denoiser may be unquantized beside others. Raises what
+    ``format_of`` and the readers raise.
     """
     parts = {part: read_part(path, checkpoint, part) for part in quantized_parts(path, checkpoint)}
     denoiser, path = checkpoint.family.DENOISER, place_of(path, checkpoint, checkpoint.family.DENOISER)
@@ -67,7 +66,7 @@ def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoise
 
 
 def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
-    """The parts other than the denoiser of which a pipeline's folder says that they are quantized."""
+    """The parts but the denoiser that are quantized in a pipeline's folder."""
     others = {name: part for name, part in checkpoint.parts().items() if name != checkpoint.family.DENOISER}
     return [
         name
@@ -78,7 +77,7 @@ def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
 
 
 def place_of(path: Path, checkpoint: Checkpoint, part: str) -> Path:
-    """The folder of a ``part`` in a pipeline's; the pipeline's where readers look for such a denoiser themselves."""
+    """The folder of a ``part`` in a pipeline's, or the pipeline's for a denoiser that readers find in it."""
     component = checkpoint.parts()[part].component
     folder, found = path / component, part == checkpoint.family.DENOISER and component in DENOISERS
     return path if found or not (folder / CONFIG).is_file() else folder

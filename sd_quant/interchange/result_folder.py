@@ -1,7 +1,7 @@
-"""The folder of a result, and which files in it are ours, by the list that was left with them.
+"""The folder of a result, with a list of its files.
 
-A result is replaced by removing the files that its own list names and nothing else: files that a user has added stay.
-The list is compared with the files that are there and no path is made of it, so a list that was changed leads nowhere.
+Replacing a result removes only files of its list: files of a user stay. No path is made of the list, it is compared
+with the files that are there, so a changed list leads nowhere.
 """
 
 import json

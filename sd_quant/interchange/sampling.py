@@ -1,9 +1,9 @@
-"""What a reader of an export has to know of how the checkpoint samples: marks in a file, sentences in its README.
+"""How a checkpoint samples, for readers of an export: marks in a file, sentences in its README.
 
-Weights do not say what a network predicts, between which noise levels, and how its latents are scaled. Whoever opens a
-pipeline's folder reads that in scheduler/ and vae/. ComfyUI (0.38: supported_models.py, latent_formats.py, samplers.py,
-nodes_model_advanced.py) and stable-diffusion.cpp (August 2026) take a file for the family's first model, and tell kinds
-of SDXL by tensors; for the rest there are nodes and flags, or nothing.
+Weights do not tell the prediction, the noise levels and the scale of latents. A pipeline's folder has them in
+scheduler/ and vae/. ComfyUI (0.38: supported_models.py, latent_formats.py, samplers.py, nodes_model_advanced.py) and
+stable-diffusion.cpp (August 2026) assume the family's first model and tell kinds of SDXL by tensors; the rest takes
+nodes and flags.
 """
 
 import math
@@ -74,7 +74,7 @@ class Sampled:
 
     @property
     def shift(self) -> float:
-        """A flow's, or that of an image of 1024 x 1024."""
+        """A flow's shift; a dynamic one's is for an image of 1024 x 1024."""
         if self.config.get("use_dynamic_shifting"):
             return math.exp(self.config.get("max_shift", 1.15))
         return self.config.get("shift") or self.config.get("flow_shift") or 1.0
@@ -119,7 +119,7 @@ def own_scheduler(own: Sampled) -> str:
 
 
 def for_folders(own: Sampled) -> list[str]:
-    """The sentence for whoever opens a pipeline's folder."""
+    """The sentence for readers of a pipeline's folder."""
     return [
         f"The pipeline's `scheduler/` has to be the checkpoint's, {own_scheduler(own)}, and so its `vae/config.json`, "
         f"with {words(own.latents) or 'latents as they are'}."
@@ -127,7 +127,7 @@ def for_folders(own: Sampled) -> list[str]:
 
 
 def for_files(own: Sampled) -> list[str]:
-    """The sentences for whoever opens a file in ComfyUI or stable-diffusion.cpp, and what neither can be told."""
+    """Sentences for readers of a file in ComfyUI or stable-diffusion.cpp, with settings that neither has."""
     node = node_for(own)
     told = [
         f"The checkpoint has {own_scheduler(own)}: choose the nearest in KSampler, whose scheduler sgm_uniform is "

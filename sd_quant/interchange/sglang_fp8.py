@@ -89,7 +89,7 @@ def skips(ignored: Collection[str], name: str) -> bool:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config."""
+    """Write the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config."""
     layers = quantized(assignment)
     kept = [name for name in weight_shapes(checkpoint) if name not in layers]
     # A name whose words are in a quantized one's is of no linear that SGLang would quantize: those have all words

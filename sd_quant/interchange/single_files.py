@@ -1,17 +1,19 @@
-"""A denoiser in one file, by its authors' names or diffusers': linears whose weights are codes, and all other tensors.
+"""A denoiser in one file with its authors' names or diffusers': linears with codes, and all other tensors.
 
-The road not taken is a converter of names, which would have to know what codes are.
+The road not taken is a converter of names, which would have to know codes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from torch import nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.tensors import Readable, StoredTensor
-from sd_quant.interchange.denoiser import QuantizedLayer, needed
+from sd_quant.interchange.denoiser import Inputs, QuantizedLayer, needed
+from sd_quant.interchange.layouts import Layout
 from sd_quant.interchange.stored import LayerTensors, Shape, shown
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.names.authors import Rows, joined, places_in, rows_of
@@ -19,28 +21,43 @@ from sd_quant.names.authors import Rows, joined, places_in, rows_of
 
 @dataclass(frozen=True)
 class Coded:
-    """A linear in a file whose weight is codes."""
+    """A linear in a file whose weight is codes. Formats add ``layout`` and ``inputs``."""
 
+    counted: ClassVar[str] = ""  # the beginning of ends of names of tensors that are stored for the weight
     own: LayerTensors
-    unpacked: Shape  # of the weight's numbers, of which bytes may hold several
-    multiple: int  # to which both sides of these are padded
-    layer: Callable[[Shape, Sequence[Rows]], QuantizedLayer]  # with a weight of a shape, in parts of the stored one
+
+    @property
+    def layout(self) -> Layout:
+        raise NotImplementedError
+
+    def inputs(self, shape: Shape) -> Inputs | None:
+        """The inputs of a weight of this ``shape``."""
+        raise NotImplementedError
+
+    def unpacked(self) -> Shape:
+        """The shape of the weight's numbers; a byte may hold several."""
+        return self.layout.unpacked(tuple(self.own.tensors["weight"].shape))
+
+    def layer(self, shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
+        """The layer of a weight of this ``shape``, in ``parts`` of the stored one."""
+        layer = self.layout.layer(self.own, shape, self.own.size(self.counted), None, parts=parts)
+        return replace(layer, inputs=self.inputs(shape))
 
 
 def placed(
     path: Path, checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], coded: Mapping[str, Coded], tool: str
 ) -> tuple[dict[str, QuantizedLayer], dict[str, Readable], list[str]]:
-    """Layers and parameters of the denoiser by diffusers' names, and names of the file that are none of it.
+    """Layers and parameters of the denoiser by diffusers' names, and unknown names of the file.
 
-    ``tensors`` have the file's names without a prefix, those of ``coded`` layers among them, but for scales and marks.
-    Raises ArtifactError for the denoiser of another family or size, and for codes that ``tool`` does not multiply.
+    ``tensors`` are those of the file without scales and marks, by names without a prefix. Raises ArtifactError for the
+    denoiser of another family or size, and for codes of other layers than linears, which ``tool`` does not multiply.
     """
     network = empty_denoiser(checkpoint)
     modules = dict(network.named_modules())
     shapes = {name: tuple(each.shape) for name, each in needed(network).items()}
     codes = {f"{layer}.weight": each for layer, each in coded.items()}
-    numbers = {name: codes[name].unpacked if name in codes else each.shape for name, each in tensors.items()}
-    multiples = {name: each.multiple for name, each in codes.items()}
+    numbers = {name: codes[name].unpacked() if name in codes else each.shape for name, each in tensors.items()}
+    multiples = {name: each.layout.multiple for name, each in codes.items()}
     places, unknown = places_in(path, network, shapes, numbers, multiples)
     layers: dict[str, QuantizedLayer] = {}
     parameters: dict[str, Readable] = {}

@@ -1,7 +1,7 @@
-"""The tensors of a denoiser's file by layer, the checks that every reader makes of them, and diffusers' folders.
+"""Tensors of a denoiser's file by layer, with the checks of all readers; folders of diffusers.
 
-A quantizer stores a layer under its weight's name and some beside it, such as ``X.weight`` and ``X.weight.absmax``. A
-reader says which ends of names it knows; a tensor with another end is a parameter like any other, or unknown.
+A layer ``X`` has tensors such as ``X.weight`` and ``X.weight.absmax``. A tensor whose end of name no reader knows is a
+parameter, or unknown.
 The road not taken is a class for each kind of stored weight: they share names, shapes and finite numbers only.
 """
 
@@ -25,7 +25,7 @@ from sd_quant.files.folders import WEIGHTS, read_json, stored_weights
 from sd_quant.files.safetensors import read_header
 from sd_quant.files.schema import check_schema
 from sd_quant.files.tensors import LazyTensor, Readable, StoredTensor, size_of
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, checked_whole, needed
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, checked_whole
 from sd_quant.knobs import BOUNDED
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.names.diffusers import DENOISERS, TIED
@@ -41,7 +41,7 @@ Config = TypeVar("Config")  # a dataclass
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """The tensors of one layer by the ends of their names. Its methods raise ArtifactError for what does not fit."""
+    """Tensors of one layer by the ends of their names. The methods raise ArtifactError for a tensor that differs."""
 
     path: Path
     layer: str
@@ -51,7 +51,7 @@ class LayerTensors:
         return end in self.tensors
 
     def checked(self, end: str, shapes: Collection[Shape] | None, dtypes: Collection[torch.dtype]) -> StoredTensor:
-        """The tensor, which has one of the ``shapes``, None for any, and one of the ``dtypes``."""
+        """The tensor ``end``, of one of the ``shapes`` (None: any) and ``dtypes``."""
         if (tensor := self.tensors.get(end)) is None:
             raise ArtifactError(
                 f"{self.path}: layer {shown(self.layer)} has no {end!r} beside its others; fetch the file again"
@@ -81,11 +81,11 @@ class LayerTensors:
         return number
 
     def size(self, begins: str = "", but: Collection[str] = ()) -> int:
-        """Bytes of the tensors whose ends begin so, and are none of ``but``."""
+        """Bytes of the tensors whose ends begin with ``begins``, without those in ``but``."""
         return size_of(tensor for end, tensor in self.tensors.items() if end.startswith(begins) and end not in but)
 
     def refuse(self, ends: Collection[str], reason: str) -> None:
-        """Raises ArtifactError if the layer has any tensor with one of these ends."""
+        """Raises ArtifactError for a tensor with one of the ``ends``."""
         if found := [f"{self.layer}.{end}" for end in self.tensors if end in ends]:
             raise ArtifactError(f"{self.path} holds {listing(found)}, {reason}; fetch it again")
 
@@ -93,7 +93,7 @@ class LayerTensors:
         return shown(f"{self.layer}.{end}")
 
     def decoded(self, shape: Shape, decode: Callable[[], Tensor], dtype: torch.dtype = torch.float32) -> LazyTensor:
-        """The weight that ``decode`` makes, each time that it is read: then all its numbers have to be finite."""
+        """The weight returned by ``decode``, computed and checked for NaN and infinity at each read."""
         return LazyTensor(shape, dtype, lambda: finite(decode(), self.path, f"{self.layer}.weight"))
 
 
@@ -118,52 +118,30 @@ def weight_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
 def by_layer(
     path: Path, tensors: Mapping[str, StoredTensor], layers: Collection[str], marks: Collection[str]
 ) -> tuple[dict[str, LayerTensors], dict[str, StoredTensor]]:
-    """The tensors of each of ``layers`` that has one whose name ends in one of ``marks``, and all other tensors.
+    """The tensors of each quantized layer, and all other tensors.
 
-    ``marks`` are the ends, behind the layer's name and a dot, that only a quantized layer has. Its ``weight`` is among
-    its tensors if there is one of that name; its bias is not.
+    ``marks`` are ends of names, behind the layer's name and a dot, of quantized layers alone. A layer's ``weight`` is
+    among its tensors, its bias is not.
     """
-    found: dict[str, dict[str, StoredTensor]] = {}
-    for mark in marks:
-        for name, tensor in tensors.items():
-            layer = name.removesuffix(f".{mark}")
-            if layer != name and layer in layers:
-                found.setdefault(layer, {})[mark] = tensor
-    for layer, own in found.items():
-        if (weight := tensors.get(f"{layer}.weight")) is not None:
+    found: dict[str, LayerTensors] = {}
+    for layer in layers:
+        own = {mark: tensors[name] for mark in marks if (name := f"{layer}.{mark}") in tensors}
+        if own and (weight := tensors.get(f"{layer}.weight")) is not None:
             own["weight"] = weight
-    used = {f"{layer}.{end}" for layer, own in found.items() for end in own}
-    return (
-        {layer: LayerTensors(path, layer, own) for layer, own in found.items()},
-        {name: tensor for name, tensor in tensors.items() if name not in used},
-    )
+        if own:
+            found[layer] = LayerTensors(path, layer, own)
+    used = {f"{layer}.{end}" for layer, own in found.items() for end in own.tensors}
+    return found, {name: tensor for name, tensor in tensors.items() if name not in used}
 
 
-def whole(
-    path: Path,
-    name: str,
-    maker: str,
-    checkpoint: Checkpoint,
-    layers: Mapping[str, QuantizedLayer],
-    tensors: Mapping[str, StoredTensor],
-    others: Mapping[str, Readable],
-    ignored: Collection[str] = (),
-    **more: Any,
-) -> QuantizedDenoiser:
-    """The denoiser of these layers, checked to be whole, with ``more`` of its fields.
-
-    ``tensors`` are all of the file, ``others`` those that are in no layer, ``ignored`` names among these that carry
-    nothing. Raises ArtifactError when no layer is quantized, and what ``checked_whole`` raises.
-    """
-    if not layers:
+def with_layers(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> QuantizedDenoiser:
+    """The denoiser itself. Raises ArtifactError without a quantized layer, and what ``checked_whole`` raises."""
+    if not denoiser.layers:
         raise ArtifactError(
-            f"{path} holds no layer that {maker} has quantized; expected a quantized denoiser, so check the path"
+            f"{denoiser.path} holds no layer that {denoiser.maker} has quantized; expected a quantized denoiser, so "
+            "check the path"
         )
-    expected = needed(empty_denoiser(checkpoint))
-    parameters = {name: tensor for name, tensor in others.items() if name in expected}
-    unknown = [name for name in others if name not in expected and name not in ignored]
-    denoiser = QuantizedDenoiser(path, name, maker, layers, parameters, size_of(tensors.values()), **more)
-    return checked_whole(denoiser, checkpoint, unknown)
+    return checked_whole(denoiser, checkpoint)
 
 
 def shown(name: str) -> str:
@@ -176,12 +154,27 @@ def plain(dtype: torch.dtype) -> str:
 
 
 def told(value: object) -> str:
-    """A value from a file for a message: plain ones cut, of others their kind, because they may be deep."""
+    """A value from a file for a message: a plain value cut, of any other the type alone, as it may be deep."""
     return str(value)[:80] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
+def fits(value: Any, template: Any) -> bool:
+    """Whether a JSON value equals ``template``, or one of a tuple of templates.
+
+    A type is a template of its values, ``object`` of all. A mapping's entries fit by key; a missing one is None.
+    """
+    if isinstance(template, tuple):
+        return any(fits(value, each) for each in template)
+    if isinstance(template, dict):
+        known = isinstance(value, dict) and value.keys() <= template.keys()
+        return known and all(fits(value.get(key), each) for key, each in template.items())
+    if isinstance(template, type):
+        return template is object or type(value) is template
+    return type(value) is type(template) and value == template
+
+
 def header_of(path: Path) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]]:
-    """Tensors and metadata of a safetensors file, by a glance: none of either where ``path`` is no such file."""
+    """Tensors and metadata of a safetensors file; empty ones for any other ``path``."""
     try:
         return read_header(whole_file(path))
     except (SdQuantError, OSError, ValueError):
@@ -192,7 +185,7 @@ def header_of(path: Path) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]
 
 
 def denoiser_folder(path: Path) -> Path | None:
-    """The folder of the denoiser in ``path``, or ``path`` itself; None where there is none."""
+    """The denoiser's folder in ``path``, or ``path`` itself; None without a config."""
     folders = [path / name for name in DENOISERS if (path / name / CONFIG).is_file()]
     return folders[0] if folders else path if (path / CONFIG).is_file() else None
 
@@ -207,7 +200,7 @@ def holds(path: Path, name: str) -> bool:
 
 
 def quantization_config(path: Path) -> Mapping[str, object] | None:
-    """``quantization_config`` of the denoiser's config; None where there is no such object, or no config at all."""
+    """``quantization_config`` of the denoiser's config; None without such an object."""
     try:
         folder = denoiser_folder(path) if path.is_dir() else None
         found = read_json(folder, CONFIG).get("quantization_config") if folder is not None else None
@@ -221,17 +214,6 @@ def quantized_by(path: Path, method: str) -> bool:
     return (quantization_config(path) or {}).get("quant_method") == method
 
 
-def ignored_names(path: Path, config: Mapping[str, object], *keys: str) -> list[str]:
-    """The names of layers that are not quantized, in the first of the ``keys`` that has any.
-
-    Raises ArtifactError for anything but a list of names.
-    """
-    names = next((config[key] for key in keys if config.get(key)), [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ArtifactError(f"{path}: {keys[0]} in its config is no list of names; make the folder again")
-    return names
-
-
 def weights_name(network: nn.Module) -> str:
     """The stem of a network's weight files: ``model`` by transformers, ``diffusion_pytorch_model`` by diffusers."""
     return WEIGHTS.get(type(network).__module__.partition(".")[0], WEIGHTS["diffusers"])
@@ -240,7 +222,7 @@ def weights_name(network: nn.Module) -> str:
 def stored_tensors(path: Path, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """The denoiser's tensors by the names in its files. Raises what ``stored_weights`` raises.
 
-    Of a text encoder, by the names that the installed transformers has, and without what it makes itself.
+    A text encoder's have the names of the installed transformers, without buffers that it computes.
     """
     network = empty_denoiser(checkpoint)
     stored = stored_weights(denoiser_folder(path), weights_name(network))
@@ -254,19 +236,19 @@ def stored_tensors(path: Path, checkpoint: Checkpoint) -> dict[str, StoredTensor
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of diffusers with the denoiser of ``checkpoint``, a pipeline's or its own. No weight is read."""
+    """A folder of diffusers with the denoiser of ``checkpoint``: a pipeline's or the denoiser's own."""
 
     path: Path
     checkpoint: Checkpoint
 
     @property
     def place(self) -> Path:
-        """Of the denoiser's config and weights."""
+        """Folder of the denoiser's config and weights."""
         return denoiser_folder(self.path)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The ``quantization_config``; empty where there is none."""
+        """The ``quantization_config``, or empty."""
         return quantization_config(self.path) or {}
 
     @cached_property
@@ -277,24 +259,25 @@ class Folder:
     def shapes(self) -> dict[str, Shape]:
         return weight_shapes(self.checkpoint)
 
-    def by_layer(self, marks: Collection[str]) -> tuple[dict[str, LayerTensors], dict[str, StoredTensor]]:
-        return by_layer(self.path, self.tensors, self.shapes, marks)
+    def by_layer(
+        self, marks: Collection[str], layers: Collection[str] | None = None
+    ) -> tuple[dict[str, LayerTensors], dict[str, StoredTensor]]:
+        return by_layer(self.path, self.tensors, self.shapes if layers is None else layers, marks)
 
     def whole(
         self, name: str, maker: str, layers: Mapping[str, QuantizedLayer], others: Mapping[str, Readable], **more: Any
     ) -> QuantizedDenoiser:
-        return whole(self.path, name, maker, self.checkpoint, layers, self.tensors, others, **more)
+        """The denoiser of ``layers`` and of ``others``, tensors of no layer. Raises what ``with_layers`` raises."""
+        size = size_of(self.tensors.values())
+        return with_layers(QuantizedDenoiser(self.path, name, maker, layers, others, size, **more), self.checkpoint)
 
     def maker(self, name: str, entry: str) -> str:
-        """The tool with the version that an entry of the config states, as far as that is one."""
+        """The tool with its version, if an entry of the config has one."""
         version = self.config.get(entry)
         return f"{name} {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else name
 
     def checked(self, given: Mapping[str, object], usual: Config) -> Config:
-        """The entries of a config that the dataclass of ``usual`` has; what ``given`` lacks is as usual.
-
-        Raises ConfigError for one of another type, or out of range.
-        """
+        """``usual``, a dataclass, with its entries in ``given``. Raises ConfigError for another type or range."""
         known = vars(usual)
         config = known | {name: given[name] for name in known if name in given}
         try:
@@ -303,8 +286,15 @@ class Folder:
             raise ConfigError(f"{self.path}: {error}; give a folder that its tool has saved") from error
         return type(usual)(**config)
 
+    def ignored_names(self, *keys: str) -> list[str]:
+        """Names of unquantized layers in the first nonempty of the ``keys``. Raises ArtifactError for another type."""
+        names: Any = next((self.config[key] for key in keys if self.config.get(key)), [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ArtifactError(f"{self.path}: {keys[0]} in its config is no list of names; make the folder again")
+        return names
+
     def exceptions(self, key: str) -> Mapping[str, Mapping[str, object]]:
-        """The entry ``key`` of the config: further ones by names or patterns. Raises ConfigError for anything else."""
+        """Configs by names or patterns of layers, in the entry ``key``. Raises ConfigError for anything else."""
         found = self.config.get(key) or {}
         if not isinstance(found, Mapping) or not all(isinstance(config, Mapping) for config in found.values()):
             raise ConfigError(
@@ -316,10 +306,10 @@ class Folder:
     def opened_by(
         self, package: str, dtype: torch.dtype = torch.float32, **environment: str
     ) -> Callable[[], nn.Module] | None:
-        """Opens the denoiser as diffusers and ``package`` do, in ``dtype``; None where that is not installed.
+        """A function that opens the denoiser with diffusers and ``package``; None without that package.
 
-        The class is the one that the pipeline's family has, whatever the config names. ``environment`` is what
-        ``package`` reads when it is imported; what is set already stays.
+        The class is that of the pipeline's family. ``environment`` are variables for the import of ``package``, unless
+        they are set already.
         """
         if find_spec(package) is None:
             return None

@@ -1,10 +1,10 @@
 """vLLM-Omni's ``int8``: a pipeline's folder whose denoiser has INT8 linears, with inputs scaled by row as it runs.
 
 ``config.json`` has ``{"quant_method": "int8", "is_checkpoint_int8_serialized": true, "activation_scheme": "dynamic",
-"ignored_layers": [...]}`` and nothing else, because these are arguments of a class. A scale multiplies a row of codes;
-inputs are scaled by the largest magnitude of a row over 127. There is no place for a static scale, a pre_quant_scale or
-a branch. As vLLM-Omni 0.30.0 and vLLM 0.30.0 have it, whose source was read and which no processor runs
-(``quantization/int8_config.py``, ``models/flux/flux_transformer.py``):
+"ignored_layers": [...]}`` and nothing else: these are arguments of a class. Rows of codes and of inputs have scales,
+the latter the largest magnitude over 127. There is no place for a static scale, a pre_quant_scale or a branch. Source:
+vLLM-Omni 0.30.0 and vLLM 0.30.0, which no processor runs (``quantization/int8_config.py``,
+``models/flux/flux_transformer.py``):
 
 - ``ignored_layers`` are compared exactly, with the server's own names: neither parts of names nor patterns. Of query,
   key and value, which it stacks to ``to_qkv``, the names of the parts and of the whole are written.
@@ -26,7 +26,7 @@ from sd_quant.interchange import PER_ROW, ForeignFormat, Server
 from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser
 from sd_quant.interchange.inputs import RowInteger
 from sd_quant.interchange.layouts import FP32, INT8, NUMBERS, Layout, Piece
-from sd_quant.interchange.stored import Folder, ignored_names, told, weight_shapes
+from sd_quant.interchange.stored import Folder, told, weight_shapes
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
 from sd_quant.models.checkpoint import Checkpoint
 
@@ -69,9 +69,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[str, object], *lists: str) -> list[str]:
-    """The names of layers that are not quantized in the config of a folder, in the first of the ``lists`` that has any.
+    """Names of unquantized layers in a folder's config, in the first nonempty of the ``lists``.
 
-    Raises ArtifactError unless the config has all that is ``written`` beside, and nothing more but for ``others``.
+    Raises ArtifactError for a config without all of ``written``, or with more than these and ``others``.
     """
     path, config = folder.path, folder.config
     if differing := [key for key, value in written.items() if config.get(key) != value]:
@@ -83,15 +83,15 @@ def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[st
             f"{path}: its config has {listing([f'{key} {told(config[key])}' for key in unknown], 3)}, which is not "
             "decoded here; give a folder without"
         )
-    return ignored_names(path, config, *lists)
+    return folder.ignored_names(*lists)
 
 
 def read_served(
     folder: Folder, facts: ForeignFormat, layout: Layout, inputs: Inputs, skips: Callable[[str], bool]
 ) -> QuantizedDenoiser:
-    """The denoiser in a folder whose quantized linears are all of one ``layout``. No weight is read.
+    """The denoiser in a folder with quantized linears of one ``layout``.
 
-    Raises ArtifactError for a layer that has scales and that the server ``skips``, and for any other denoiser.
+    Raises ArtifactError for a layer with scales that the server ``skips``, and for any other denoiser.
     """
     found, others = folder.by_layer([piece.end for piece in layout.pieces if piece.holds != NUMBERS])
     if both := [name for name in found if skips(name)]:
@@ -107,7 +107,7 @@ def read_served(
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config."""
+    """Write the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config."""
     layers = quantized(assignment)
     ignored = [name for name in weight_shapes(checkpoint) if name not in layers]
     config = WRITTEN | {IGNORED: sorted({*ignored, *map(stacked, ignored)})}
@@ -115,6 +115,6 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def stacked(name: str) -> str:
-    """The name of the linear that the server makes of the linear ``name`` and others, or ``name``."""
+    """The server's name of the stack with the linear ``name``, or ``name``."""
     owner, _, last = name.rpartition(".")
     return f"{owner}.{STACKED[last]}" if last in STACKED else name

@@ -1,10 +1,10 @@
-"""The denoiser's weights as an assignment leaves them: in fp16 where it rounds nothing, else as codes and scales.
+"""The denoiser's weights under an assignment: codes and scales, and all others in fp16.
 
-Those of a text encoder or an autoencoder likewise, see ``models.checkpoint.OtherNetwork``; where these compute in fp32,
-what is not rounded stays as the checkpoint has it.
+Likewise those of a text encoder or an autoencoder, see ``models.checkpoint.OtherNetwork``; of one that computes in fp32
+unquantized weights keep their dtype.
 
-Each is read, smoothed and quantized when it is due to be written, so that one weight is in memory at a time. The road
-not taken is a network with all its weights, from which other tools save: SDXL's has 10 GB.
+Each weight is read, smoothed and quantized when it is written: one is in memory at a time. The road not taken is a
+network with all its weights, from which other tools save: SDXL's has 10 GB.
 """
 
 import json
@@ -27,6 +27,7 @@ from sd_quant.names.authors import Pieces, Rows, assembled, pieces_of, rows_in
 from sd_quant.names.diffusers import TIED
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.formats import FORMATS
 
 Assignment = Mapping[str, LayerAssignment]  # as ``holding.adapted`` makes it for a format
 
@@ -37,14 +38,14 @@ def quantized(assignment: Assignment) -> dict[str, LayerAssignment]:
 
 
 def sixteen_bits(part: Part) -> torch.dtype:
-    """The dtype of what is not quantized of a part: bf16 where its graph has that, else fp16."""
+    """The dtype of a part's unquantized weights: bf16 as in its graph, else fp16."""
     return torch.bfloat16 if part.contract.weights == torch.bfloat16 else torch.float16
 
 
 def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, LazyTensor]:
-    """Every weight and bias of the denoiser by diffusers' name, as if nothing were rounded.
+    """Every weight and bias of the denoiser by diffusers' name, unquantized, smoothed by the row of its module.
 
-    Floating-point ones are of ``sixteen_bits``, smoothed as the row of their module says; others keep their dtype.
+    Floating-point ones are in ``sixteen_bits``.
     """
     weights, part = cast(Weights, denoiser_weights(checkpoint)), denoiser_part(checkpoint)
     stored = isinstance(checkpoint, OtherNetwork) and part.contract.weights == torch.float32
@@ -67,25 +68,31 @@ def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, 
 
 
 def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Tensor, ...]:
-    """The codes of a layer's weight, [out, in] with what follows flattened, and its scales.
+    """The codes of a layer's weight, [out, in * kernel], and its scales, fp32: [out, 1], [1, 1] or [out, blocks].
 
-    The scales are fp32: [out, 1], [1, 1] or [out, blocks]; NVFP4 has one of all blocks besides, [1, 1].
+    NVFP4 has a common one besides, [1, 1].
     """
     weight = denoiser_weights(checkpoint)[f"{layer.name}.weight"]
     codes, scales = layer.codes_and_scales(rewritten(weight, layer).flatten(1))
     return codes, *(each.float() for each in scales)
 
 
+def has_static_input(layer: LayerAssignment) -> bool:
+    """Whether a file has a scale for the layer's input."""
+    read = layer.activation_format
+    return read is not None and FORMATS[read].needs_amax and not layer.per_token
+
+
 @dataclass(frozen=True)
 class JoinedLayers:
-    """Quantized linears that are one tensor in a file with the names of the model's authors."""
+    """Quantized linears that are one tensor in a file with the authors' names."""
 
     pieces: Pieces  # of their weights
     layers: Mapping[str, LayerAssignment]  # by the weight's name
 
     @property
     def first(self) -> LayerAssignment:
-        """The one with the first rows. What a tensor has once, such as a format, ``holding`` made alike in all."""
+        """The linear with the first rows. ``holding`` has made formats and common ranges alike in all."""
         return self.layers[self.pieces[0].name]
 
     @property
@@ -93,7 +100,7 @@ class JoinedLayers:
         return rows_in(self.pieces), *self.first.weight_shape[1:]
 
     def rows(self, of: Callable[[LayerAssignment], Tensor]) -> Tensor:
-        """The rows in their order of what ``of`` returns for each layer: [out of the layer, ...]."""
+        """The rows in order of ``of(layer)`` [out, ...] of all layers."""
         return assembled(self.pieces, lambda name: of(self.layers[name]))
 
 
@@ -130,7 +137,7 @@ def with_coded_weights(
     assignment: Assignment,
     tensors_of: Callable[[Checkpoint, LayerAssignment], Mapping[str, Readable]],
 ) -> dict[str, Readable]:
-    """The denoiser's tensors by name; a quantized weight is replaced by what ``tensors_of`` returns for its layer."""
+    """The denoiser's tensors by name, with ``tensors_of`` a layer in place of its quantized weight."""
     layers, tensors = quantized(assignment), dict[str, Readable]()
     for name, tensor in high_precision(checkpoint, assignment).items():
         layer = layers.get(name.removesuffix(".weight"))
@@ -139,7 +146,7 @@ def with_coded_weights(
 
 
 def write_file(path: Path, tensors: Mapping[str, Readable], metadata: Mapping[str, str] = FORMAT) -> Path:
-    """Writes a safetensors file and says how far it is. Raises ResourceError when the disk is full."""
+    """Write a safetensors file with a progress bar. Raises ResourceError when the disk is full."""
     with progress(len(tensors), f"write {path.name}") as advance:
         write_safetensors(path, tensors, advance, metadata)
     return path
@@ -152,9 +159,9 @@ def write_folder(
     quantization: Mapping[str, Any],
     metadata: Mapping[str, str] = FORMAT,
 ) -> Path:
-    """Writes the denoiser into the pipeline ``folder``, and ``quantization_config`` into the config that is there.
+    """Write the denoiser into the pipeline ``folder``, which is returned, and ``quantization_config`` into its config.
 
-    Returns the ``folder``. Raises ResourceError when the disk is full.
+    Raises ResourceError when the disk is full.
     """
     target = folder / denoiser_part(checkpoint).component
     write_file(target / f"{weights_name(empty_denoiser(checkpoint))}.safetensors", tensors, metadata)

@@ -37,12 +37,11 @@ from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.samplers import engine_of_letter
 from sd_quant.interchange import TARGETS, ForeignFormat
 from sd_quant.interchange.denoiser import weights_alone, with_denoiser
-from sd_quant.interchange.holding import adapted, check_bf16, groups_of, inputs_of
+from sd_quant.interchange.holding import adapted, check_bf16, check_served, groups_of, inputs_of, servers_of
 from sd_quant.interchange.model_card import model_card
 from sd_quant.interchange.other_parts import adapted_part, place_of
 from sd_quant.interchange.result_folder import FIGURES, check_free, remove_result
 from sd_quant.interchange.sampling import Sampled, for_files, for_folders, written_marks
-from sd_quant.interchange.servers import check_served, servers_of
 from sd_quant.interchange.weights import sixteen_bits
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images, joined

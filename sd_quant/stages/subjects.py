@@ -27,7 +27,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.interchange import FORMATS
 from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, weights_alone, with_denoiser
-from sd_quant.interchange.folding import plain_weight, unfolded
+from sd_quant.interchange.errors import plain_weight, unfolded
 from sd_quant.interchange.other_parts import read_parts
 from sd_quant.interchange.sampling import check_marks
 from sd_quant.metrics.memory import StageTimer

@@ -1,8 +1,7 @@
 """Opens a Flux in GGUF or SDNQ with InvokeAI's probe and loaders, and has it compute: by_invokeai.py <request>.
 
-InvokeAI takes the class of a file from its names, and has the sizes of the published models written in, so that the
-loader gets those of the pipeline instead; and fp32 in place of bf16, which is written in too. What has another class
-than the two is only probed.
+The loader gets the pipeline's sizes in place of the published ones, and fp32 in place of bf16, both of which are fixed
+in InvokeAI. Files of other classes are only probed.
 """
 
 import contextlib

@@ -1,11 +1,9 @@
 """Draws with stable-diffusion.cpp from GGUF files of a Flux, and from the same weights in fp16: <this file> <request>.
 
-It gives images only, so the Flux is as wide as it wants one (768 pooled, 4096 of T5's, heads of 128) and few layers
-deep; of an SD3 or a UNet it wants all layers and widths of the published ones. The text encoder and the tiny
-autoencoder beside it have random weights: the first has to have its full size. The program rounds the inputs of
-quantized layers on a processor, so that the two images are no more than near: 57 dB in package 0.4.7, where images of
-two formats of one network have 40 to 43 dB. What it does not know may end the process, so each image is drawn by
-another.
+It only makes images, of a Flux with the published widths (768 pooled, 4096 of T5's, heads of 128) and few layers; an
+SD3 or a UNet needs all published layers. The text encoder, of full size, and the tiny autoencoder have random weights.
+On a processor inputs of quantized layers are rounded: the two images have 57 dB in package 0.4.7, those of two formats
+of one network 40 to 43 dB. Each image is drawn by another process, because an unknown file may end it.
 """
 
 import json

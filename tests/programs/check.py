@@ -1,28 +1,25 @@
 """Opens exports with the programs that they are for, each in an environment of its own.
 
-``make programs-check`` writes tiny checkpoints with random weights by each target's writer, one for every preset that
-the target holds. A program's script then loads them as a person would, with nothing of this project, and says what it
-did not find, what it left over, how many layers it holds as quantized, what each of them computes and what a call of
-the denoiser gives. The programs that make images of a whole pipeline are in ``pipelines``.
+``make programs-check`` writes tiny checkpoints with random weights, one for every preset that a target holds. A
+program's script loads them without this project and states missing and unused tensors, the number of quantized layers,
+their outputs and that of a call of the denoiser. Programs that make images of a whole pipeline are in ``pipelines``.
 
-A script and its requirements have the program's name; without requirements it is run by the project's own Python beside
-the consumers. A program that is no package is a checkout below the folder that ``$PROGRAMS`` names. Environments are
-made with pip under ``outputs``, once for each list of requirements.
+A script and its requirements have the program's name; without requirements the project's own Python runs it beside the
+consumers. A program that is no package is a checkout in the folder ``$PROGRAMS``. pip makes the environments under
+``outputs``, once for each list of requirements.
 
-A layer of the program gets the input that ours gets. Its output is that of our reader's weight, with inputs rounded as
-the facts of the target say or, where the hardware lacks that, as they are; which of the two, the row says. A whole call
-is compared with our prediction of the same kind. Where inputs are rounded, one within rounding of a half gets the other
-code, which changes all behind it: our own call of Stable Diffusion 2 in INT8 is 1.2e-2 from itself when its inputs move
-by 2e-7. So such a call shows gross faults alone, and a program that can be told to leave inputs as they are is asked
-for that call too.
+A layer of the program has our layer's input. Its output is compared with our reader's weight and rounded inputs, or
+unrounded ones where the hardware lacks the former; the row says which. A call is compared likewise. Rounded inputs
+within rounding of a half change all behind them: our own call of Stable Diffusion 2 in INT8 is 1.2e-2 from itself when
+its inputs move by 2e-7. So such a call shows gross faults alone; where a program can leave inputs unrounded, that call
+is compared too.
 
-``benchmarks/results/programs.tsv`` keeps the rows; docs/targets.md is made from it. The check fails where a row is
-worse than the kept one. A program of another version than the kept one is run and marked as never tried.
+``benchmarks/results/programs.tsv`` keeps the rows, of which docs/targets.md is made. The check fails for a row that is
+worse than the kept one, and marks a program of another version than the kept one as never tried.
 """
 
 import argparse
 import inspect
-import json
 import math
 import os
 import subprocess
@@ -43,20 +40,22 @@ from sd_quant.config.recipe import own_recipe, presets
 from sd_quant.config.targets import inputs_held
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.denoiser import QuantizedDenoiser, weights_alone
-from sd_quant.interchange.servers import why_not_served
+from sd_quant.interchange.holding import why_not_served
 from sd_quant.interchange.weights import JoinedLayers, by_authors_names
+from sd_quant.models.checkpoint import denoiser_part
 from sd_quant.models.family import family_named
+from sd_quant.models.parts import axes
 from sd_quant.names.authors import assembled
 from sd_quant.numbers import relative_error
 
 from ..unit.tiny import TOKENS, Tiny
 from ..zoo.detected import COMFYUI, PUBLISHED
 from ..zoo.families import TINY, WIDE
-from .calls import Called
 from .pipelines import PIPELINES, pipeline_rows
-from .rows import HERE, Row, is_worse, kept, python_of, save, shown
+from .rows import Row, facts_of, is_worse, kept, listed, save, shown, with_facts
 from .sampled import sampled_row
 
+WIDTH, HEIGHT = 256, 288  # in pixels: ComfyUI 0.33.0 divides by zero where both sides of PixArt have less than 528
 AUTHORS = ("comfyui", "gguf")  # targets whose files have the names of a model's authors
 
 
@@ -117,6 +116,27 @@ def source_of(program: Program) -> tuple[Path | None, str]:
 
 
 # What is opened
+
+
+@dataclass(frozen=True)
+class Called(Tiny):
+    """A tiny checkpoint whose random inputs have the positions of pixels, and a mask that hides words of one text."""
+
+    def inputs(self, seed: int = 7) -> dict[str, Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        shapes = denoiser_part(self.checkpoint).contract.shapes(**axes(batch=2, width=WIDTH, height=HEIGHT))
+        found = {
+            name: torch.randn(shape, generator=random) if len(shape) > 1 else torch.full(shape, 0.5)
+            for name, shape in shapes.items()
+        }
+        patches = torch.arange(HEIGHT / 16), torch.arange(WIDTH / 16)  # of 2 x 2 latents
+        fixed = {
+            "img_ids": torch.cartesian_prod(torch.zeros(1), *patches),
+            "txt_ids": torch.zeros(shapes.get("txt_ids", 0)),
+        }
+        if mask := shapes.get("encoder_attention_mask"):
+            fixed["encoder_attention_mask"] = (torch.arange(mask[1]) < torch.tensor([[mask[1]], [5]])).float()
+        return found | {name: each for name, each in fixed.items() if name in found}
 
 
 @dataclass(frozen=True)
@@ -251,35 +271,18 @@ def opened_by(program: Program, cases: list[Case], work: Path) -> list[Row]:
     if why:
         return [replace(row, verdict="not run", far=why) for row in rows]
     try:
-        python, variables = python_of(program.script)
+        versions, facts = facts_of(program.script, source, [case.request for case in cases], work)
     except subprocess.CalledProcessError as error:
         return [replace(row, verdict="not run", far=f"no environment: {error}"[:300]) for row in rows]
-    facts, request = work / "facts.json", work / "request.json"
-    text = {"source": source and str(source), "facts": str(facts), "cases": [dict(case.request) for case in cases]}
-    request.write_text(json.dumps(text), encoding="utf-8")
-    command, printed = [python, HERE / f"{program.script}.py", request], work / "printed.txt"
-    with printed.open("w", encoding="utf-8") as file:
-        ended = subprocess.run(command, cwd=work, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT)
-    found = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {"versions": {}, "cases": {}}
-    last = printed.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-    died = {"far": f"the script ended with {ended.returncode}: {last[:200]}"}
-    facts_of = [found["cases"].get(case.request["name"], died) for case in cases]
     return [
-        judged(replace(case.row, versions=listed(fact.get("versions", found["versions"]))), fact, case, program)
-        for case, fact in zip(cases, facts_of, strict=True)
+        judged(replace(case.row, versions=listed(fact.get("versions", versions))), fact, case, program)
+        for case, fact in zip(cases, facts, strict=True)
     ]
-
-
-def listed(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{package} {version}" for package, version in versions.items())
 
 
 def judged(row: Row, fact: Mapping[str, Any], case: Case, program: Program) -> Row:
     """The row with what the program said, and the verdict."""
-    row = replace(
-        row, opened=fact.get("opened", ""), far=fact.get("far", ""), quantized=fact.get("quantized", ""),
-        missing=len({*fact.get("missing", [])} - program.absent), left=len(fact.get("left", [])),
-    )  # fmt: skip
+    row = with_facts(row, fact, program.absent)
     if not row.opened:
         return replace(row, verdict="FAILED")
     whole = row.missing == row.left == 0 and (row.quantized == row.of or bool(row.quantized) and not program.holds_all)

@@ -1,20 +1,17 @@
-"""Opens files in ComfyUI and its node package ComfyUI-GGUF, and says what they hold and compute.
+"""Opens files in ComfyUI and its node package ComfyUI-GGUF: ``python comfyui.py <request.json>``, see ``check``.
 
-It is run in an environment of its own, as ``python comfyui.py <request.json>``, which ``check`` describes. The source
-is a checkout of ComfyUI; the one of ComfyUI-GGUF is found beside it or in its ``custom_nodes``. A denoiser is loaded as
-the nodes Load Diffusion Model and Unet Loader (GGUF/Advanced) load it, SDXL's file as Load Checkpoint does, all with
-``--cpu --fp32-unet``. GGUF is decoded with the Advanced node's ``dequant_dtype`` float32, because the plain node
-decodes in fp16.
+The source is a checkout of ComfyUI, with ComfyUI-GGUF beside it or in its ``custom_nodes``. A denoiser is loaded like
+by the nodes Load Diffusion Model and Unet Loader (GGUF/Advanced), SDXL's file like by Load Checkpoint, all with
+``--cpu --fp32-unet``. ``dequant_dtype`` of GGUF is float32; the plain node decodes in fp16.
 
-The written file has a second output, ``exact``: of the same call once each quantized weight is dequantized by ComfyUI,
-so that no layer rounds its input. It differs from our prediction by the order of sums alone. Where inputs are rounded,
-some codes flip and change all behind them: two of our own calls whose inputs differ by 2e-7 are as far apart. A case
-with an ``image`` is sampled in the same two ways in place of a call, and the noise levels are written too.
+The second output, ``exact``, is of the same call with weights that ComfyUI dequantizes, so that no layer rounds its
+input; it differs from our prediction by the order of sums alone. A case with an ``image`` is sampled in both ways in
+place of a call, and the noise levels are written too.
 
-Three things are not as a user has them. Torchvision and torchaudio, whose compiled extensions need the torch build that
-they were compiled with, are stand-ins: no image model here calls them. So is ComfyUI's own module ``nodes`` for
-ComfyUI-GGUF, whose loaders of text encoders alone look into it. And where ComfyUI knows no model of the file's sizes,
-as for a small SDXL, these sizes are registered, without text encoders and autoencoder.
+Three things are not as a user has them. Torchvision and torchaudio, whose extensions need another torch build, are
+stand-ins that no image model here calls. So is ComfyUI's module ``nodes``, which only ComfyUI-GGUF's loaders of text
+encoders use. And sizes that ComfyUI does not know, as of a small SDXL, are registered, without text encoders and
+autoencoder.
 """
 
 import ast

@@ -1,13 +1,10 @@
-"""nunchaku's loaders, its own and that of diffusers, fill their modules from written files, without nunchaku's kernels.
+"""nunchaku's loader and diffusers' fill their modules from files, without kernels: nunchaku_loader.py <request.json>.
 
-    python nunchaku_loader.py request.json
-
-It is run in an environment of its own by ``check``, which describes the request. The source is a checkout of nunchaku
-(github.com/nunchaku-ai/nunchaku). Its compiled extension ``nunchaku._C`` needs CUDA, so an empty module stands in for
-it, and another for the package ``kernels``, from which diffusers gets the same kernels; diffusers' check for a GPU is
-left out. nunchaku takes INT4 or NVFP4 from the GPU, here from the file's ``quantization_config`` by a function of its
-own. Modules are made and filled, and nothing is computed. Both loaders are strict: a tensor that is missing, too many
-or of another shape raises. Dtypes and numbers are compared here, because torch's loader casts silently.
+``check`` describes the request. The source is a checkout of nunchaku (github.com/nunchaku-ai/nunchaku). Empty modules
+stand in for its extension ``nunchaku._C``, which needs CUDA, and for diffusers' package ``kernels``; diffusers' check
+for a GPU is left out. The precision is that of the file's ``quantization_config``, in place of the GPU's. Nothing is
+computed. Both loaders raise for a missing or unknown tensor or another shape; dtypes and numbers are compared here, as
+torch casts silently.
 
 nunchaku's other class of Flux (``NunchakuFluxTransformer2dModel``) loads in C++ and is not run.
 """

@@ -1,15 +1,12 @@
 """Rows of the programs that make images of a whole pipeline: optimum-intel, OpenVINO GenAI and optimum-onnx.
 
-The two shipped checkpoints and a tiny Flux are quantized by the command, which hands them over. Each program makes
-images with the code of the result's README, which are compared with the simulation's. Programs need older packages than
-the project, 2 GB of them.
+The command quantizes and hands over the two shipped checkpoints and a tiny Flux. Each program makes images with the
+code of the result's README. Programs need 2 GB of older packages than the project.
 
-An image of the program has to have at least ``LEAST_PSNR`` dB against the simulation's, in some cases more. Both
-compute the same codes, but the consumer's numbers between layers are others, and what rounds the other way in one layer
-changes all behind it (see ``inference.parity``), so they differ. Measured in torch without quantization on the shipped
-SDXL, the worse of the two pictures has 31.6 dB where the text is not padded as NeMo pads it, 28.9 dB with four times
-the size ids, 26.5 dB with the text encoders' last state for the last but one, 25.4 dB with timesteps 40 later and 21.7
-dB with the pooled text reversed.
+An image needs ``LEAST_PSNR`` dB against the simulation's: codes are the same, but other roundings between layers
+change all behind them (see ``inference.parity``). In torch without quantization the worse picture of the shipped SDXL
+has 31.6 dB without NeMo's padding of the text, 28.9 dB with four times the size ids, 26.5 dB with the text encoders'
+last state for the last but one, 25.4 dB with timesteps 40 later and 21.7 dB with the pooled text reversed.
 """
 
 import json

@@ -2,13 +2,15 @@
 
 import csv
 import hashlib
+import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -64,6 +66,38 @@ def python_of(script: str) -> tuple[Path, dict[str, str]]:
         subprocess.run([*pip, "-r", requirements], check=True, env=os.environ | alone)
         made.write_text(wanted)
     return python, alone
+
+
+def facts_of(
+    script: str, source: Path | None, cases: Sequence[Mapping[str, Any]], work: Path
+) -> tuple[dict[str, str], list[Mapping[str, Any]]]:
+    """The versions and the facts of each case from a program's script, which is run once; a dead one says so in them.
+
+    Raises CalledProcessError where no environment can be made.
+    """
+    python, variables = python_of(script)
+    facts, request, printed = (work / name for name in ("facts.json", "request.json", "printed.txt"))
+    text = {"source": source and str(source), "facts": str(facts), "cases": list(map(dict, cases))}
+    request.write_text(json.dumps(text), encoding="utf-8")
+    command = [python, HERE / f"{script}.py", request]
+    with printed.open("w", encoding="utf-8") as file:
+        ended = subprocess.run(command, cwd=work, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT)
+    found = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {"versions": {}, "cases": {}}
+    last = printed.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    died = {"far": f"the script ended with {ended.returncode}: {last[:200]}"}
+    return found["versions"], [found["cases"].get(case["name"], died) for case in cases]
+
+
+def listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in versions.items())
+
+
+def with_facts(row: Row, fact: Mapping[str, Any], absent: Collection[str] = ()) -> Row:
+    """The row with what the program said."""
+    return replace(
+        row, opened=fact.get("opened", ""), far=fact.get("far", ""), quantized=fact.get("quantized", ""),
+        missing=len({*fact.get("missing", [])} - {*absent}), left=len(fact.get("left", [])),
+    )  # fmt: skip
 
 
 def kept() -> dict[tuple[str, ...], dict[str, str]]:

@@ -5,9 +5,6 @@ Only the second must be ours: with INT8 two of our own images have 48 dB to each
 checkpoint is not calibrated, so its recipes need weights alone.
 """
 
-import json
-import os
-import subprocess
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,14 +19,14 @@ from torch import Tensor, nn
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.config.recipe import own_recipe
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.denoiser import QuantizedDenoiser, weights_alone
+from sd_quant.interchange.denoiser import weights_alone
 from sd_quant.models.checkpoint import build_module, denoiser_part
 from sd_quant.models.text_encoders import padded
 from sd_quant.numbers import relative_error
 
 from ..unit.tiny import Tiny
 from .pictures import PROMPTS, decibels
-from .rows import HERE, REPOSITORY, Row, python_of
+from .rows import REPOSITORY, Row, facts_of, listed, with_facts
 
 CHECKPOINT, TOKENS = REPOSITORY / "checkpoints" / "sdxl_mini.nemo", 80
 PRESETS = {"comfyui": "int8_dynamic", "gguf": "int8_weight_only"}
@@ -88,31 +85,19 @@ def sampled_row(name: str, script: str, target: str, source: Path, work: Path) -
     recipe = own_recipe(PRESETS[target])
     assert recipe is not None
     assignment = shipped.assignment(replace(recipe, smoothing="none", alpha=None), target)
-    config, given, facts = work / "unet" / "config.json", work / "given.safetensors", work / "facts.json"
+    config, given, output = work / "unet" / "config.json", work / "given.safetensors", work / "output.safetensors"
     config.parent.mkdir(parents=True)
-    path, output = TARGETS[target].module.write(shipped.checkpoint, assignment, work), work / "output.safetensors"
+    path = TARGETS[target].module.write(shipped.checkpoint, assignment, work)
     config.write_text(shipped.pipe.unet.to_json_string(), encoding="utf-8")
     save_file(shipped.given, given)
     image = {"given": str(given), "steps": STEPS, "guidance": GUIDANCE, "width": SIZE, "height": SIZE}
     image["count"] = len(PROMPTS)
     case = {"name": "image", "target": target, "family": "sdxl", "path": str(path), "pipeline": str(work),
             "output": str(output), "image": image}  # fmt: skip
-    request, (python, variables) = work / "request.json", python_of(script)
-    request.write_text(json.dumps({"source": str(source), "facts": str(facts), "cases": [case]}), encoding="utf-8")
-    command = [python, HERE / f"{script}.py", request]
-    subprocess.run(command, cwd=work, env=os.environ | variables, capture_output=True)
+    versions, (fact,) = facts_of(script, source, [case], work)
     read = shipped.read(path, target)
-    return judged(shipped, read, Row(name, target, "sdxl_mini", PRESETS[target], of=len(read.layers)), facts, output)
-
-
-def judged(shipped: Shipped, read: QuantizedDenoiser, row: Row, facts: Path, output: Path) -> Row:
-    """The row with what the program said and made."""
-    found = json.loads(facts.read_text(encoding="utf-8"))
-    fact = found["cases"]["image"]
-    row.versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
-    row.opened, row.far, row.quantized = fact["opened"], fact["far"], fact["quantized"]
-    row.missing, row.left = len(fact["missing"]), len(fact["left"])
-    row.verdict = "FAILED"
+    row = Row(name, target, "sdxl_mini", PRESETS[target], listed(versions), of=len(read.layers), verdict="FAILED")
+    row = with_facts(row, fact)
     if output.is_file():
         made = load_file(output)
         if "exact" in made:

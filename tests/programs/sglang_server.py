@@ -1,14 +1,10 @@
-"""SGLang's Flux loads written folders by its own loader, without its kernels, and says what each tensor became.
+"""SGLang's Flux loads written folders by its own loader, without kernels: sglang_server.py <request.json>.
 
-    python sglang_server.py request.json
-
-It is run in an environment of its own by ``check``, which describes the request. SGLang finds that the platform is a
-processor. The config is read by its ``get_quant_config``, layers are made by its ``FluxTransformer2DModel``, and files
-are read by its ``maybe_load_fsdp_model``, which skips a tensor without a place with a warning, as the server does. Its
-arguments are those of the command line without any, and torch's attention. Two things are not as a user has them:
-torchvision's compiled extension needs the torch build that it was compiled with, so its operators are declared and
-never called; and weights are left as they are loaded, because preparing them and computing takes sgl-kernel, which
-needs CUDA, or a processor with AMX.
+``check`` describes the request. ``get_quant_config`` reads the config, ``FluxTransformer2DModel`` makes the layers, and
+``maybe_load_fsdp_model`` reads files, skipping unknown tensors with a warning. The arguments are the command line's
+defaults, with torch's attention. Two things are not as a user has them: torchvision's operators are declared and never
+called, as its extension needs another torch build; and loaded weights are not prepared, which takes sgl-kernel and so
+CUDA, or a processor with AMX.
 """
 
 import json

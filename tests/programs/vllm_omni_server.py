@@ -1,16 +1,12 @@
-"""vLLM-Omni's Flux loads written folders by its own loader, and computes what a processor can.
+"""vLLM-Omni's Flux loads written folders by its own loader, and computes in fp32: vllm_omni_server.py <request.json>.
 
-    python vllm_omni_server.py request.json
-
-It is run in an environment of its own by ``check``, which describes the request. The config is read by vLLM-Omni's
-``TransformerConfig``, layers are made by its ``FluxTransformer2DModel``, and files are read, adapted and checked by its
-``DiffusersPipelineLoader``, for a pipeline that has the transformer alone. All is computed in fp32.
+``check`` describes the request. ``TransformerConfig`` reads the config, ``FluxTransformer2DModel`` makes the layers,
+and ``DiffusersPipelineLoader`` reads, adapts and checks files, of a pipeline with the transformer alone.
 
 The wheel of vLLM on PyPI is built for CUDA; its Python code runs without. Two things are not as a user has them. The
-platform is vLLM's own processor (``CpuPlatform``), whose kernels of FP8 are torch's; its emulation of NVFP4, the last
-choice on a GPU, is registered for it. vLLM-Omni knows no processor, so a stand-in of its platform says CUDA, without
-which it refuses INT8, and names torch's attention. INT8 is loaded and not computed, because vLLM has compiled kernels
-for it alone.
+platform is vLLM's ``CpuPlatform``, whose FP8 kernels are torch's, with vLLM's emulation of NVFP4, the last choice on a
+GPU. vLLM-Omni knows no processor: a stand-in of its platform says CUDA, without which it refuses INT8, and names
+torch's attention. INT8 is loaded and not computed, as vLLM has compiled kernels for it alone.
 """
 
 import json

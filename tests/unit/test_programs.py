@@ -57,7 +57,7 @@ def test_a_program_without_its_checkout_and_a_script_that_dies_leave_rows_that_s
     monkeypatch.delenv("PROGRAMS", raising=False)
     (row,) = opened_by(replace(PROGRAM, source="Tool"), [case], tmp_path)
     assert row.verdict == "not run" and "set PROGRAMS to a folder that has a checkout Tool" in row.far
-    monkeypatch.setattr("tests.programs.check.HERE", tmp_path)
+    monkeypatch.setattr(rows, "HERE", tmp_path)
     (tmp_path / "a_program.py").write_text("raise SystemExit('no luck')")
     (row,) = opened_by(PROGRAM, [case], tmp_path)
     assert row.verdict == "FAILED" and row.far == "the script ended with 1: no luck"

@@ -54,6 +54,6 @@ def in_diffusers(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, T
 
 
 def read_all(candidate: QuantizedDenoiser) -> dict[str, Tensor]:
-    """Every tensor of the denoiser."""
+    """Every tensor of the denoiser, fp32."""
     layers = {f"{name}.weight": layer.weight for name, layer in candidate.layers.items()}
-    return {name: each.read() for name, each in {**layers, **candidate.parameters}.items()}
+    return {name: each.read().float() for name, each in {**layers, **candidate.parameters}.items()}

@@ -12,7 +12,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange.beside import holds_loras, layer_with, with_loras
 from sd_quant.interchange.denoiser import QuantizedLayer, quantize_inputs
-from sd_quant.interchange.folding import unfolded
+from sd_quant.interchange.errors import unfolded
 from sd_quant.interchange.inputs import Multiplied, RowInteger
 from sd_quant.names.lora import Place
 from sd_quant.numbers import relative_error

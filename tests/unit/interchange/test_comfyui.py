@@ -2,7 +2,10 @@
 
 import json
 import re
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,30 +15,169 @@ from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
-from sd_quant.files.safetensors import read_safetensors
+from sd_quant.files.safetensors import read_header, read_safetensors
+from sd_quant.files.tensors import lazy
 from sd_quant.interchange import READERS
-from sd_quant.interchange.comfyui import read, recognizes
-from sd_quant.interchange.comfyui_marks import METHODS, Marked
+from sd_quant.interchange.comfyui import METADATA, read, recognizes
+from sd_quant.interchange.comfyui_marks import METHODS, Marked, e8m0
+from sd_quant.interchange.denoiser import QuantizedLayer, needed
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.models.checkpoint import empty_denoiser
-from sd_quant.names.authors import PREFIX, Rows
+from sd_quant.names.authors import PREFIX, Rows, authors_places
+from sd_quant.names.nemo import PREFIX as NETWORKS
+from sd_quant.names.sgm import PREFIXES
 from sd_quant.numbers import relative_error
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.rotation import rotated
 
-from .comfyui_files import (
-    CASES,
-    STATIC,
-    W4A8,
-    authors_layers,
-    by_kitchen,
-    dequantized,
-    mark_of,
-    quantized,
-    save,
-    stored_pieces,
-)
+from .conftest import PLAIN, assert_equal, recipe_of
 from .single_files import authors_state, in_diffusers, read_all
 
 pytestmark = pytest.mark.commit
+
+# Files, and comfy-kitchen as ComfyUI opens them
+
+MARK = ".comfy_quant"
+LAYOUTS = {  # comfy-kitchen's, by the formats of marks
+    "float8_e4m3fn": "TensorCoreFP8Layout", "float8_e5m2": "TensorCoreFP8Layout",
+    "int8_tensorwise": "TensorWiseINT8Layout", "nvfp4": "TensorCoreNVFP4Layout", "mxfp8": "TensorCoreMXFP8Layout",
+    "convrot_w4a4": "TensorCoreConvRotW4A4Layout", "asym_w4a8_int8": "AsymW4A8Int8Layout",
+    "awq_w4a16": "TensorCoreAWQW4A16Layout",
+}  # fmt: skip
+STATIC = torch.tensor(0.013)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How comfy-kitchen quantizes a weight: the format of its mark, options, and what else the file has of it."""
+
+    format: str
+    options: dict = field(default_factory=dict)
+    entries: dict = field(default_factory=dict)  # of the mark
+    further: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def mark(self) -> dict:
+        return {"format": self.format} | self.entries
+
+    @property
+    def rotates(self) -> bool:
+        return "convrot_groupsize" in self.options
+
+
+W4A8 = "asym_w4a8_int8"
+CASES = {
+    "fp8": Case("float8_e4m3fn", further={"input_scale": STATIC}),
+    "fp8-cast-inputs": Case("float8_e4m3fn"),
+    "fp8-high-inputs": Case("float8_e4m3fn", entries={"full_precision_matrix_mult": True}),
+    "e5m2": Case("float8_e5m2", {"dtype": torch.float8_e5m2}, further={"input_scale": STATIC}),
+    "int8-rows": Case("int8_tensorwise", {"per_channel": True}),
+    "int8-one-scale": Case("int8_tensorwise"),
+    "int8-rotated": Case(
+        "int8_tensorwise",
+        {"per_channel": True, "convrot": True, "convrot_groupsize": 16},
+        {"convrot": True, "convrot_groupsize": 16},
+    ),
+    "nvfp4": Case("nvfp4", further={"input_scale": STATIC / 10}),
+    "nvfp4-dynamic": Case("nvfp4"),
+    "mxfp8": Case("mxfp8"),
+    "w4a4": Case("convrot_w4a4", {"convrot_groupsize": 16}, {"convrot_groupsize": 16}),
+    "w4a4-params": Case(
+        "convrot_w4a4", {"convrot_groupsize": 64}, {"params": {"convrot_groupsize": 64}, "quant_group_size": 64}
+    ),
+    "codebook": Case(W4A8, {"convrot_groupsize": 16}, {"convrot_groupsize": 16, "group_size": 16, "convrot": True}),
+    "no-codebook": Case(W4A8, {"convrot_groupsize": 16, "codebook": False}, {"convrot_groupsize": 16}),
+    "correction": Case(W4A8, {"convrot_groupsize": 16, "symmetric": False}, {"convrot_groupsize": 16}),
+    "groups-of-8": Case(
+        W4A8,
+        {"convrot_groupsize": 4, "group_size": 8, "scale_dtype": torch.float32},
+        {"params": {"convrot_groupsize": 4, "group_size": 8}},
+    ),
+    "six-bits": Case(W4A8, {"convrot_groupsize": 64, "bits": 6}, {"convrot_groupsize": 64}),
+    "awq": Case("awq_w4a16", {}, {"group_size": 64}),
+    "awq-groups-of-32": Case("awq_w4a16", {"group_size": 32}, {"group_size": 32}),
+}
+
+
+def kitchen():
+    return pytest.importorskip("comfy_kitchen.tensor")
+
+
+def by_kitchen(weight: Tensor, fmt: str, **options):
+    """comfy-kitchen's ``QuantizedTensor``; it quantizes no AWQ, whose zero points are any numbers."""
+    if fmt != "awq_w4a16":
+        return kitchen().QuantizedTensor.from_float(weight, LAYOUTS[fmt], **options)
+    rows, columns = weight.shape
+    groups = weight.unflatten(1, (-1, options.get("group_size", 64)))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    scale = (high - low) / 15
+    codes = ((groups - low) / scale).round().to(torch.uint8).view(rows, columns)
+    params = kitchen().TensorCoreAWQW4A16Layout.Params(
+        scale=scale[..., 0].T.contiguous(), zeros=(low + 8 * scale)[..., 0].T.contiguous(), orig_dtype=torch.float32,
+        orig_shape=(rows, columns), group_size=groups.shape[-1],
+    )  # fmt: skip
+    return kitchen().QuantizedTensor((codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), LAYOUTS[fmt], params)
+
+
+def stored_pieces(weight, name: str) -> dict[str, Tensor]:
+    """A file has no dtype for powers of two, so their exponents are bytes."""
+    pieces = {key: each for key, each in weight.state_dict(name).items() if each is not None}
+    return {key: each.view(torch.uint8) if "e8m0" in str(each.dtype) else each for key, each in pieces.items()}
+
+
+def quantized(state: dict[str, Tensor], *cases: str) -> tuple[dict[str, Tensor], dict[str, tuple]]:
+    """A file's tensors, whose layers are the ``cases`` in turn; case and quantized weight by layer."""
+    found: dict[str, Tensor] = {}
+    weights: dict[str, tuple] = {}
+    following = cycle(cases)
+    for name, tensor in state.items():
+        if not chosen(name, tensor):
+            found[name] = tensor.half() if tensor.ndim > 1 else tensor
+            continue
+        layer, case = name.removesuffix(".weight"), CASES[next(following)]
+        weight = by_kitchen(tensor.float(), case.format, **case.options)
+        weights[layer] = case, weight
+        found |= stored_pieces(weight, name) | {f"{layer}{MARK}": mark_of(case.mark)}
+        found |= {f"{layer}.{each}": scale.clone() for each, scale in case.further.items()}
+    assert len(weights) > 10
+    return found, weights
+
+
+def dequantized(state: dict[str, Tensor], weights: dict[str, tuple]) -> dict[str, Tensor]:
+    """By comfy-kitchen; padding is cut off."""
+    found = {name: (each.half() if each.ndim > 1 else each).float() for name, each in state.items()}
+    for layer, (_, weight) in weights.items():
+        rows, columns = state[f"{layer}.weight"].shape
+        found[f"{layer}.weight"] = weight.dequantize()[:rows, :columns]
+    return found
+
+
+def marks_of(state: dict[str, Tensor]) -> dict[str, dict]:
+    return {name.removesuffix(MARK): json.loads(bytes(each.tolist())) for name, each in state.items()
+            if name.endswith(MARK)}  # fmt: skip
+
+
+def chosen(name: str, tensor: Tensor) -> bool:
+    return name.endswith(".weight") and tensor.ndim == 2 and min(tensor.shape) >= 16 and "embed" not in name
+
+
+def mark_of(mark: dict | bytes) -> Tensor:
+    return torch.tensor(list(mark if isinstance(mark, bytes) else json.dumps(mark).encode()), dtype=torch.uint8)
+
+
+def save(path, tensors, prefix: str = "", metadata=None) -> None:
+    save_file({prefix + name: each.contiguous() for name, each in tensors.items()}, path, metadata)
+
+
+def authors_layers(checkpoint) -> dict[str, str]:
+    """The authors' layer, or the first of them, by the name that a layer of diffusers has."""
+    network = empty_denoiser(checkpoint)
+    places = authors_places(network, {name: tuple(each.shape) for name, each in needed(network).items()})
+    end = ".weight"
+    return {name.removesuffix(end): parts[0].name.removesuffix(end) for name, parts in places.items()}
+
+
+# What is read
 
 consumer = pytest.mark.consumer
 INPUT_OPTIONS = {"nvfp4": {}, "mxfp8": {}}  # where a file says no scale
@@ -85,11 +227,8 @@ def test_every_weight_is_what_comfy_kitchen_makes_of_it(tiny, family, tmp_path, 
     assert len(weights) > len(CASES) or family == "sd3"
     save(tmp_path / "a.safetensors", tensors)
     candidate = read(tmp_path / "a.safetensors", checkpoint)
-    expected = in_diffusers(empty_denoiser(checkpoint), dequantized(state, weights))
-    found = read_all(candidate)
-    assert found.keys() == expected.keys() and len(candidate.layers) >= len(weights)
-    for name, tensor in found.items():
-        assert torch.equal(tensor.float(), expected[name]), name
+    assert_equal(read_all(candidate), in_diffusers(empty_denoiser(checkpoint), dequantized(state, weights)))
+    assert len(candidate.layers) >= len(weights)
     for name, layer in candidate.layers.items():
         assert layer.format == weights[authors[name]][0].format
     assert candidate.stored_bytes == sum(each.nbytes for each in tensors.values())
@@ -130,7 +269,7 @@ def all_of(candidate) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def assert_same(found, expected) -> None:
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+    assert_equal(found[0], expected[0])
     assert found[1] == expected[1]
 
 
@@ -162,9 +301,7 @@ def test_a_plain_cast_is_multiplied_as_it_is_stored(tiny, family, dtype, tmp_pat
     save(tmp_path / "a.safetensors", {PREFIX + name: each for name, each in state.items()} | others)
     candidate = read(tmp_path / "a.safetensors", checkpoint)
     network = empty_denoiser(checkpoint)
-    expected = in_diffusers(network, {name: each.float() for name, each in state.items()})
-    found = read_all(candidate)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert_equal(read_all(candidate), in_diffusers(network, {name: each.float() for name, each in state.items()}))
     assert {(layer.format, layer.scales, layer.inputs, layer.bits) for layer in candidate.layers.values()} == {
         (str(dtype).removeprefix("torch."), "none", None, 8.0)
     }
@@ -287,3 +424,158 @@ def test_rows_and_products_of_a_weight_are_those_of_the_whole_and_padding_is_cut
         x = torch.randn(3, columns)
         inputs = by_kitchen(x, case.format, **scales).dequantize()[:3, :columns]
         assert torch.equal(layer.inputs(x), inputs)
+
+
+def layer_of(tensors: dict, entries: dict, shape: tuple[int, int]) -> QuantizedLayer:
+    stored = LayerTensors(Path("x"), "a", {name.removeprefix("a."): lazy(each) for name, each in tensors.items()})
+    marked = Marked(stored, entries)
+    assert marked.unpacked() == shape
+    return marked.layer(shape, [Rows("a.weight", 0, shape[0], shape[0])])
+
+
+def codes_of(*given) -> Tensor:
+    return layer_of(*given).weight.read()
+
+
+# Codes of four and six bits by hand
+
+
+def w4a8(**tensors: Tensor) -> dict[str, Tensor]:
+    """A row of 32 codes, all of which are 12, or 44 of 63."""
+    found = {
+        "a.weight": torch.full((1, 16), -52, dtype=torch.int8), "a.weight_s_channel": torch.tensor([0.5]),
+        "a.weight_s_rel": torch.tensor([[32.0, 2.6]]).to(torch.float8_e4m3fn),
+    }  # fmt: skip
+    return found | {f"a.{name}": tensor for name, tensor in tensors.items()}
+
+
+W4A8_MARK = {"format": "asym_w4a8_int8", "convrot_groupsize": 4}
+
+
+def test_levels_are_rounded_to_int8_before_the_channels_scale():
+    """128 is clamped to 127; 4 * 2.5 has no fraction, a level of the codebook has."""
+    plain = codes_of(w4a8(), W4A8_MARK, (1, 32))
+    torch.testing.assert_close(rotated(plain, 4)[:, [0, 16]], torch.tensor([[63.5, 5.0]]))
+    codebook = torch.zeros(16).index_fill(0, torch.tensor(12), 1.3)  # 41.6 and 3.25
+    levels = codes_of(w4a8(weight_codebook=codebook), W4A8_MARK, (1, 32))
+    torch.testing.assert_close(rotated(levels, 4)[:, [0, 16]], torch.tensor([[21.0, 1.5]]))
+    bits = {"weight": torch.cat([w4a8()["a.weight"], torch.full((1, 8), -86, dtype=torch.int8)], 1)}
+    six = codes_of(w4a8(**bits), W4A8_MARK, (1, 32))  # 12 + 2 * 16 - 32
+    torch.testing.assert_close(rotated(six, 4)[:, [0, 16]], torch.tensor([[63.5, 15.0]]))
+    corrected = w4a8(weight_correction=torch.tensor([[1.0], [3.0]]))
+    shifted = layer_of(corrected, W4A8_MARK, (1, 32))
+    torch.testing.assert_close(rotated(shifted.weight.read(), 4)[:, [0, 16]], torch.tensor([[64.5, 8.0]]))
+    assert shifted.inputs is None
+
+
+def test_scales_of_groups_may_be_bytes():
+    tensors = w4a8()
+    as_bytes = tensors | {"a.weight_s_rel": tensors["a.weight_s_rel"].view(torch.uint8)}
+    assert torch.equal(codes_of(tensors, W4A8_MARK, (1, 32)), codes_of(as_bytes, W4A8_MARK, (1, 32)))
+
+
+W4A4 = {"a.weight": torch.ones(2, 32, dtype=torch.int8), "a.weight_scale": torch.ones(2)}
+W4A4_MARK = {"format": "convrot_w4a4", "convrot_groupsize": 4}
+IN_SIX_BITS = {"a.weight": torch.ones(1, 24, dtype=torch.int8)}
+
+
+@pytest.mark.parametrize(
+    "tensors, entries, words",
+    [
+        *(({}, {"group_size": size}, f"group_size {size}") for size in (3, 24, True, 10**9)),
+        ({}, {"convrot_groupsize": 8}, "convrot_groupsize 8"),
+        ({}, {"convrot": False}, "rotates all the same"),
+        (IN_SIX_BITS | {"a.weight_codebook": torch.ones(16)}, {}, "six bits"),
+        (IN_SIX_BITS | {"a.weight_s_rel": torch.ones(1, 4)}, {"group_size": 8}, "groups of 8"),
+        *((W4A4, W4A4_MARK | each, "linear_dtype") for each in (  # products that no kernel has
+            {"linear_dtype": "int2"}, {"linear_dtype": 8}, {"quant_group_size": 32},
+        )),
+    ],
+)  # fmt: skip
+def test_marks_of_what_comfyui_does_not_compute_are_refused(tensors, entries, words):
+    tensors, shape = (tensors, (2, 64)) if tensors is W4A4 else (w4a8() | tensors, (1, 32))
+    with pytest.raises(ArtifactError, match=words):
+        codes_of(tensors, W4A8_MARK | entries, shape)
+
+
+def test_inputs_are_int8_where_the_mark_says_so():
+    told = [str(layer_of(W4A4, W4A4_MARK | more, (2, 64)).inputs) for more in ({}, {"linear_dtype": "int8"})]
+    assert told == ["int4, a scale a row, rotated by 4", "int8, a scale a row, rotated by 4"]
+
+
+# Written files. What ComfyUI reads off a file before it opens it is written down from its ``model_detection.py``,
+# ``utils.py`` and ``ops.py``; ComfyUI itself opens some of these files in ``tests.programs``
+
+DIFFUSERS = ("down_blocks.", "up_blocks.", "transformer_blocks.", "single_transformer_blocks.")
+# by family: a tensor that ComfyUI tells the model by, and others that it reads a size off: [rows, columns] as they are
+DETECTED = {
+    "sd15": ("input_blocks.0.0.weight", ["input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"]),
+    "sd21": ("input_blocks.0.0.weight", ["input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"]),
+    "sdxl": ("input_blocks.0.0.weight", ["input_blocks.3.1.transformer_blocks.0.attn2.to_k.weight",
+                                         "label_emb.0.0.weight"]),
+    "sd3": ("joint_blocks.0.context_block.attn.qkv.weight",
+            ["y_embedder.mlp.0.weight", "x_embedder.proj.weight", "context_embedder.weight",
+             "final_layer.linear.weight"]),
+    "flux": ("double_blocks.0.img_attn.norm.key_norm.scale",
+             ["img_in.weight", "txt_in.weight", "vector_in.in_layer.weight"]),
+    "pixart": ("t_block.1.weight", ["y_embedder.y_proj.fc1.weight", "final_layer.linear.weight"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(written_once):
+    """A tiny checkpoint, its assignment, the path, the denoiser's tensors without prefix, and the metadata."""
+
+    def write(family: str, fmt: str, options: dict) -> tuple:
+        case, assignment, path = written_once("comfyui", family, fmt, **options)
+        tensors, metadata = read_header(whole_file(path))
+        prefix = PREFIX if family == "sdxl" else ""
+        state = {name.removeprefix(prefix): each.read() for name, each in tensors.items() if name.startswith(prefix)}
+        return case, assignment, path, state, metadata
+
+    return write
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DETECTED)
+def test_comfyui_tells_the_model_and_finds_the_marks(written, family):
+    """In NVFP4, which halves a width, and with every layer that a recipe may quantize."""
+    case, assignment, path, state, metadata = written(family, "nvfp4", PLAIN)
+    marks, (told, sized) = marks_of(state), DETECTED[family]
+    assert METADATA not in metadata and marks  # names in it have the prefix in one of ComfyUI's loaders alone
+    assert told in state and not any(name.startswith(DIFFUSERS) for name in state)  # with these it loses marks
+    shapes = case.denoiser().state_dict()
+    for name in sized:
+        assert state[name].dtype == torch.float16 and name.removesuffix(".weight") not in marks
+    assert state[sized[0]].shape[1] in {each.shape[1] for each in shapes.values() if each.ndim > 1}
+    packed = {name.removesuffix(".weight") for name, each in state.items()
+              if name.endswith(".weight") and each.dtype == torch.uint8}  # fmt: skip
+    assert packed == marks.keys() and all(f"{layer}.input_scale" in state for layer in marks)
+    assert path.name == {"sdxl": "sdxl"}.get(family, case.component) + ".safetensors"
+
+
+@pytest.mark.slow
+def test_the_same_assignment_gives_the_same_bytes(tiny, tmp_path):
+    case = tiny("sdxl")
+    assignment = case.assignment(recipe_of("int8", **PLAIN), "comfyui")
+    first, second = (case.written(assignment, "comfyui", tmp_path / name) for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    starts = [next(start for start in PREFIXES if name.startswith(start)) for name in read_header(whole_file(first))[0]]
+    assert tuple(dict.fromkeys(starts)) == PREFIXES[: len(NETWORKS)]  # in another process too
+
+
+def test_a_block_of_zeros_has_the_exponent_0():
+    """And not 2^-24, which it has in a graph. Of ones it is 2^-8: 1 / 448 rounded up."""
+    weight = torch.ones(2, 64)
+    weight[1, 32:] = 0
+    fmt = FORMATS["mxfp8"]
+    scales = fmt.scales(weight, torch.zeros(()))
+    assert e8m0(fmt.quantize(weight, *scales), *scales).tolist() == [[119, 119], [119, 0]]
+
+
+@pytest.mark.slow
+def test_inputs_that_a_recipe_leaves_alone_are_marked(written):
+    """Without ``full_precision_matrix_mult`` ComfyUI would round them, with a scale that it computes itself."""
+    *_, state, _ = written("sd3", "mxfp8", PLAIN | {"activation": None})
+    marks = marks_of(state).values()
+    assert marks and all(mark == {"format": "mxfp8", "full_precision_matrix_mult": True} for mark in marks)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import lazy
-from sd_quant.interchange.diffusers_autoround import AWQ, GPTQ, PIECES, Scheme, packed, read, stored_layer
+from sd_quant.interchange.diffusers_autoround import AWQ, GPTQ, PIECES, Scheme, read, stored_layer
 from sd_quant.interchange.stored import LayerTensors
 
 from ..tiny import changed
@@ -58,18 +58,6 @@ def test_a_zero_point_of_the_other_convention_is_refused(packing, zeros):
         weight(0x77777777 if packing != GPTQ else 0x88888888, True)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_packed_backwards(bits):
-    numbers = torch.arange(64 * 3).view(64, 3) * 37 % 2**bits
-    tensors = {
-        "qweight": packed(numbers, bits), "scales": torch.ones(1, 32).half(),
-        "qzeros": torch.zeros(1, bits, dtype=torch.int32),
-    }  # fmt: skip
-    tensors["qweight"] = tensors["qweight"].repeat(1, 11)[:, :32].contiguous()
-    weight = layer_of(tensors, (32, 64), Scheme(bits, -1, False), "auto_round").weight.read()
-    assert torch.equal(weight[:3], numbers.T.float())
-
-
 @pytest.mark.parametrize(
     "change, scheme, words",
     [
@@ -86,42 +74,10 @@ def test_tensors_that_do_not_fit_are_refused(change, scheme, words):
         layer_of(by_hand(0x77777777) | change, (32, 32), scheme, GPTQ)
 
 
-@pytest.fixture(scope="module")
-def exported(written_once):
-    """A tiny Flux in INT4, with a layer that is left out, in one folder."""
-    case, assignment, folder = written_once(READER, "flux", "int4", **ALONE)
-    return case, assignment, folder / case.component
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "entries, words",
-    [
-        ({"packing_format": "auto_round:llm_compressor"}, "packing_format is auto_round:llm_compressor"),
-        ({"packing_format": ["auto_round"]}, "packing_format is a list"),
-        ({"packing_format": AWQ}, "qweight"),
-        ({"bits": "4"}, "bits"),
-        ({"group_size": 32}, "qzeros|scales"),
-        ({"rotation_config": {"block_size": 32}}, "rotation_config, not decoded here"),
-        ({"extra_config": ["x"]}, "extra_config"),
-        ({"extra_config": {"x": 16}}, "extra_config"),
-        ({"extra_config": {"(a+)+$": {"bits": 16}}}, "regular expression"),
-        ({"extra_config": {".*" * 30: {"bits": 16}}}, "regular expression"),
-        ({"extra_config": {".*attn.*": {"bits": 16}}}, "quantize other layers"),
-        ({"extra_config": {}}, "quantize other layers.*only said"),
-        ({"block_name_to_quantize": 3}, "names blocks"),
-        ({"block_name_to_quantize": "nothing"}, "quantize other layers.*only stored"),
-    ],
-)
-def test_a_config_that_says_something_else_is_refused(exported, tmp_path, entries, words):
-    case, _, folder = exported
-    with pytest.raises((ArtifactError, ConfigError), match=words):
-        read(changed(folder, tmp_path, config=lambda config, entries=entries: config.update(entries)), case.checkpoint)
-
-
-@pytest.mark.slow
-def test_blocks_and_patterns_name_layers_as_autoround_reads_them(exported, tmp_path):
-    case, assignment, folder = exported
+def test_blocks_and_patterns_name_layers_as_autoround_reads_them(written_once, tmp_path):
+    case, assignment, pipeline = written_once(READER, "flux", "int4", **ALONE)
+    folder = pipeline / case.component
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     left = set(config["extra_config"])
     expected = {row.name for row in assignment.values() if row.format}
@@ -206,11 +162,11 @@ def test_weights_are_those_of_its_layers(autoround, packing, bits, sym):
 
 
 @pytest.mark.consumer
-def test_it_is_opened_in_fp16_which_keeps_its_scales(autoround, exported):
+def test_it_is_opened_in_fp16_which_keeps_its_scales(autoround, written_once):
     """diffusers casts them to the dtype that it is asked for."""
-    case, assignment, folder = exported
-    theirs, brain = case.read(folder.parent, READER).runtime(), case.loaded(folder.parent, torch.bfloat16)
-    stored = load_file(folder / FILE)
+    case, assignment, folder = written_once(READER, "flux", "int4", **ALONE)
+    theirs, brain = case.read(folder, READER).runtime(), case.loaded(folder, torch.bfloat16)
+    stored = load_file(folder / case.component / FILE)
     scales = {row.name: stored[f"{row.name}.scales"] for row in assignment.values() if row.format}
     assert all(torch.equal(theirs.get_submodule(name).scales, each) for name, each in scales.items())
     assert not all(torch.equal(brain.get_submodule(name).scales.half(), each) for name, each in scales.items())

@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_safetensors
 from sd_quant.interchange import READERS
@@ -14,41 +13,26 @@ from sd_quant.interchange.diffusers_bfl import scaled_layers
 from sd_quant.names.authors import PREFIX, Rows
 
 from ..tiny import changed
-from .cases import PER_ROW_FP8, PLAIN
-from .single_files import in_authors_rows
+from .conftest import PER_ROW_FP8, PLAIN, assert_equal
+from .single_files import in_authors_rows, read_all
 
 pytestmark = pytest.mark.commit
 
 BFL = "diffusers_bfl"
 
 
-@pytest.fixture(scope="module")
-def written(written_once):
-    """``written(family, format, options)``: a tiny checkpoint and its file."""
-    return lambda family, fmt, options: written_once(BFL, family, fmt, **options)[::2]
-
-
-@pytest.fixture(scope="module")
-def flux(written):
-    return written("flux", "fp8", PER_ROW_FP8)
-
-
-@pytest.fixture(scope="module")
-def nvfp4(written):
-    return written("flux", "nvfp4", PLAIN)
-
-
-def test_weights_are_what_diffusers_decodes(flux, nvfp4):
+@pytest.mark.parametrize("fmt, options", [("fp8", PER_ROW_FP8), ("nvfp4", PLAIN)])
+def test_weights_are_what_diffusers_decodes(written_once, fmt, options):
     """``tests.programs`` has diffusers open the file."""
     from diffusers.quantizers.bfl import utils
 
-    for case, file in (flux, nvfp4):
-        stored = load_file(file)
-        for name, layer in case.read(file, BFL).layers.items():
-            scales = [stored[each] for end in ("", "_2") if (each := f"{name}.weight_scale{end}") in stored]
-            decode = utils.dequantize_nvfp4 if layer.format == "nvfp4" else utils.dequantize_fp8r
-            assert torch.equal(layer.weight.read(), decode(stored[f"{name}.weight"], *scales)), name
-            assert layer.format != "nvfp4" or layer.inputs.common == stored[f"{name}.input_scale"].item()
+    case, _, file = written_once(BFL, "flux", fmt, **options)
+    stored = load_file(file)
+    for name, layer in case.read(file, BFL).layers.items():
+        scales = [stored[each] for end in ("", "_2") if (each := f"{name}.weight_scale{end}") in stored]
+        decode = utils.dequantize_nvfp4 if layer.format == "nvfp4" else utils.dequantize_fp8r
+        assert torch.equal(layer.weight.read(), decode(stored[f"{name}.weight"], *scales)), name
+        assert layer.format != "nvfp4" or layer.inputs.common == stored[f"{name}.input_scale"].item()
 
 
 def with_authors_names(case, file: Path, folder: Path, prefix: str) -> Path:
@@ -63,41 +47,26 @@ def with_authors_names(case, file: Path, folder: Path, prefix: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family, prefix", [("flux", ""), ("sd3", PREFIX), ("sd21", PREFIX)])
-def test_authors_names_are_read_as_diffusers_are(written, tmp_path, family, prefix):
-    case, file = written(family, "fp8", PER_ROW_FP8)
+def test_authors_names_are_read_as_diffusers_are(written_once, tmp_path, family, prefix):
+    case, _, file = written_once(BFL, family, "fp8", **PER_ROW_FP8)
     read = case.read(file, BFL)
     authors = case.read(with_authors_names(case, file, tmp_path, prefix), BFL)
-    assert authors.layers.keys() == read.layers.keys()
-    for name, layer in read.layers.items():
-        assert torch.equal(layer.weight.read(), authors.layers[name].weight.read()), name
-        assert str(layer.inputs) == str(authors.layers[name].inputs)
-    for name, parameter in read.parameters.items():
-        assert torch.equal(parameter.read(), authors.parameters[name].read()), name
+    assert_equal(read_all(authors), read_all(read))
+    inputs, others = ({name: str(layer.inputs) for name, layer in each.layers.items()} for each in (read, authors))
+    assert inputs == others
 
 
 QUERY = "transformer_blocks.0.attn.to_q"
-DAMAGE = {  # of what no row says; ``test_layouts`` has the rest
-    "input_scale and no weight_scale": lambda tensors: tensors.update({"proj_out.input_scale": torch.ones(())}),
-    "does not hold the denoiser": lambda tensors: tensors.update({"another.weight": torch.ones(2)}),
-    "input_scale' is 0, expected a number above 0": lambda tensors: tensors[f"{QUERY}.input_scale"].zero_(),
-}
 
 
-@pytest.mark.parametrize("message", DAMAGE)
-def test_damage_is_refused(nvfp4, tmp_path, message):
-    case, file = nvfp4
-    with pytest.raises(ArtifactError, match=message):
-        READERS[BFL].module.read(changed(file, tmp_path, DAMAGE[message]), case.checkpoint)
-
-
-def test_scales_with_comfyui_marks_are_comfyui_files(flux, tmp_path):
-    _, file = flux
+def test_scales_with_comfyui_marks_are_comfyui_files(written_once, tmp_path):
+    _, _, file = written_once(BFL, "flux", "fp8", **PER_ROW_FP8)
     mark = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
     marked = changed(file, tmp_path, lambda tensors: tensors.update({f"{QUERY}.comfy_quant": mark}))
     assert [name for name, row in READERS.items() if row.recognizes(marked)] == ["comfyui"]
 
 
-def test_inputs_of_odd_sides_stay(flux, tmp_path):
+def test_inputs_of_odd_sides_stay(tmp_path):
     """diffusers multiplies codes where both sides are multiples of 16, and dequantized weights elsewhere."""
     file = tmp_path / "a.safetensors"
     save_file({"a.weight": torch.ones(24, 32).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(24)}, file)

@@ -14,6 +14,7 @@ from sd_quant.interchange.diffusers_quanto import KINDS, read, stored_layer
 from sd_quant.interchange.stored import LayerTensors
 
 from ..tiny import changed
+from .conftest import assert_equal, weights_of
 
 quanto = pytest.importorskip("optimum.quanto")
 pytest.importorskip("accelerate")
@@ -62,17 +63,11 @@ def own(request, tiny, tmp_path_factory):
     return case, case.read(folder, READER), kind.from_pretrained(folder)._wrapped, folder
 
 
-def same_weights(candidate, theirs):
-    modules = theirs.named_modules()
-    layers = {name: module for name, module in modules if isinstance(module, quanto.nn.QModuleMixin)}
-    assert candidate.layers.keys() == layers.keys() and len(layers) > 15
-    for name, module in layers.items():
-        found, expected = candidate.layers[name].weight, module.weight.dequantize()
-        assert found.dtype == expected.dtype and torch.equal(found.read(), expected), name
-
-
-def same_outputs(case, candidate, theirs):
+def assert_same(case, candidate, theirs):
     """In the weight's dtype quanto multiplies by scales after the codes, in fp32 here."""
+    modules = {name: each for name, each in theirs.named_modules() if isinstance(each, quanto.nn.QModuleMixin)}
+    assert len(modules) > 15
+    assert_equal(weights_of(candidate), {name: each.weight.dequantize() for name, each in modules.items()})
     ours = case.network(candidate)
     if theirs.dtype == torch.float32:
         assert max(case.error_of_layers(ours, theirs, candidate).values()) < 1e-5
@@ -82,16 +77,12 @@ def same_outputs(case, candidate, theirs):
 
 
 def test_weights_and_outputs_are_those_of_quanto(saved):
-    case, candidate, theirs, _ = saved
-    same_weights(candidate, theirs)
-    same_outputs(case, candidate, theirs)
+    assert_same(*saved[:3])
 
 
 def test_quantos_own_folders(own):
-    case, candidate, theirs, _ = own
-    assert any(len(layer.weight.shape) == 4 for layer in candidate.layers.values())
-    same_weights(candidate, theirs)
-    same_outputs(case, candidate, theirs)
+    assert any(len(layer.weight.shape) == 4 for layer in own[1].layers.values())
+    assert_same(*own[:3])
 
 
 @pytest.mark.parametrize("kind", ["qint4", "qint2"])

@@ -1,7 +1,6 @@
 """Tensors that torchao itself has quantized and saved: weights are its own bit for bit, and layers compute the same."""
 
 import json
-import shutil
 from itertools import cycle
 from pathlib import Path
 
@@ -13,10 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sd_quant.errors import ArtifactError
-from sd_quant.interchange.diffusers_torchao import read
-
-from .cases import PER_ROW_FP8
+from .conftest import PER_ROW_FP8
 
 pytestmark = pytest.mark.consumer
 ao = pytest.importorskip("torchao.quantization")
@@ -128,15 +124,6 @@ def sdxl(tiny):
     return tiny("sdxl")
 
 
-@pytest.fixture(scope="module")
-def saved(sdxl, tmp_path_factory):
-    """The network in INT8, as diffusers saves it."""
-    config, folder = TorchAoConfig(configs()["int8"]), tmp_path_factory.mktemp("saved")
-    network = sdxl.kind.from_pretrained(sdxl.folder, torch_dtype=torch.float32, quantization_config=config)
-    network.save_pretrained(folder)
-    return folder
-
-
 def save_flattened(network: nn.Module, folder: Path) -> dict[str, str]:
     """As save_pretrained writes it, with every kind of weight in turn; the kinds by layer."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -208,55 +195,6 @@ def test_a_pipeline_with_shards(tiny, tmp_path):
     assert "scale_shift_table" in candidate.parameters
     theirs = candidate.runtime()
     assert case.error(theirs, case.network(candidate)) < 1e-5 < 1e-4 < case.error(theirs, case.denoiser())
-
-
-LAYER = "down_blocks.1.attentions.0.proj_in"
-
-
-def damaged(path: Path, change) -> None:
-    """The header's metadata and the pieces of one layer, changed."""
-    with safe_open(path / WEIGHTS, framework="pt") as file:
-        pieces, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    entry = json.loads(metadata[f"{LAYER}.weight"])
-    prefix = f"{LAYER}._weight_"
-    own = {key.removeprefix(prefix): pieces.pop(key) for key in list(pieces) if key.startswith(prefix)}
-    change(entry, own)
-    metadata[f"{LAYER}.weight"] = json.dumps(entry)
-    save_file(pieces | {prefix + key: piece.contiguous() for key, piece in own.items()}, path / WEIGHTS, metadata)
-
-
-DAMAGE = {
-    "which mslk packs for NVIDIA GPUs": lambda entry, own: entry.update(_type="Int4Tensor"),
-    "which torchao 0.18 cannot save": lambda entry, own: entry.update(_type="os.system"),
-    "1 unknown: .*zero_point": lambda entry, own: entry["_tensor_data_names"].remove("zero_point"),
-    "no .*_weight_other": lambda entry, own: entry["_tensor_data_names"].append("other"),
-    "has no 'scale'": lambda entry, own: (entry["_tensor_data_names"].remove("scale"), own.pop("scale")),
-    "block_size \\[1, 7\\]": lambda entry, own: entry["_data"].update(block_size=[1, 7]),
-    "block_size '": lambda entry, own: entry["_data"].update(block_size="1"),
-    "the dtype 'load'": lambda entry, own: entry["_data"].update(dtype={"_type": "torch.dtype", "_data": "load"}),
-    "where a QuantizeTensorToInt8Kwargs": lambda entry, own: entry["_data"].update(act_quant_kwargs=[]),
-    "swizzled, not known": lambda entry, own: entry["_data"].update(swizzled=True),
-    "has zero points": lambda entry, own: own["zero_point"].add_(1),
-    "does not say in its header": lambda entry, own: entry.pop("_type"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", DAMAGE)
-def test_damage_is_refused(message, saved, sdxl, tmp_path):
-    path = shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    damaged(path, DAMAGE[message])
-    with pytest.raises(ArtifactError, match=message):
-        read(path, sdxl.checkpoint).layers[LAYER].weight.read()
-
-
-def test_pickles_and_files_without_descriptions_are_refused(saved, sdxl, tmp_path):
-    path = shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    save_file({"a": torch.zeros(1)}, path / WEIGHTS, {"format": "pt"})
-    with pytest.raises(ArtifactError, match="does not say in its header .*tensor_names"):
-        read(path, sdxl.checkpoint)
-    (path / WEIGHTS).rename(path / "diffusion_pytorch_model.bin")
-    with pytest.raises(ArtifactError, match="as pickles .*safe_serialization=True"):
-        read(path, sdxl.checkpoint)
 
 
 # Folders of ours, which diffusers loads; see ``tests.programs``

@@ -14,8 +14,7 @@ from sd_quant.models.checkpoint import empty_denoiser
 from sd_quant.names.authors import PREFIX, Rows
 from sd_quant.quantization.formats import FORMATS
 
-from .cases import PLAIN
-from .conftest import recipe_of
+from .conftest import PLAIN, assert_equal, recipe_of
 from .single_files import authors_state, in_diffusers, read_all
 
 pytestmark = pytest.mark.consumer
@@ -94,11 +93,7 @@ def test_a_whole_network_is_what_ggml_and_diffusers_make_of_it(tiny, prefix, fam
     state = authors_state(case.checkpoint)
     write(path, state, WHICH[family], prefix)
     candidate = case.read(path, "gguf")
-    expected = in_diffusers(empty_denoiser(case.checkpoint), read_by_gguf(path, state))
-    found = read_all(candidate)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert torch.equal(tensor.float(), expected[name]), name
+    assert_equal(read_all(candidate), in_diffusers(empty_denoiser(case.checkpoint), read_by_gguf(path, state)))
     bits = 8 * QUANTIZED[KINDS[WHICH[family]]].size / 32
     assert {(layer.format, layer.inputs, layer.bits) for layer in candidate.layers.values()} == {
         (WHICH[family], None, bits)

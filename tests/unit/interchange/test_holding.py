@@ -15,7 +15,7 @@ from sd_quant.quantization.formats import nvfp4
 from sd_quant.stages.hand_over import lost
 from tests.presets import recipe_of
 
-from .cases import PLAIN
+from .conftest import PLAIN
 from .conftest import recipe_of as recipe_with
 
 pytestmark = pytest.mark.commit

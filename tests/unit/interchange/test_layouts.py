@@ -1,4 +1,4 @@
-"""Damage to each tensor of each way to store a weight: missing, misshapen, of another dtype, or not finite."""
+"""Layouts: damage to each tensor, which is missing, misshapen, of another dtype or not finite; and inputs by hand."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -23,17 +23,31 @@ from sd_quant.interchange import (
     diffusers_torchao,
     gguf,
     modelopt_export,
-    modelopt_quantizers,
     nunchaku_linears,
     sglang_fp8,
     vllm_int8,
 )
+from sd_quant.interchange.comfyui_marks import INT8 as BY_ROW
+from sd_quant.interchange.comfyui_marks import Mxfp8
 from sd_quant.interchange.denoiser import QuantizedLayer
+from sd_quant.interchange.diffusers_bitsandbytes import OutlierColumns
+from sd_quant.interchange.inputs import (
+    Affine,
+    BlockInteger,
+    Columns,
+    Multiplied,
+    Nvfp4,
+    Rotated,
+    StaticFloat8,
+    smoothed,
+)
 from sd_quant.interchange.layouts import INPUTS, Layout, fitting, in_e2m1
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.names.authors import Rows
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.rotation import rotated
 
 pytestmark = pytest.mark.commit
 
@@ -60,10 +74,12 @@ class Row:
         return given if isinstance(given, Tensor) else torch.ones(fitting(given[0], SHAPE)[0]).to(given[1])
 
 
-def of_layout(layout: Layout, read: Reader | None = None, given: Collection[str] = ()) -> Row:
+def of_layout(
+    layout: Layout, read: Reader | None = None, given: Collection[str] = (), unread: Collection[str] = ()
+) -> Row:
     pieces = {piece.end: (piece.shapes, piece.dtypes[0]) for piece in layout.pieces}
     optional = [piece.end for piece in layout.pieces if piece.optional]
-    unread = [piece.end for piece in layout.pieces if piece.holds == INPUTS]
+    unread = [*unread, *(piece.end for piece in layout.pieces if piece.holds == INPUTS)]
     return Row(read or (lambda own: layout.layer(own, SHAPE, 1, None)), pieces, optional, given, unread)
 
 
@@ -83,14 +99,14 @@ def w4a4(own: LayerTensors) -> QuantizedLayer:
 
 def by_torchao(own: LayerTensors) -> QuantizedLayer:
     fields = {"block_size": [1, 256], "dtype": {"_type": "torch.dtype", "_data": "float32"}}
-    return diffusers_torchao.quantized_layer(diffusers_torchao.Described("Int8Tensor", fields, ()), own, SHAPE)[0]
+    return diffusers_torchao.quantized_layer({"_type": "Int8Tensor", "_data": fields}, own, SHAPE)[0]
 
 
 def by_sdnq(name: str) -> Reader:
     return lambda own: diffusers_sdnq.quantized_layer(own, SHAPE, diffusers_sdnq.Config(weights_dtype=name), dict)
 
 
-def by_modelopt(quantizer: modelopt_quantizers.Quantizer) -> Reader:
+def by_modelopt(quantizer: diffusers_modelopt.Quantizer) -> Reader:
     return lambda own: diffusers_modelopt.with_quantizers(own, SHAPE, {"weight_quantizer": quantizer}, None)
 
 
@@ -106,28 +122,24 @@ def four_bits(nested: bool) -> Row:
     return Row(lambda own: diffusers_bitsandbytes.four_bits(own, SHAPE), tensors, says=says)
 
 
-def by_autoround(packing: str) -> Reader:
-    scheme = diffusers_autoround.Scheme(4, 32, False)
-    return lambda own: diffusers_autoround.stored_layer(own, SHAPE, scheme, packing)
+def by_autoround(packing: str) -> Row:
+    scheme, layout = diffusers_autoround.Scheme(4, 32, False), diffusers_autoround.layout_of(4, 32, packing)
+    return of_layout(layout, lambda own: diffusers_autoround.stored_layer(own, SHAPE, scheme, packing))
 
 
 def by_quanto(kind: str) -> Reader:
     return lambda own: diffusers_quanto.stored_layer(own, SHAPE, diffusers_quanto.KINDS[kind])
 
 
-BRANCH = {"smooth_factor": ("K", FP16), "proj_down": ("K 1*16", FP16), "proj_up": ("N 1*16", FP16)}
 ROWS = {f"modelopt-{name}": of_layout(layout) for name, layout in modelopt_export.LAYOUTS.items()}
 ROWS |= {"bfl-rows": of_layout(diffusers_bfl.ROWS), "bfl-nvfp4": of_layout(diffusers_bfl.NVFP4)}
 ROWS |= {"sglang": of_layout(sglang_fp8.LAYOUT), "vllm": of_layout(vllm_int8.LAYOUT)}
 ROWS |= {f"comfyui-{name}": of_mark(name) for name in comfyui_marks.METHODS}
 ROWS |= {
-    "nunchaku-int4": Row(w4a4, {"qweight": ("N K/2", INT8), "wscales": ("K/64 N", FP16)} | BRANCH),
-    "nunchaku-nvfp4": Row(
-        w4a4,
-        {"qweight": ("N K/2", INT8), "wscales": ("K/16 N", E4M3), "wcscales": ("N", FP16), "wtscale": ("1", FP16)}
-        | BRANCH,
-        optional=["wcscales", "wtscale"],
-    ),
+    **{
+        f"nunchaku-{name}": of_layout(nunchaku_linears.layout_of(name, 16), w4a4, unread=["bias", "smooth_factor_orig"])
+        for name in nunchaku_linears.BLOCKS
+    },
     "nunchaku-awq": of_layout(nunchaku_linears.W4A16, lambda own: nunchaku_linears.w4a16_layer(own, *SHAPE)),
     "torchao": Row(
         by_torchao,
@@ -141,31 +153,24 @@ ROWS |= {
         given=["weight", "scale"],
         says={"weight": "is no uint4|in int16", "scale": "scale' is"},
     ),
-    "autoround": Row(
-        by_autoround(diffusers_autoround.GPTQ),
-        {"qweight": ("K/8 N", INT32), "qzeros": ("K/32 N/8", INT32), "scales": ("K/32 N", FP16)},
-    ),
-    "autoround-awq": Row(
-        by_autoround(diffusers_autoround.AWQ),
-        {"qweight": ("K N/8", INT32), "qzeros": ("K/32 N/8", INT32), "scales": ("K/32 N", FP16)},
-    ),
-    "quanto-int8": Row(by_quanto("qint8"), {"weight._data": ("N K", INT8), "weight._scale": ("N 1", FP32)}),
+    "autoround": by_autoround(diffusers_autoround.GPTQ),
+    "autoround-awq": by_autoround(diffusers_autoround.AWQ),
+    "quanto-int8": of_layout(diffusers_quanto.KINDS["qint8"], by_quanto("qint8")),
     "quanto-int4": Row(
         by_quanto("qint4"),
         {"weight._data._data": ("N 1*128", UINT8), "weight._scale": ("N*2 1", FP32), "weight._shift": ("N*2 1", FP32)},
     ),
     "bitsandbytes-nf4": four_bits(nested=False),
     "bitsandbytes-nested": four_bits(nested=True),
-    "bitsandbytes-int8": Row(
-        lambda own: diffusers_bitsandbytes.eight_bits(own, SHAPE, diffusers_bitsandbytes.OutlierColumns(6.0)),
-        {"weight": ("N K", INT8), "SCB": ("N", FP32)},
+    "bitsandbytes-int8": of_layout(
+        diffusers_bitsandbytes.ROWS, lambda own: diffusers_bitsandbytes.eight_bits(own, SHAPE, OutlierColumns(6.0))
     ),
     "modelopt-rows": Row(
-        by_modelopt(modelopt_quantizers.Quantizer("int8", axes=(0,))),
+        by_modelopt(diffusers_modelopt.Quantizer("int8", axes=(0,))),
         {"weight": ("N K", FP16), "weight_quantizer._amax": ("N 1", FP16)},
     ),
     "modelopt-blocks": Row(
-        by_modelopt(modelopt_quantizers.Quantizer("int4", block=128)),
+        by_modelopt(diffusers_modelopt.Quantizer("int4", block=128)),
         {"weight": ("N K", FP16), "weight_quantizer._amax": ("N*2 1", FP16)},
     ),
 }
@@ -245,3 +250,62 @@ def test_a_scale_is_said_to_be_for_as_many_numbers_as_share_it(kind):
     blocks = gguf.Blocks(None, "a", 0, (6, 512), kind)
     layer, (share, bits) = gguf.stored_layer([blocks], blocks), GGML[kind.name]
     assert (layer.format, layer.scales, layer.bits) == (kind.name, f"1 for {share} numbers", bits)
+
+
+# Inputs
+
+
+@pytest.mark.parametrize(
+    "inputs, rows, expected",
+    [
+        (BY_ROW, [[127.0, 3.4, -1.0], [0.127, 0.0014, 0.0], [0.0, 0.0, 0.0]],
+         [[127.0, 3.0, -1.0], [0.127, 0.001, 0.0], [0.0, 0.0, 0.0]]),
+        # half of the 255 steps between torchao's 256 codes, so that the largest is cut off where it is positive
+        (Affine(), [[127.5, 3.4], [-255.0, 3.4]], [[127.0, 3.0], [-256.0, 4.0]]),
+    ],
+    ids=["comfyui", "torchao"],
+)  # fmt: skip
+def test_each_row_has_its_own_scale(inputs, rows, expected):
+    torch.testing.assert_close(inputs(torch.tensor(rows)), torch.tensor(expected))
+
+
+ZEROS = [Nvfp4(None, 0.0), Nvfp4(0.5, 0.0), Mxfp8(), Rotated(BY_ROW, 4), StaticFloat8(0.1), OutlierColumns(2.0)]
+
+
+@pytest.mark.parametrize("inputs", ZEROS, ids=str)
+def test_inputs_of_zeros_stay_zeros(inputs):
+    """comfy-kitchen's NVFP4 divides them by a scale of 0."""
+    assert torch.equal(inputs(torch.zeros(2, 3, 32)), torch.zeros(2, 3, 32))
+
+
+def test_rows_of_rotated_inputs_are_rotated_back():
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    found = Rotated(BY_ROW, 16)(x)
+    torch.testing.assert_close(rotated(found, 16), BY_ROW(rotated(x, 16)))
+    assert relative_error(x, found) < 0.02 and not torch.equal(found, BY_ROW(x))
+
+
+def test_blocks_of_64_are_rounded_to_seven_steps_each_way():
+    x = torch.zeros(1, 128)
+    x[0, :3], x[0, 64] = torch.tensor([7.0, -2.6, 0.4]), -0.7
+    expected = torch.zeros(1, 128)
+    expected[0, :2], expected[0, 64] = torch.tensor([7.0, -3.0]), -0.7
+    torch.testing.assert_close(BlockInteger()(x), expected)
+
+
+def test_an_offset_makes_codes_unsigned_and_is_taken_back():
+    """0..15 of what is shifted: the number below minus the offset becomes the lowest code."""
+    x = torch.zeros(1, 64)
+    x[0, :3] = torch.tensor([14.0, 2.4, -1.5])
+    found = BlockInteger(torch.ones(64))(x)
+    torch.testing.assert_close(found[0, :4], torch.tensor([14.0, 2.0, -1.0, 0.0]))
+    assert str(BlockInteger(torch.ones(64))) == "uint4, a scale for 64 numbers"
+
+
+def test_columns_are_rounded_apart_and_only_multiplication_is_smoothing():
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    inputs = Columns((BlockInteger(), BY_ROW), (64, 64))
+    assert torch.equal(inputs(x), torch.cat([BlockInteger()(x[:, :64]), BY_ROW(x[:, 64:])], 1))
+    factor = torch.rand(128) + 0.5
+    assert torch.equal(smoothed(Multiplied(factor, False, inputs), x), x * factor)
+    assert torch.equal(smoothed(inputs, x), x)

@@ -4,6 +4,7 @@ It needs no consumer's package but gguf. ``test_<format>`` holds the readers aga
 ``tests.programs`` has the programs load what is written.
 """
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,17 +12,18 @@ import torch
 from torch import Tensor
 
 from sd_quant.errors import ConfigError
-from sd_quant.interchange import FORMATS, IN_BLOCKS, PER_ROW, READERS, TARGETS
+from sd_quant.files.tensors import lazy
+from sd_quant.interchange import FORMATS, IN_BLOCKS, PER_ROW, READERS, TARGETS, weights
 from sd_quant.interchange.holding import check_bf16, inputs_of
 from sd_quant.interchange.nunchaku import MODULATIONS
+from sd_quant.interchange.weights import high_precision, write_file
 from sd_quant.models.checkpoint import denoiser_weights
 from sd_quant.numbers import relative_error
 from sd_quant.quantization import formats
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.rotation import rotated
 
-from .cases import CASES, PLAIN
-from .conftest import recipe_of
+from .conftest import CASES, PLAIN, recipe_of
 
 pytestmark = pytest.mark.commit
 
@@ -126,3 +128,41 @@ def test_bf16_is_refused_where_a_format_has_none(tiny):
             check_bf16(FORMATS[name], sdxl)
     check_bf16(FORMATS["nunchaku"], flux)
     check_bf16(FORMATS["diffusers_modelopt"], replace(sdxl, dtypes={"vae": "bf16"}))
+
+
+# Weights in high precision: smoothed where something in front of them is, and only there
+
+QUERY = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+def test_a_weight_is_divided_only_where_its_input_is_multiplied(tiny):
+    case = tiny("sdxl")
+    weight = case.checkpoint.components["unet"][f"{QUERY}.weight"]
+    row = LayerAssignment(QUERY, "qkv", tuple(weight.shape), pre_quant_scale=torch.full((weight.shape[1],), 4.0))
+    folded = replace(row, folded_into="norm")
+    for layer, expected in ((row, weight), (folded, weight / 4)):
+        found = high_precision(case.checkpoint, {QUERY: layer})[f"{QUERY}.weight"].read()
+        assert found.dtype == torch.float16 and torch.equal(found, expected.half())
+    assert torch.equal(rewritten(weight, folded), weight / 4)
+
+
+def test_attention_has_no_weight_of_its_own(tiny):
+    case = tiny("sdxl")
+    attention = QUERY.removesuffix(".to_q")
+    rows = {attention: LayerAssignment(attention, "attention", (), activation_format="fp8")}
+    plain, found = high_precision(case.checkpoint, {}), high_precision(case.checkpoint, rows)
+    assert found.keys() == plain.keys() == set(case.checkpoint.components["unet"])
+    assert all(torch.equal(found[name].read(), plain[name].read()) for name in plain if name.startswith(attention))
+
+
+def test_every_tensor_that_is_written_is_a_step_of_the_progress(tmp_path, monkeypatch):
+    steps = []
+
+    @contextmanager
+    def counting(total: int, what: str):
+        steps.extend((total, what))
+        yield lambda: steps.append("one")
+
+    monkeypatch.setattr(weights, "progress", counting)
+    write_file(tmp_path / "a.safetensors", {name: lazy(torch.ones(2)) for name in "ab"})
+    assert steps == [2, "write a.safetensors", "one", "one"]
