@@ -52,7 +52,7 @@ def need_of(job: Any) -> Need:
 
 
 def places_too_old(needs: Mapping[str, Need], places: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
-    """By job, the places whose GPUs are all too old; ``places`` gives the names of GPUs that each has.
+    """By job, the places whose GPUs, given by name, are all too old.
 
     Raises ConfigError, naming a job, where its GPU is required and no place has one.
     """

@@ -25,10 +25,7 @@ KIND = "ray.io/accelerator-type"  # the label that Ray gives a node for its GPUs
 
 
 def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) -> None:
-    """Connect to the cluster and compare; ``needs`` are the jobs' by name.
-
-    Raises ResourceError without a cluster, ConfigError for too large a job.
-    """
+    """Connect to the cluster; ``needs`` by job. Raises ResourceError without one, ConfigError for too large a job."""
     import ray
     from hydra_plugins.hydra_ray_launcher import _core
 

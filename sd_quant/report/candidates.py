@@ -80,10 +80,7 @@ WORTH, BEATEN, TIED = "worth its bits", "beaten", "not to be told apart"
 
 
 def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[str, str]]:
-    """WORTH, BEATEN or TIED for each name, with a sentence; ``everyone`` is sorted by size.
-
-    All comparisons hold ``together`` with this confidence.
-    """
+    """WORTH, BEATEN or TIED by name, with a sentence, at a confidence ``together``; ``everyone`` is sorted by size."""
     found: dict[str, tuple[str, str]] = {}
     best: Standing | None = None
     confidence = 1 - (1 - together) / max(1, len(everyone))
@@ -121,10 +118,7 @@ def judgement(sweep: Sweep) -> str:
 
 
 def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
-    """A sentence for each two candidates in the same formats, one with the LoRAs in its weights, one with them beside.
-
-    It says which is closer to full precision with the LoRAs; all comparisons hold ``together`` with this confidence.
-    """
+    """A sentence for each two candidates of the same formats, one with the LoRAs fused, one with them beside it."""
     both = [(a, b) for a in everyone for b in everyone if (a.loras, b.loras) == ("beside", "fused")]
     pairs = [(beside, fused) for beside, fused in both if beside.kind == fused.kind]
     found = []

@@ -25,11 +25,9 @@ NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError) 
 
 
 def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) -> tuple[dict, list[str]]:
-    """The images as data of the page's script, and sentences on images that are left out.
+    """The images as data of the page's script, worst prompts first, and sentences on images that are left out.
 
-    A prompt has a pair of indices into ``images`` for each recipe: full precision's image, the same for all recipes, is
-    embedded once. Of many prompts, those with the worst pairs are taken. ``badges`` are words on jobs; the page opens
-    with the job ``best``.
+    A prompt has a pair of indices into ``images`` for each recipe. ``badges`` are words on jobs; ``best`` comes first.
     """
     done, names = sweep.done, sweep.recipes
     jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
@@ -94,10 +92,7 @@ def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) ->
 
 
 def for_page(content: bytes) -> dict:
-    """An image as the page embeds it: decoded and encoded again, so that nothing but pixels comes from a file.
-
-    Small images stay as they are, large ones are reduced. Raises one of ``NOT_AN_IMAGE``.
-    """
+    """An image as embedded: its pixels encoded again, large ones reduced. Raises one of ``NOT_AN_IMAGE``."""
     with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
         pixels = image.convert("RGB")
     encoded = io.BytesIO()

@@ -28,8 +28,7 @@ INK, SOFT_INK, PAPER = "#202124", "#5f6368", "#f1f3f4"  # paper is not white: ma
 def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path]:
     """Write uint8 images as ``folder/<name>.png``, each atomically.
 
-    ``names`` are different file names of our own making, never prompts. Raises ArtifactError for images of another
-    shape or type, such as those of a pipeline that makes no colours, ResourceError when the disk is full.
+    Raises ArtifactError for another shape or type, as of a pipeline without colours, ResourceError for a full disk.
     """
     check_rgb(images)
     paths = [folder / f"{name}.png" for name in names]
@@ -39,10 +38,7 @@ def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path
 
 
 def save_animations(strips: Images, width: int, folder: Path, names: Sequence[str]) -> list[Path]:
-    """Write videos, whose frames of ``width`` pixels stand side by side in each strip, as ``folder/<name>.webp``.
-
-    Without loss, so that a frame is as it was made. Raises ResourceError when the disk is full.
-    """
+    """Write strips of frames of ``width`` pixels as lossless videos ``folder/<name>.webp``. Raises ResourceError."""
     paths = [folder / f"{name}.webp" for name in names]
     for strip, path in zip(strips, paths, strict=True):
         first, *others = (Image.fromarray(strip[:, start : start + width]) for start in range(0, strip.shape[1], width))
@@ -57,8 +53,8 @@ def comparison_grid(
 ) -> Path:
     """Draw ``reference`` above ``quantized`` images of the same sizes, with their ``label``, into the PNG ``path``.
 
-    Images are enlarged twice, or less so that no edge exceeds 256 pixels. ``captions`` (prompts: untrusted, only drawn)
-    stand below the pairs, shortened to fit. Of more than 64 pairs the first 64 are drawn.
+    Images are enlarged twice, up to 256 pixels. ``captions`` (prompts: untrusted, only drawn) are shortened to fit. Of
+    more than 64 pairs the first 64 are drawn.
     """
     count = min(len(reference), MOST_PAIRS)
     columns, labels = min(COLUMNS, count), ("full precision", label)

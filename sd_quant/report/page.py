@@ -60,10 +60,9 @@ def write_report(
     tables: Sequence[Table] = (),
     votes: Path | None = None,
 ) -> Path:
-    """Write ``report.html`` into the sweep's folder and return its path; ``tables`` stand before the images.
+    """Write ``report.html`` into the sweep's folder; its path. Raises ResourceError when the disk is full.
 
-    ``drawn`` are its plots by name. ``votes`` is the page beside it on which to vote, which an add-on writes.
-    Raises ResourceError when the disk is full.
+    ``drawn`` are its plots by name, ``tables`` stand before the images, ``votes`` is an add-on's page beside it.
     """
     table = [*filter(None, [unquantized_row(sweep)]), *sweep.rows]
     rule = str(rule_of(sweep.verdict)) if sweep.own else rule_of_candidates(sweep)

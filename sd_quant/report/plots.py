@@ -22,10 +22,10 @@ from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.ranges_by_step import QUARTILES
 from sd_quant.report.drawing import ACCENT, BAND, COLOURS, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
-from sd_quant.report.noise_floor import floor_lines, words_of
 from sd_quant.report.readings import WORKING, held, names, number_at, score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, unquantized_row
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
+from sd_quant.report.score_tables import floor_lines, words_of
 from sd_quant.report.summary import Job, Row, Sweep
 from sd_quant.report.table import knob_value
 from sd_quant.text import fitted
@@ -84,7 +84,7 @@ def pareto(
     table: Sequence[Row], labels: Mapping[str, str], cost: str, advice: Recommendation,
     whole: Row | None = None, floors: Mapping[str, float] = {},
 ) -> Figure | None:  # fmt: skip
-    """A plot of PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes.
+    """PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes.
 
     ``whole`` is the unquantized engine's row; ``floors`` are dB of the noise floor by way, lowest first.
     """
@@ -128,10 +128,9 @@ def pareto(
 
 
 def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
-    """Bars of the bytes of the parts' files and of the memory of their engines, unquantized and by recipe.
+    """Bars of the bytes of the parts' files and of their engines' memory, unquantized and for MOST_BARS finished jobs.
 
-    ``jobs`` are those that are done, of which the first ``MOST_BARS`` are drawn; equal bars are drawn once. None
-    without sizes of several parts; without memory where that of no job was measured.
+    Equal bars are drawn once. None without sizes of several parts; without memory where none was measured.
     """
     files, memory = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
     for job in jobs[:MOST_BARS]:
@@ -210,10 +209,7 @@ def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
 
 
 def name_points(axes: Axes, named: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
-    """Write each name beside its point, in bold or not, where it covers least of other names, lines and marks.
-
-    A name that covers less further away stands there, with a thread to its point.
-    """
+    """Write each name beside its point, bold or not, or with a thread to it, where it covers least of all else."""
     axes.figure.draw_without_rendering()  # only then is it known where a point lies
     on_screen, pixel = axes.transData.transform, axes.figure.dpi / 72
     taken: list[Any] = []
@@ -262,7 +258,7 @@ def overlap(box: np.ndarray, others: Sequence) -> float:
 
 
 def trajectory(jobs: Sequence[Job], labels: Mapping[str, str], best: str | None) -> Figure | None:
-    """A plot of the latents' SQNR after each denoising step, a line for each recipe, named at its end.
+    """The latents' SQNR after each denoising step, a line for each recipe, named at its end.
 
     Of more lines than there are colours the best recipe, the highest and the lowest are named.
     """
@@ -293,10 +289,7 @@ def trajectory(jobs: Sequence[Job], labels: Mapping[str, str], best: str | None)
 
 
 def layers(job: Job, label: str) -> Figure | None:
-    """A plot of the error of each quantized layer, in the order in which the network calls them; the worst are named.
-
-    None where the job left no ``layers.csv`` that can be read.
-    """
+    """The error of each quantized layer in the network's order, the worst named; None without ``layers.csv``."""
     quantized = sorted(read_layers(job), key=lambda layer: network_order(layer[0]))
     if not quantized:
         return None
@@ -347,9 +340,9 @@ def much_the_worst(job: Job) -> tuple[str, float, float] | None:
 
 
 def ranges(job: Job) -> Figure | None:
-    """Boxes of the magnitudes that the inputs of some layers have at each step: of those that change most.
+    """Boxes of the magnitudes of the most changing layers' inputs at each step; None without ``ranges.csv``.
 
-    Drawn as NVIDIA's article on quantizing diffusion models does. None without a ``ranges.csv`` that can be read.
+    Drawn as in NVIDIA's article on quantizing diffusion models.
     """
     boxes = read_ranges(job)
     if not boxes:
@@ -416,10 +409,7 @@ def read_layers(job: Job) -> list[tuple[str, str, float]]:
 
 
 def plot_sensitivity(rows: Sequence[Mapping], curve: Sequence[Mapping], path: Path) -> None:
-    """Draw what a measurement of sensitivity gives as a PNG of 1600 x 600 pixels.
-
-    ``rows``: the layers, as in ``sensitivity.csv``; ``curve``: the error by number of layers kept.
-    """
+    """Draw ``rows`` of ``sensitivity.csv`` and the error's ``curve`` by layers kept into a PNG of 1600 x 600 pixels."""
     figure = Figure(figsize=(16, 6), dpi=100, layout="constrained")
     layers, budget = figure.subplots(1, 2)
     for role, colour in COLOURS.items():

@@ -24,10 +24,7 @@ INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm"}  
 
 
 def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
-    """``{started, overrides, versions, machine, git, inputs}``; ``inputs``: name -> file or folder, hashed here.
-
-    A path in the result is the path as given. Call it first: ``started`` is the time of the call.
-    """
+    """``{started, overrides, versions, machine, git, inputs}`` of ``inputs`` by name; ``started`` is now."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
@@ -46,10 +43,9 @@ def made_of(inputs: dict[str, Path]) -> dict:
 
 
 def machine() -> dict:
-    """Platform, processor, memory and GPUs.
+    """Platform, processor, memory and GPUs; ``threads`` are those of torch and of every runtime.
 
-    ``usable_cores`` counts the cores that this process may run on, ``affinity`` names them, and ``threads`` counts the
-    threads of torch and of every runtime. A virtual machine sees a constant frequency and no governor.
+    ``usable_cores`` and ``affinity`` are the process's. A virtual machine sees a constant frequency and no governor.
     """
     import torch  # here, because what a job was made of is asked without its machine
 
@@ -95,10 +91,7 @@ def governor() -> str | None:
 
 
 def git_state(repository: Path) -> dict:
-    """``{commit, dirty}`` of ``repository``, both None when it is not the top of a git repository with a commit.
-
-    The top, because an installed copy may lie inside somebody else's repository.
-    """
+    """``{commit, dirty}`` of ``repository``, None unless it is the top of one; a copy may lie inside another."""
     top = _git(repository, "rev-parse", "--show-toplevel")
     commit = _git(repository, "rev-parse", "--verify", "HEAD")
     if not top or not commit or Path(top).resolve() != repository.resolve():
@@ -108,10 +101,7 @@ def git_state(repository: Path) -> dict:
 
 
 def fingerprint(path: Path) -> dict:
-    """``{path, sha256, bytes}`` of a file; of a folder, the digest of its sorted ``<sha256>  <name>`` lines.
-
-    An absent path has null digest and size, and a reason.
-    """
+    """``{path, sha256, bytes}`` of a file, or of a folder's sorted ``<sha256>  <name>`` lines; or with a reason."""
     if path.is_file():
         return {"path": str(path), "sha256": sha256(path), "bytes": path.stat().st_size}
     if path.is_dir():

@@ -51,8 +51,7 @@ def read_published(path: Path, name: str) -> dict:
 def read_figures(content: Mapping) -> dict:
     """The figures and the conditions under which they were measured. Raises KeyError, TypeError and the like.
 
-    A batch has ratios, or milliseconds of the quantized engine and of a baseline. A figure is a number, or one for each
-    format: ``{INT8: 1.72, FP8: 1.95}``.
+    A batch has ratios, or milliseconds of the quantized engine and of a baseline, each a number or one for each format.
     """
     batches = {}
     for batch, figures in content["batches"].items():
@@ -73,10 +72,7 @@ def read_figure(figure: Any) -> float | dict[str, float]:
 
 
 def published_tables(sweep: Sweep) -> list[Table]:
-    """Tables for each format and baseline; none where the sweep has no published figures, or no job has a latency.
-
-    Raises ArtifactError when the sweep's plan holds damaged ones.
-    """
+    """Tables for each format and baseline, if there are published figures and latencies. Raises ArtifactError."""
     if sweep.published is None:
         return []
     measured = [

@@ -8,13 +8,12 @@ from sd_quant.errors import SdQuantError
 from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
 from sd_quant.report.levers import lever_tables
-from sd_quant.report.named_scores import category_tables, score_tables
-from sd_quant.report.noise_floor import floor_tables
 from sd_quant.report.page import write_report
 from sd_quant.report.plots import figures, write_plots
 from sd_quant.report.published import published_tables
 from sd_quant.report.record import at
 from sd_quant.report.run_table import HANDED_OVER, handed_over_table
+from sd_quant.report.score_tables import category_tables, floor_tables, score_tables
 from sd_quant.report.shipped import recommendation_of, write_recommendation
 from sd_quant.report.summary import Sweep, read_sweep, write_summary
 from sd_quant.report.table import Table, as_markdown, table_of_texts
@@ -23,10 +22,7 @@ LOG = logging.getLogger(__name__)
 
 
 def rebuild(directory: Path) -> Path:
-    """Write everything that is shown of a sweep or a run into its folder; returns the report's path.
-
-    Raises ArtifactError when it is no such folder, ResourceError when the disk is full.
-    """
+    """Write all files of a sweep's or a run's report; the page's path. Raises ArtifactError, ResourceError."""
     sweep = read_sweep(directory)
     advice = recommendation_of(sweep)
     drawn = figures(sweep, advice)

@@ -20,7 +20,6 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import atomic_path, open_regular, read_regular, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval
-from sd_quant.report.csv_files import columns_of, write_csv
 from sd_quant.report.readings import Number, interval_of, latency_of, number_at, quotient, score_of
 from sd_quant.report.record import (
     CANDIDATE,
@@ -35,7 +34,7 @@ from sd_quant.report.record import (
     weights_sha256,
     why,
 )
-from sd_quant.report.table import Column, Table, as_markdown, as_text, knob_value, markdown_text
+from sd_quant.report.table import Column, Table, as_markdown, as_text, columns_of, knob_value, markdown_text, write_csv
 from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
@@ -150,10 +149,7 @@ class Sweep:
 
 
 def read_sweep(directory: Path) -> Sweep:
-    """The sweep in a folder, or a run as a sweep of one job.
-
-    Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged.
-    """
+    """The sweep in a folder, or a run as a sweep of one job. Raises ArtifactError for another or a damaged folder."""
     plan = directory / SWEEP
     if not plan.exists():
         return run_as_sweep(directory)
@@ -382,10 +378,7 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def write_summary(sweep: Sweep, recommended: Mapping[Any, str] = {}, sentence: str = "") -> None:
-    """Write ``summary.csv``, ``summary.parquet`` and ``summary.md`` into the sweep's folder.
-
-    ``recommended`` is the column of that name by job, ``sentence`` stands at the top of ``summary.md``.
-    """
+    """Write ``summary.csv``, ``.parquet`` and ``.md``, with a column ``recommended`` by job and ``sentence`` on top."""
     table = [{"job": row["job"], "recommended": recommended.get(row["job"]), **row} for row in sweep.rows]
     write_csv(table, sweep.directory / "summary.csv")
     write_parquet(table, sweep.directory / "summary.parquet")

@@ -42,10 +42,7 @@ class Run:
 
 
 def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -> None:
-    """Log the run in ``directory`` with each tracker of ``names``, into the folder ``store``.
-
-    ``record`` is the run's ``metrics.json``. Raises nothing: a tracker that fails becomes a warning.
-    """
+    """Log the run in ``directory`` with each tracker into ``store``; a failure becomes a warning."""
     for name in names:
         try:
             log = pkgutil.resolve_name(TRACKERS[name])

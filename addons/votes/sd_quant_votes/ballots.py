@@ -20,8 +20,7 @@ from typing_extensions import TypedDict
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import check_replaceable, read_regular, write_json
 from sd_quant.metrics.intervals import holm
-from sd_quant.report.csv_files import write_csv
-from sd_quant.report.table import Table, between, figure, table_of_texts
+from sd_quant.report.table import Table, between, figure, table_of_texts, write_csv
 from sd_quant.text import one_line, printable
 from sd_quant_votes.page import DAMAGED, EQUAL, PAGE, VOTE, Key, earlier_key, read_key, read_key_file
 from sd_quant_votes.statistics import Agreement, Preference, Vote, agreement, preference, votes_needed
@@ -93,8 +92,8 @@ class Count:
 def count_votes(folder: Path, paths: Sequence[Path]) -> Count:
     """Count the votes of a folder's page, or of one that it has replaced.
 
-    Raises ConfigError when the folder has no page or a file of the count's name, or a voter's file is given twice,
-    ArtifactError for a file that is damaged, was changed or is of another page.
+    Raises ConfigError for a folder without a page or with files of the count's names, and for a session given twice,
+    ArtifactError for a file that is damaged, changed or of another page.
     """
     key = read_key(folder)
     ballots = [read_ballot(path) for path in paths]
@@ -237,10 +236,10 @@ def agreement_of(votes: Sequence[tuple[Vote, str]]) -> Agreement:
 
 
 def more_votes(found: Preference, p: float | None, comparisons: int) -> int | None:
-    """How many more votes would show the preference that was seen; None where it is shown, or no number would.
+    """The number of further votes that would show the preference; None where it is shown, or no number would.
 
-    By the exact two-sided test with the level that one of ``comparisons`` has at first by Holm, if as many of the votes
-    decide as before, and votes are independent: of voters who judge the same prompts it takes some more.
+    By the exact two-sided test at Holm's first level of ``comparisons``, for the same share of undecided votes and
+    independent ones: voters who judge the same prompts need some more.
     """
     if found.share is None or p is None or p < ALPHA:
         return None

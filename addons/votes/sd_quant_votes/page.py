@@ -77,10 +77,9 @@ class Key(TypedDict):
 
 
 def write_votes(sweep: Sweep) -> Path | None:
-    """Write the page and its key into the sweep's folder, unless there is one of the same images.
+    """Write the page and its key, unless there is one of the same images; its path, None without anything to vote on.
 
-    Returns the page's path, None where there is nothing to vote on. Of an earlier page the number of pairs and what is
-    compared are kept. Raises ResourceError when the disk is full.
+    The number of pairs and the comparison of an earlier page are kept. Raises ResourceError when the disk is full.
     """
     try:
         earlier = read_key(sweep.directory)
@@ -94,10 +93,9 @@ def write_votes(sweep: Sweep) -> Path | None:
 
 
 def draw_votes(sweep: Sweep, against: Job | None = None, most_pairs: int = MOST_PAIRS) -> Path | None:
-    """Draw pairs anew and write the page and its key; returns the page's path, None where there is nothing to vote on.
+    """Write a page of new pairs and its key, beside an earlier one's; its path, None without anything to vote on.
 
-    The images of all recipes are compared with full precision's, or with those of the job ``against``. An earlier
-    page's key is kept beside the new one. Raises ResourceError when the disk is full.
+    Images of all recipes beside full precision's, or the job ``against``'s. Raises ResourceError when the disk is full.
     """
     page, comparisons, drawn = draw(sweep, against, most_pairs, seed := secrets.randbits(63))
     data, pairs = embedded(drawn, seed)
@@ -181,10 +179,7 @@ def named(against: str, sweep: Sweep) -> Job:
 
 
 def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> tuple[str, list[Compared], list[Pair]]:
-    """The page's digest, what it compares, and its pairs: first those that test the voter, then random prompts.
-
-    There are as many prompts for each comparison.
-    """
+    """The page's digest, its comparisons, and its pairs, as many for each; those that test the voter come first."""
     chance, names = random.Random(seed), sweep.recipes
     others = [job for job in sweep.done if job is not against][:most]
     first = names[against.name] if against else FULL_PRECISION
@@ -242,10 +237,7 @@ def is_usable(pair: Pair, found: dict[Path, tuple[str, tuple[int, int]]]) -> boo
 
 
 def embedded(pairs: Sequence[Pair], seed: int) -> tuple[list[dict], dict[str, Shown]]:
-    """The pairs as the page's script gets them, in random order, and as the key has them, by id.
-
-    A damaged file's pair is left out, and what is beyond ``MOST_BYTES``.
-    """
+    """The pairs for the page's script, in random order, and for the key, by id; none damaged or beyond MOST_BYTES."""
     chance = random.Random(f"{seed} ids")
     shown: dict[str, Shown] = {}
     data: list[dict] = []

@@ -1,9 +1,9 @@
 import pytest
 
 from sd_quant.metrics import SCORES, score_named
-from sd_quant.report.named_scores import category_cell, category_tables, difference_text, score_tables
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.run_table import run_table
+from sd_quant.report.score_tables import category_cell, category_tables, difference_text, score_tables
 from sd_quant.report.summary import read_sweep
 
 from .sweeps import change_record, record_of, write_job, write_plan, write_sweep

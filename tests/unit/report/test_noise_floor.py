@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from sd_quant.report import noise_floor, plots, rebuild
+from sd_quant.report import plots, rebuild, score_tables
 from sd_quant.report.run_table import run_table
 from sd_quant.report.shipped import recommendation_of
 from sd_quant.report.summary import read_sweep
@@ -41,12 +41,12 @@ def record(decibels: float) -> dict:
 @pytest.mark.parametrize(("decibels", "place"), [(49, "above"), (48, "from"), (40, "below")])
 def test_a_recipe_is_compared_prompt_by_prompt(decibels, place):
     """Identical images count as the best that is not."""
-    found = noise_floor.beyond(record(decibels), "bf16")
+    found = score_tables.beyond(record(decibels), "bf16")
     assert found.value == pytest.approx(decibels - 47.967, abs=0.001) and found.high - found.low < 0.6
-    assert noise_floor.told(found).endswith(f" ± {found.reach:.1f} dB {place} it")
-    assert noise_floor.beyond(record(30), "batch").value == pytest.approx(30 - (84 + 86 + 86) / 3)
-    assert noise_floor.beyond(record_of(30, 1.2, 0.5), "batch") is None
-    repeated = noise_floor.beyond(record(decibels) | {"prompts": ["a pear"] * 3}, "bf16")
+    assert score_tables.told(found).endswith(f" ± {found.reach:.1f} dB {place} it")
+    assert score_tables.beyond(record(30), "batch").value == pytest.approx(30 - (84 + 86 + 86) / 3)
+    assert score_tables.beyond(record_of(30, 1.2, 0.5), "batch") is None
+    repeated = score_tables.beyond(record(decibels) | {"prompts": ["a pear"] * 3}, "bf16")
     assert repeated.value == pytest.approx(found.value) and not repeated.known, "three images of a prompt are no sample"
 
 
@@ -64,13 +64,13 @@ def test_the_report_says_which_recipes_cannot_be_told_and_draws_the_floor(tmp_pa
     for name, decibels in (("a", 49.0), ("b", 48.0), ("c", 42.0)):
         change_record(write_job(tmp_path / name, decibels, prompts=PROMPTS), {"noise_floor": FLOOR})
     sweep = write_plan(tmp_path, {name: {"alpha": name} for name in "abc"})
-    (table,) = noise_floor.floor_tables(sweep)
+    (table,) = score_tables.floor_tables(sweep)
     assert table.titles == ["recipe", "bf16, 48.0 dB", "another batch, 85.0 dB", "another number of threads, identical"]
     assert [cells[1].split()[-2] for cells in table.rows] == ["above", "from", "below"]
     monkeypatch.setattr(rebuild, "write_plots", lambda drawn, folder: None)
     monkeypatch.setattr(rebuild, "write_report", lambda sweep, advice, drawn, tables, votes: tables)
     (shown,) = rebuild.rebuild(tmp_path)
-    assert shown.heading == noise_floor.HEADING
+    assert shown.heading == score_tables.FLOOR
     axes = plots.figures(sweep, recommendation_of(sweep))["pareto_latency"].axes[0]
     drawn = [line.get_ydata()[0] for line in axes.lines if list(line.get_xdata()) == [0, 1]]
     texts = [text.get_text() for text in axes.texts]
@@ -80,4 +80,4 @@ def test_the_report_says_which_recipes_cannot_be_told_and_draws_the_floor(tmp_pa
     assert "noise floor by bf16, 48.0 dB: above it a difference is the arithmetic's" in texts
     assert "further up: another batch, 85.0 dB" in texts
     plain = write_job(tmp_path / "d")
-    assert noise_floor.floor_tables(read_sweep(plain)) == []
+    assert score_tables.floor_tables(read_sweep(plain)) == []

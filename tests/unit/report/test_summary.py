@@ -9,9 +9,9 @@ from pyarrow import parquet
 from sd_quant.cache import locked
 from sd_quant.errors import ArtifactError
 from sd_quant.files import write_json
-from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, WAS_CANCELLED, read_sweep, write_parquet, write_summary
+from sd_quant.report.table import write_csv
 
 from .sweeps import change_record, write_job, write_plan
 
