@@ -25,7 +25,7 @@ COMPUTE_CAPABILITY = {
 
 @dataclass(frozen=True)
 class Need:
-    """What a job's formats require of the GPU that it is given."""
+    """A job's requirements of its GPU, by its formats."""
 
     compute_capability: int = 0  # 89 for 8.9
     required: bool = False  # False: on an older GPU the job takes another engine

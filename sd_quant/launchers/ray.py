@@ -72,7 +72,7 @@ def launched(
 
 
 def result_of(directory: Path, job: tuple[str, Any]) -> JobReturn:
-    """Wait for a job that was ``launched``; one whose process or node died more often than Ray tries has failed."""
+    """Wait for a ``launched`` job; it has failed if its process or node died more often than Ray tries."""
     import ray
 
     name, task = job
@@ -83,7 +83,7 @@ def result_of(directory: Path, job: tuple[str, Any]) -> JobReturn:
 
 
 def wanted(remote: dict) -> dict[str, float]:
-    """Return what a job asks for, by Ray's names of resources."""
+    """Return a job's resources by Ray's names."""
     return {"CPU": remote.get("num_cpus", 1), "GPU": remote.get("num_gpus", 0)} | remote.get("resources", {})
 
 

@@ -64,7 +64,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure of which a sample is known, and its bar."""
+    """A figure by a sample, and its bar."""
 
     knob: str
     title: str
@@ -295,14 +295,14 @@ def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Esti
 def estimate_of_rounds(
     knob: str, title: str, bar: float, rounds: Sequence[Timed | str], at: Callable[[float], Interval], unit: str = ""
 ) -> Estimate:
-    """A figure of timed rounds; one that cannot be told where a run has a reason in their place."""
+    """A figure of timed rounds; undecided where a run has a reason in place of rounds."""
     reason = next((each for each in rounds if isinstance(each, str)), "")
     count = 0 if reason else min(len(each.quantized) for each in rounds)
     return Estimate(knob, title, bar, True, at, count, ROUNDS, f"{{:.3f}}{unit}", (), reason)
 
 
 def estimates_of(run: Run, baseline: Run | None, bars: Mapping[str, float]) -> list[Estimate]:
-    """The criteria that are estimated. ``bars`` are those that were given, by knob. Raises ConfigError as they do."""
+    """The estimated criteria of ``bars``, by knob. Raises ConfigError as they do."""
     found = [estimate_of_score(run, score, bars[bound(score)]) for score in OF_IMAGES.values() if bound(score) in bars]
     if "min_speedup" in bars:
         found.append(estimate_of_speedup(run, bars["min_speedup"]))
@@ -433,7 +433,7 @@ def decide(
 
 
 def sentence_of(outcome: str, verdicts: Sequence[Verdict]) -> str:
-    """The outcome, with the criteria that failed, or with what would tell."""
+    """The outcome, with the failed criteria, or with the missing prompts and rounds."""
     of = {word: [each for each in verdicts if each.verdict == word] for word in (FAILED, *OPEN)}
     words = (FAILED,) if outcome == FAILED else OPEN
     named = [f"{word}: {', '.join(each.criterion for each in of[word])}" for word in words if of[word]]

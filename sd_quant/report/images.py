@@ -60,29 +60,21 @@ def comparison_grid(
     columns, labels = min(COLUMNS, count), ("full precision", label)
     drawn = [[_scaled(image) for image in images[:count]] for images in (reference, quantized)]
     width, height = (max(image.size[axis] for image in drawn[0]) for axis in (0, 1))
-
     font = ImageFont.load_default(size=15)
     caption_font: Any = ImageFont.load_default(size=12)
     line = sum(caption_font.getmetrics())
     gutter = max(round(font.getlength(name)) for name in labels) + 12
-    block = 2 * height + GAP + CAPTION_LINES * line + 4
-    blocks = -(-count // columns)
+    block, blocks = 2 * height + GAP + CAPTION_LINES * line + 4, -(-count // columns)
     note = f"the first {count} of {len(reference)}" if len(reference) > count else ""
-    canvas = Image.new(
-        "RGB",
-        (
-            2 * MARGIN + gutter + columns * (width + 2 * GAP) - 2 * GAP,
-            2 * MARGIN + blocks * (block + BLOCK_GAP) - BLOCK_GAP + (line + GAP if note else 0),
-        ),
-        PAPER,
-    )
+    whole_width = 2 * MARGIN + gutter + columns * (width + 2 * GAP) - 2 * GAP
+    whole_height = 2 * MARGIN + blocks * (block + BLOCK_GAP) - BLOCK_GAP + (line + GAP if note else 0)
+    canvas = Image.new("RGB", (whole_width, whole_height), PAPER)
     draw = ImageDraw.Draw(canvas)
     for index in range(count):
         row, column = divmod(index, columns)
         left, top = MARGIN + gutter + column * (width + 2 * GAP), MARGIN + row * (block + BLOCK_GAP)
         for place, (name, images) in enumerate(zip(labels, drawn, strict=True)):
-            y = top + place * (height + GAP)
-            image = images[index]
+            image, y = images[index], top + place * (height + GAP)
             canvas.paste(image, (left + (width - image.width) // 2, y + (height - image.height) // 2))
             if column == 0:
                 draw.text((MARGIN + gutter - 12, y + height // 2), name, INK, font, anchor="rm")

@@ -67,7 +67,7 @@ def read_history(file: Path | None) -> list[Occasion]:
 
 
 def count_occasion(rounds: Conditions, engines: Mapping[str, Timed], file: Path | None) -> None:
-    """Write into ``rounds`` what the machine's history says, and add these rounds to it, with their ``engines``."""
+    """Write the machine's history into ``rounds``, and these rounds with their ``engines`` into the history."""
     history, probes = read_history(file), rounds.get("probes") or []
     rounds["shown"], rounds["between"] = shown(history), between(history)
     if file is None:
@@ -98,7 +98,7 @@ def shown(history: Sequence[Occasion]) -> dict[str, float | None]:
 
 
 def between(history: Sequence[Occasion]) -> dict[str, Any]:
-    """How far speed-ups are apart between occasions, by kind; a reason where the history does not say."""
+    """The deviation of speed-ups between occasions, by kind; a reason where the history is too short."""
     found: dict[str, Any] = {}
     for kind in (CALL, IMAGE, RECIPES):
         engines = figures_of(history, kind)

@@ -1,13 +1,14 @@
 """The provenance of a run: versions, machine, commit and hashes of inputs, enough to repeat it or to explain it.
 
-A fact that cannot be found out is null, never a failure. The road not taken is ``pip freeze`` and ``os.environ``: both
-are long, and the latter holds secrets.
+An unknown fact is null, never a failure. Roads not taken: ``pip freeze``, which is long, and ``os.environ``, which
+holds secrets.
 """
 
 import hashlib
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -67,10 +68,9 @@ def machine() -> dict:
 
 def processor() -> dict:
     """``{cpu, cpu_int8, cpu_mhz}``: the name, the instructions for products of INT8, and each core's frequency now."""
-    try:
+    text = ""
+    with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
     lines = [[part.strip() for part in line.partition(":")] for line in text.splitlines()]
     first = {key: value for key, _, value in reversed(lines)}
     flags = set((first.get("flags") or first.get("Features") or "").split())
@@ -83,11 +83,9 @@ def processor() -> dict:
 
 def governor() -> str | None:
     """The policy for the first core's frequency, such as performance or powersave."""
-    try:
-        path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+    with suppress(OSError):
+        return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text(encoding="ascii").strip()
+    return None
 
 
 def git_state(repository: Path) -> dict:
@@ -121,8 +119,6 @@ def versions(*packages: str) -> dict[str, str | None]:
 def _git(repository: Path, *arguments: str) -> str | None:
     """The output of git, or None when it fails or is not installed."""
     command = ["git", "-C", str(repository), *arguments]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    return None

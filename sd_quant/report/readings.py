@@ -15,7 +15,7 @@ WORKING = "opening or calling one"
 
 
 class Number(NamedTuple):
-    """A number of a record. ``reason`` says why ``value`` is None, or which images a mean leaves out."""
+    """A number of a record. ``reason`` explains a ``value`` of None, or the images that a mean leaves out."""
 
     value: float | None
     reason: str | None = None
@@ -85,7 +85,7 @@ class PartBytes(NamedTuple):
 
 
 def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
-    """The memory of each part of a variant; what is not quantized takes the same in both. None where unknown."""
+    """The memory of each part of a variant, None where unknown; an unquantized part takes the same in both."""
     found: dict[str, PartBytes | None] = {}
     for part in names(record, "memory"):
         both = at(record, "memory", part)

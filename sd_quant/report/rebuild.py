@@ -28,8 +28,7 @@ def rebuild(directory: Path) -> Path:
     drawn = figures(sweep, advice)
     write_summary(sweep, dict.fromkeys(advice.tied, "tied") | {advice.job: "yes"}, advice.sentence)
     write_recommendation(sweep, advice)
-    published = published_tables(sweep)
-    if published:
+    if published := published_tables(sweep):
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
     by_recipe = score_tables(sweep) + floor_tables(sweep) + category_tables(sweep)
     tables = lever_tables(sweep) + published + candidate_tables(sweep) + by_recipe + handed_over_tables(sweep)
@@ -49,7 +48,7 @@ def vote_page(sweep: Sweep) -> Path | None:
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:
-    """One of what jobs have exported to other tools, if any has."""
+    """A table of the jobs' exports to other tools, if there are any."""
     lines = [[job.name, *cells] for job in sweep.jobs for cells in handed_over_table(at(job.record, "hand_over")).rows]
     caption = (
         "PSNR of what each tool computes of its file, simulated, and of full precision with the text as the tool has "

@@ -58,7 +58,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """``job`` is None where the unquantized engine is the one to ship, or nothing can be said."""
+    """``job`` is None where the unquantized engine is shipped, or nothing."""
 
     job: str | None
     sentence: str  # begins with the headline where something is shipped
@@ -124,7 +124,7 @@ def speedup_of(option: Option, confidence: float) -> Interval:
 
 
 def reaches(option: Option, rule: Rule) -> bool | None:
-    """Whether a recipe reaches the target: by the whole interval of its speed-up, or None where that cannot tell."""
+    """Whether the whole interval of a recipe's speed-up reaches the target; None where it holds the target."""
     wanted, speedup = wanted_speedup(option, rule), speedup_of(option, rule.confidence)
     if wanted is None:
         return None

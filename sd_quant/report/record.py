@@ -118,8 +118,6 @@ class Conditions(TypedDict, total=False):
 
 
 class WholeImages(TypedDict, total=False):
-    """Images that were made by both engines in turn, from prompt to pixels."""
-
     speedup: Annotated[Positive, Doc("full precision by quantized: above 1 is faster")]
     speedup_interval: Annotated[list[Finite] | Explained, Doc("ends of its 95 % interval")]
     agree: Annotated[bool, Doc("whether the interval meets that of the speed-up by the denoiser's calls")]
@@ -149,8 +147,6 @@ class ImageScores(TypedDict, total=False):
 
 
 class OfVideos(TypedDict):
-    """A figure of each video, with its interval over videos."""
-
     mean: Annotated[Finite | None, Doc("over the videos")]
     interval: Annotated[list[Finite | None], Doc("both ends at 95 %; null for one video")]
     values: Annotated[list[Finite], Doc("one for each video")]
@@ -186,8 +182,6 @@ class CategoryScore(TypedDict, total=False):
 
 
 class Sizes(TypedDict):
-    """Bytes of a part's files."""
-
     onnx_full_precision: Annotated[Finite | Explained, Doc("the unquantized part, with its weights")]
     onnx_quantized: Annotated[Finite | Explained, Doc("the quantized part")]
     plan: Annotated[Finite | Explained, Doc("the TensorRT plan of what is delivered")]
@@ -244,16 +238,12 @@ class LargestActivation(TypedDict):
 
 
 class QuantizedPart(TypedDict):
-    """Another quantized part than the denoiser."""
-
     preset: Annotated[str, Doc("by which it is quantized")]
     layers: Annotated[Layers, Doc("how many are quantized")]
     outputs: Annotated[dict[str, Moved], Doc("how far its outputs for the first prompts moved, by name")]
 
 
 class Executed(TypedDict):
-    """How the engine multiplies the layers whose weights and inputs are quantized."""
-
     count: Annotated[Finite | None, Doc("layers that are multiplied in codes of their format")]
     of: Annotated[Finite | None, Doc("all such layers")]
     weights_only: Annotated[Finite | None, Doc("further layers, of which the weight alone is quantized")]
@@ -266,8 +256,6 @@ OF_TEXT = Doc("of full precision with the text as the file's tool passes it, by 
 
 
 class HandedPart(TypedDict):
-    """A part in an export."""
-
     quantized: Annotated[Finite, Doc("layers that are quantized in the folder; 0: it is not, or as in the checkpoint")]
     of: Annotated[Finite, Doc("layers that the recipe quantizes")]
     lost: Annotated[dict[str, Count], Doc("layers and attentions that stay in high precision, by reason")]
@@ -285,8 +273,6 @@ class HandedOver(HandedPart):
 
 
 class Hurting(TypedDict):
-    """One of the layers of a third-party checkpoint with the largest errors."""
-
     name: Annotated[str, Doc("its name in diffusers")]
     role: Annotated[str, Doc("its role in the network")]
     format: Annotated[str, Doc("format of its weight")]
@@ -307,8 +293,6 @@ class JudgedRuntime(TypedDict, total=False):
 
 
 class JudgedPart(TypedDict):
-    """A part that a third-party checkpoint has quantized."""
-
     reader: Annotated[str, Doc("the reader that opened it")]
     maker: Annotated[str, Doc("the tool that made it, as far as the file says")]
     bits: Annotated[Finite, Doc("stored bits per weight of the denoiser, or of the part")]
@@ -342,8 +326,6 @@ class PartMemory(TypedDict, total=False):
 
 
 class PartMemories(TypedDict, total=False):
-    """A part's engines."""
-
     full_precision: Annotated[PartMemory, Doc("the unquantized part")]
     quantized: Annotated[PartMemory, Doc("the same part quantized; absent for parts that are not")]
 
@@ -397,8 +379,6 @@ class PreciseChosen(TypedDict):
 
 
 class Control(TypedDict):
-    """Full precision with so few steps that it takes no less time than the recipe."""
-
     sampler: Annotated[str | None, Doc("null: the checkpoint's own")]
     steps: Annotated[Count, Doc("of denoising")]
     fidelity: Annotated[dict[str, ImageScores], Doc("to full precision in all steps, by score")]
@@ -456,8 +436,6 @@ class AnyRecord(TypedDict):
 
 
 class AutoCompared(TypedDict):
-    """Inputs of linears with ``alpha=auto`` and with the alpha of the recipe."""
-
     inputs: Annotated[Count, Doc("that were tried, at most 16, evenly drawn")]
     lower: Annotated[Count, Doc("of these have a lower error with `alpha=auto`")]
     error: Annotated[Finite, Doc("root mean square of what `alpha=auto` minimizes, which counts unseen prompts")]
@@ -465,7 +443,7 @@ class AutoCompared(TypedDict):
 
 
 class Record(AnyRecord, total=False):
-    """The record of a run, or of a checkpoint that ``judge.py`` has judged, which lacks what only a run has."""
+    """The record of a run, or of a checkpoint that ``judge.py`` has judged, which lacks the names below."""
 
     fidelity_unquantized_engine: Annotated[Fidelity, Doc("the same of the unquantized engine, without scores of sets")]
     noise_floor: Annotated[dict[str, Fidelity], Doc("of full precision computed another way, by way; or a reason")]

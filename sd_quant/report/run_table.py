@@ -140,7 +140,7 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
 
 
 def _intervals(record: Mapping[str, Any]) -> list[str]:
-    """The line that says whether intervals of speed-ups cover other hours too, folded."""
+    """The line on the validity of speed-ups' intervals in other hours, folded."""
     engine, part, samples, _ = workload(record)
     words = occasions_of(at(record, "latency", engine, part, str(samples), "rounds"))
     return folded(re.findall(WORDS, f"± of speed-ups: {words}")) if words else []
@@ -165,7 +165,7 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> Table:
 
 
 def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> Table:
-    """The scores by networks and photographs that were named, and how far from full precision's they are."""
+    """The named scores by networks and photographs, and their differences from full precision's."""
     rows = []
     for score in asked(record):
         both = [number_at(record, "text_scores", variant, score.key) for variant in VARIANTS]

@@ -25,7 +25,7 @@ CALL, RECIPES = "call", "recipes"  # beside IMAGE, what is compared between occa
 
 
 class TimedEngine(TypedDict):
-    """One engine; jobs share it whose graphs differ in constants alone, or whose plans are equal."""
+    """One engine of all jobs whose graphs differ in constants alone, or whose plans are equal."""
 
     sha256: str  # of a graph without its constants, or of a plan
     jobs: list[str]
@@ -209,8 +209,8 @@ def rounds_of(
 
 def of_conditions(conditions: Any) -> dict[str, Any]:
     """The entries of ``Timed`` that the conditions of its rounds have."""
-    between = at(conditions, "between") or {}
-    whole = {kind: each for kind, each in between.items() if {"deviation", "degrees"} <= set(each or ())}
+    between = (at(conditions, "between") or {}).items()
+    whole = {kind: each for kind, each in between if {"deviation", "degrees"} <= set(each or ())}
     return {"openings": at(conditions, "openings") or (), "between": whole}
 
 

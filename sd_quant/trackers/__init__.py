@@ -68,7 +68,7 @@ def read_run(record: Mapping, directory: Path) -> Run:
 
 
 def _knobs(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Knobs by dotted name, as on the command line; what is no number becomes a short line of text."""
+    """Knobs by dotted name, as on the command line; other values than numbers become a short line of text."""
     for key, value in knobs.items():
         if isinstance(value, Mapping):
             yield from _knobs(value, f"{prefix}{key}.")

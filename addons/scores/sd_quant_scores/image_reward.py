@@ -86,7 +86,7 @@ def image_reward(weights: Path) -> Opener:
 
 
 def empty_image_reward(path: Path) -> tuple[ImageReward, Read]:
-    """The network without weights, and what reads them from its file. Raises ArtifactError for another file."""
+    """The network without weights, and a reader of them from its file. Raises ArtifactError for another file."""
     with without_weights():
         network = ImageReward()
     tensors = stored_tensors(whole_file(path))

@@ -98,7 +98,7 @@ def hps(weights: Path) -> Opener:
 
 
 def empty_hps(weights: Path) -> tuple[Any, Read]:
-    """HPSv2's network without weights, and what reads them. Raises SdQuantError for another file."""
+    """HPSv2's network without weights, and a reader of them. Raises SdQuantError for another file."""
     from transformers import CLIPConfig, CLIPModel
 
     wanted = HPS.weights
