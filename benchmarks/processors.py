@@ -44,8 +44,8 @@ from sd_quant.metrics.latency import Stopping, measure_together
 from sd_quant.models.checkpoint import contracts_of
 from sd_quant.numbers import relative_error
 from sd_quant.places import HOME, input_path
-from sd_quant.report.csv_files import write_csv
 from sd_quant.report.provenance import machine, versions
+from sd_quant.report.table import write_csv
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.session import open_unchecked
 

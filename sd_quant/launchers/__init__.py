@@ -19,20 +19,16 @@ PREPARED = {"RayLauncher": "ray", "SlurmLauncher": "slurm"}  # by the class that
 
 
 def prepare(launcher: DictConfig, directory: Path, jobs: Mapping[str, Any]) -> None:
-    """Make a launcher ready for the ``jobs``, by name, of the sweep in ``directory``, in the process of the command.
-
-    Raises SdQuantError when it cannot run any job.
-    """
+    """Make a launcher ready for a sweep's ``jobs``, by name. Raises SdQuantError when it cannot run any job."""
     if (module := PREPARED.get(str(launcher.get("_target_")).rpartition(".")[2])) is not None:
         needs = {name: need_of(job) for name, job in jobs.items()}
         import_module(f"{__name__}.{module}").prepare(launcher, directory, needs)
 
 
 def failed(directory: Path, name: str, failure: Exception) -> JobReturn:
-    """Write the ``failure`` into the folder of the job ``name``, and return a result for Hydra that has it.
+    """Write the ``failure`` of the job ``name`` of a sweep into its folder; Hydra's result of it. Other jobs go on.
 
-    ``directory`` is the sweep's. A job that died on a cluster is one that failed, while the others go on; one that has
-    its record is done, whatever happened to its process afterwards.
+    A job that has its record is done, whatever happened to its process afterwards.
     """
     if (directory / name / RECORD).exists():
         return JobReturn(status=JobStatus.COMPLETED, _return_value=None)

@@ -25,7 +25,7 @@ COMPUTE_CAPABILITY = {
 
 @dataclass(frozen=True)
 class Need:
-    """What a job's formats require of the GPU that it is given."""
+    """A job's requirements of its GPU, by its formats."""
 
     compute_capability: int = 0  # 89 for 8.9
     required: bool = False  # False: on an older GPU the job takes another engine
@@ -52,7 +52,7 @@ def need_of(job: Any) -> Need:
 
 
 def places_too_old(needs: Mapping[str, Need], places: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
-    """By job, the places whose GPUs are all too old; ``places`` gives the names of GPUs that each has.
+    """By job, the places whose GPUs, given by name, are all too old.
 
     Raises ConfigError, naming a job, where its GPU is required and no place has one.
     """

@@ -25,10 +25,7 @@ KIND = "ray.io/accelerator-type"  # the label that Ray gives a node for its GPUs
 
 
 def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) -> None:
-    """Connect to the cluster and compare; ``needs`` are the jobs' by name.
-
-    Raises ResourceError without a cluster, ConfigError for too large a job.
-    """
+    """Connect to the cluster; ``needs`` by job. Raises ResourceError without one, ConfigError for too large a job."""
     import ray
     from hydra_plugins.hydra_ray_launcher import _core
 
@@ -75,7 +72,7 @@ def launched(
 
 
 def result_of(directory: Path, job: tuple[str, Any]) -> JobReturn:
-    """Wait for a job that was ``launched``; one whose process or node died more often than Ray tries has failed."""
+    """Wait for a ``launched`` job; it has failed if its process or node died more often than Ray tries."""
     import ray
 
     name, task = job
@@ -86,7 +83,7 @@ def result_of(directory: Path, job: tuple[str, Any]) -> JobReturn:
 
 
 def wanted(remote: dict) -> dict[str, float]:
-    """Return what a job asks for, by Ray's names of resources."""
+    """Return a job's resources by Ray's names."""
     return {"CPU": remote.get("num_cpus", 1), "GPU": remote.get("num_gpus", 0)} | remote.get("resources", {})
 
 

@@ -104,14 +104,14 @@ class Queue(SlurmInfoWatcher):
 
 
 def states(printed: str, waiting: Collection[str]) -> dict[str, dict[str, str]]:
-    """Return what ``squeue`` has printed of the jobs that are waited for; some time after their end it is silent."""
+    """The State and NodeList of each waiting job, as ``squeue`` prints them; it forgets ended jobs after a while."""
     lines = [line.split("|") for line in printed.splitlines()]
     found = {job: {"State": state, "NodeList": nodes} for job, state, nodes in lines}
     return {job: found.get(job, {"State": FORGOTTEN, "NodeList": ""}) for job in waiting}
 
 
 def results_of(job: SlurmJob, directory: Path) -> list[JobReturn]:
-    """Wait for a job and return what Hydra gets of it; of one that died, its failure, which its folder gets too."""
+    """Wait for a job; Hydra's result of it. A dead job's failure is written into its folder too."""
     name = sweep.entry(directory, job.submission().args[2])["name"]  # by Hydra's number of the job
     failure: Exception
     try:
@@ -126,7 +126,7 @@ def results_of(job: SlurmJob, directory: Path) -> list[JobReturn]:
 
 
 def reason(job: SlurmJob) -> str:
-    """Say how a job ended: Slurm's state, the node, and what Slurm or else the job wrote last."""
+    """A dead job's end in words: Slurm's state, the node, and the last line by Slurm or else by the job."""
     found = job.watcher.get_info(job.job_id, mode="cache")
     state, nodes = found.get("State", FORGOTTEN), found.get("NodeList")
     ended = f"Slurm's job {job.job_id} ended as {state}" + (f" on {nodes}" if nodes else "")

@@ -1,9 +1,8 @@
 """The third-party checkpoints of ``judge.py`` in a report: which is worth its bits, its contents, its worst layers.
 
-They come from other tools and run on other machines, so they can be compared by images and size alone. One is worth its
-bits if no other is both smaller and closer to full precision. Two are compared on the prompts that both have drawn,
-image by image, because prompts differ by more than checkpoints do. The road not taken is a single score: nobody can say
-what a bit is worth to somebody else's memory.
+They come from other tools and run on other machines, so they are compared by images and size alone, on the prompts that
+both have drawn, image by image. The road not taken is a single score: nobody can say what a bit is worth to somebody
+else's memory.
 """
 
 import statistics
@@ -32,6 +31,15 @@ CONTENTS = (
 )
 
 
+CONTENTS_TITLES = [
+    "candidate", "made by", "verdict", "bits a weight", "MiB", "layers quantized", "inputs", "error of the network",
+    "its own library", "agrees with our reading", "a call, ms", "over torch in full precision", "PSNR by its text",
+]  # fmt: skip
+HURTING_TITLES = [
+    "candidate", "layer", "role", "format", "error of its output", "error of the network with it alone",
+]  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class Standing:
     """A job or a third-party checkpoint among those that are compared."""
@@ -42,12 +50,8 @@ class Standing:
     loras: str | None = None  # of a checkpoint: where it has the LoRAs of full precision
     kind: tuple[frozenset[str], ...] = ()  # of a checkpoint: its formats of weights and of inputs
 
-    @property
-    def fidelity(self) -> float:
-        return statistics.fmean(self.images)
-
     def __str__(self) -> str:
-        return f"{self.name} ({self.fidelity:.1f} dB at {self.bits:.2f} bits a weight)"
+        return f"{self.name} ({statistics.fmean(self.images):.1f} dB at {self.bits:.2f} bits a weight)"
 
 
 def confidence_of(sweep: Sweep) -> float:
@@ -67,23 +71,18 @@ def standings(sweep: Sweep) -> list[Standing]:
     """All jobs and checkpoints that have both images and a size, the smallest first."""
     found = []
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
-        images = capped(job.record, IDENTICAL_DB)
+        images, judged = capped(job.record, IDENTICAL_DB), at(job.record, "judged")
         if row["status"] == DONE and images and row["denoiser_bits"]:
-            judged = at(job.record, "judged")
             kind = tuple(frozenset(at(judged, name) or {}) for name in ("formats", "inputs"))
-            name, loras = name_of(job), at(judged, "loras")
-            found.append(Standing(name, row["denoiser_bits"], images, loras, kind))
-    return sorted(found, key=lambda each: (each.bits, -each.fidelity))
+            found.append(Standing(name_of(job), row["denoiser_bits"], images, at(judged, "loras"), kind))
+    return sorted(found, key=lambda each: (each.bits, -statistics.fmean(each.images)))
 
 
 WORTH, BEATEN, TIED = "worth its bits", "beaten", "not to be told apart"
 
 
 def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[str, str]]:
-    """WORTH, BEATEN or TIED for each name, with a sentence; ``everyone`` is sorted by size.
-
-    All comparisons hold ``together`` with this confidence.
-    """
+    """WORTH, BEATEN or TIED by name, with a sentence, at a confidence ``together``; ``everyone`` is sorted by size."""
     found: dict[str, tuple[str, str]] = {}
     best: Standing | None = None
     confidence = 1 - (1 - together) / max(1, len(everyone))
@@ -100,45 +99,40 @@ def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[s
 
 def judgement(sweep: Sweep) -> str:
     """Sentences that name the checkpoints that are worth their bits, beaten or tied."""
-    everyone = standings(sweep)
+    everyone, confidence = standings(sweep), confidence_of(sweep)
     if not everyone:
         return "No candidate has both images and a size, so there is nothing to say."
-    kinds = {name: kind for name, (kind, _) in verdicts(everyone, confidence_of(sweep)).items()}
+    kinds = {name: kind for name, (kind, _) in verdicts(everyone, confidence).items()}
     worth = [str(each) for each in everyone if kinds[each.name] == WORTH]
     beaten, tied = ([name for name, kind in kinds.items() if kind == other] for other in (BEATEN, TIED))
-    sentences = [f"Worth its bits: {joined(worth)}." if len(worth) == 1 else f"Worth their bits: {joined(worth)}."]
+    sentences = [f"Worth {'its' if len(worth) == 1 else 'their'} bits: {joined(worth)}."]
     if beaten:
         named = joined(beaten) if len(beaten) <= MOST_NAMES else f"{len(beaten)} others"
         sentences.append(f"Beaten by one that is no larger: {named}.")
     if tied:
-        sentences.append(
-            f"On {counted(len(everyone[0].images), 'image')} not to be told apart from a smaller one: {joined(tied)}."
-        )
+        count = counted(len(everyone[0].images), "image")
+        sentences.append(f"On {count} not to be told apart from a smaller one: {joined(tied)}.")
     texts = {psnr_text(at(job.record, "judged"), "text") for job in sweep.jobs} - {DASH}
     for text in sorted(texts):  # one, as full precision is one
         sentences.append(f"All that is of quantization alone; the text as its tool passes it has {text} by itself.")
-    return " ".join([*sentences, *lora_sentences(everyone, confidence_of(sweep))])
+    return " ".join([*sentences, *lora_sentences(everyone, confidence)])
 
 
 def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
-    """A sentence for each two candidates in the same formats, one with the LoRAs in its weights, one with them beside.
-
-    It says which is closer to full precision with the LoRAs; all comparisons hold ``together`` with this confidence.
-    """
+    """A sentence for each two candidates of the same formats, one with the LoRAs fused, one with them beside it."""
     both = [(a, b) for a in everyone for b in everyone if (a.loras, b.loras) == ("beside", "fused")]
     pairs = [(beside, fused) for beside, fused in both if beside.kind == fused.kind]
     found = []
     for beside, fused in pairs:
         gain = closer(beside.images, fused.images, 1 - (1 - together) / len(pairs))
-        by = f"by {abs(gain.value):.1f} dB ({min(map(abs, gain[1:])):.1f} to {max(map(abs, gain[1:])):.1f})"
+        one, other = f"{beside.name} with the LoRAs beside it", f"{fused.name} with them fused"
         if gain.holds(0):
-            found.append(
-                f"{beside.name} with the LoRAs beside it and {fused.name} with them fused cannot be told apart."
-            )
-        elif gain.value > 0:
-            found.append(f"{beside.name} with the LoRAs beside it is closer than {fused.name} with them fused, {by}.")
-        else:
-            found.append(f"{fused.name} with the LoRAs fused is closer than {beside.name} with them beside it, {by}.")
+            found.append(f"{one} and {other} cannot be told apart.")
+            continue
+        if gain.value < 0:
+            one, other = f"{fused.name} with the LoRAs fused", f"{beside.name} with them beside it"
+        by = f"by {abs(gain.value):.1f} dB ({min(map(abs, gain[1:])):.1f} to {max(map(abs, gain[1:])):.1f})"
+        found.append(f"{one} is closer than {other}, {by}.")
     return found
 
 
@@ -148,32 +142,21 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     if not judged:
         return []
     verdict = [f"{judgement(sweep)} ({rule(sweep)}.)"] if sweep.own else []  # else the page begins with it
-    everyone = standings(sweep)
-    said = {name: words for name, (_, words) in verdicts(everyone, confidence_of(sweep)).items()}
-    contents = [contents_of(job, entry, said) for job, entry in judged.values()]
+    said = {name: words for name, (_, words) in verdicts(standings(sweep), confidence_of(sweep)).items()}
     hurting = [
-        [
-            name_of(job), *(str(at(layer, key)) for key in ("name", "role", "format")),
-            *(figure(at(layer, f"{key}_error"), "{:.2g} %", 100) for key in ("output", "network")),
-        ]
+        [name_of(job), *(str(at(layer, key)) for key in ("name", "role", "format")),
+         *(figure(at(layer, f"{key}_error"), "{:.2g} %", 100) for key in ("output", "network"))]
         for job, entry in judged.values()
         for layer in (at(entry, "hurting") or [])[:WORST]
     ]  # fmt: skip
+    layers = f"The {WORST} worst of each candidate, on inputs of the full-precision network. All layers stand in "
     return [
         table_of_texts(
-            ["candidate", "made by", "verdict", "bits a weight", "MiB", "layers quantized", "inputs",
-             "error of the network", "its own library", "agrees with our reading", "a call, ms",
-             "over torch in full precision", "PSNR by its text"],
-            contents,
-            "What is in each candidate",
+            CONTENTS_TITLES, [contents_of(*each, said) for each in judged.values()], "What is in each candidate",
             " ".join([*verdict, CONTENTS]),
         ),
         table_of_texts(
-            ["candidate", "layer", "role", "format", "error of its output", "error of the network with it alone"],
-            hurting,
-            "Which layers hurt",
-            f"The {WORST} worst of each candidate, on inputs of the full-precision network. All layers stand in "
-            "layers.csv of the candidate's folder.",
+            HURTING_TITLES, hurting, "Which layers hurt", f"{layers}layers.csv of the candidate's folder."
         ),
     ]  # fmt: skip
 
@@ -186,10 +169,9 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
     runtime = at(entry, "runtime") or {}
     agreement = at(runtime, "agreement", "values") or []
     known = [value for value in agreement if value is not None]
-    agrees = DASH if not agreement else f"{statistics.fmean(known):.1f} dB" if known else "identical"
-    ends = at(runtime, "speedup_interval") or []
+    agrees = f"{statistics.fmean(known):.1f} dB" if known else "identical" if agreement else DASH
+    ends, reason = at(runtime, "speedup_interval") or [], at(runtime, "reason")
     low, high = ends if len(ends) == 2 else (None, None)
-    name, reason = at(runtime, "name") or DASH, at(runtime, "reason")
     parts = [f"{part} {quantized_of(each)}" for part, each in (at(entry, "parts") or {}).items()]
     loras = [f"LoRAs {at(entry, 'loras')}"] if at(entry, "loras") else []
     return [
@@ -201,7 +183,7 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
         "; ".join([quantized_of(entry), *parts, *loras]),
         lowered(at(entry, "inputs")) or HIGH_PRECISION,
         figure(at(entry, "network_error"), "{:.2g} %", 100),
-        f"{DASH} ({reason})" if reason else name,
+        f"{DASH} ({reason})" if reason else at(runtime, "name") or DASH,
         agrees,
         figure(at(runtime, "ms"), "{:,.1f}"),
         figure(at(runtime, "speedup"), "{:.2f}x" + between(low, high, "{:.2f}")),

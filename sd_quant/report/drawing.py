@@ -59,10 +59,7 @@ def new_figure(height: float = HEIGHT) -> Figure:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """An ``<svg>`` element for a page that defines the variables ``--plot-<colour>`` of ``PALETTE``.
-
-    Its ids start with ``name``, so that several fit on one page. It is safe HTML, whatever the labels say.
-    """
+    """An ``<svg>`` element, safe as HTML, in the page's ``--plot-<colour>``; its ids begin with ``name``."""
     text = io.StringIO()
     with style():
         figure.savefig(text, format="svg", metadata={"Date": None})

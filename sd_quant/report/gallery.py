@@ -25,11 +25,9 @@ NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError) 
 
 
 def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) -> tuple[dict, list[str]]:
-    """The images as data of the page's script, and sentences on images that are left out.
+    """The images as data of the page's script, worst prompts first, and sentences on images that are left out.
 
-    A prompt has a pair of indices into ``images`` for each recipe: full precision's image, the same for all recipes, is
-    embedded once. Of many prompts, those with the worst pairs are taken. ``badges`` are words on jobs; the page opens
-    with the job ``best``.
+    A prompt has a pair of indices into ``images`` for each recipe. ``badges`` are words on jobs; ``best`` comes first.
     """
     done, names = sweep.done, sweep.recipes
     jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
@@ -38,82 +36,63 @@ def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) ->
             jobs_of.setdefault((index, str(prompt)), []).append((recipe, job))
 
     def closeness(item: tuple[tuple[int, str], list[tuple[int, Job]]]) -> float:
-        (index, _), jobs = item
-        values = [score(job, SCORES["psnr"], index) for _, job in jobs]
+        values = [score(job, SCORES["psnr"], item[0][0]) for _, job in item[1]]
         return min((value for value in values if value is not None), default=math.inf)
 
-    embedded: list[dict] = []
-    places: dict[str, int] = {}  # of images, by the hash of their file
+    embedded: dict[str, dict] = {}  # by the hash of its file, as full precision's image is the same for all recipes
 
     def embed(path: Path) -> int | None:
         try:
             content = read_regular(path, MOST_BYTES)
             digest = hashlib.sha256(content).hexdigest()
-            if digest not in places:
-                embedded.append(for_page(content))
-                places[digest] = len(embedded) - 1
-            return places[digest]
+            if digest not in embedded:
+                embedded[digest] = for_page(content)
+            return [*embedded].index(digest)
         except NOT_AN_IMAGE:
             return None
 
     prompts: list[dict] = []
     absent = dict.fromkeys((job.name for job in done), 0)
     for (index, prompt), jobs in sorted(jobs_of.items(), key=closeness):
-        if len(prompts) == MOST_PROMPTS or sum(len(image["source"]) for image in embedded) > MOST_BYTES:
+        if len(prompts) == MOST_PROMPTS or sum(len(image["source"]) for image in embedded.values()) > MOST_BYTES:
             break
         pairs = []
         for recipe, job in jobs:
             full, quantized = (embed(job.directory / "images" / variant / f"{index:04d}.png") for variant in VARIANTS)
             absent[job.name] += full is None or quantized is None
             if full is not None or quantized is not None:
-                pairs.append({
-                    "recipe": recipe, "full": full, "quantized": quantized,
-                    "psnr": score(job, SCORES["psnr"], index), "scores": scores(job, index),
-                })  # fmt: skip
+                measured = {"psnr": score(job, SCORES["psnr"], index), "scores": scores(job, index)}
+                pairs.append({"recipe": recipe, "full": full, "quantized": quantized, **measured})
         if pairs:
             prompts.append({"text": printable(prompt), "pairs": pairs})
 
-    notes = []
-    if not prompts:
-        notes.append("There are no images to show.")
-    elif len(prompts) < len(jobs_of):
-        notes.append(
-            f"The {len(prompts)} worst of {len(jobs_of)} prompts are here; the others are in the jobs' folders."
-        )
-    if any(image["reduced"] for image in embedded):
+    notes = [] if prompts else ["There are no images to show."]
+    if prompts and len(prompts) < len(jobs_of):
+        worst = f"The {len(prompts)} worst of {len(jobs_of)} prompts are here"
+        notes.append(f"{worst}; the others are in the jobs' folders.")
+    if any(image["reduced"] for image in embedded.values()):
         notes.append(f"Images are compressed and at most {LONGEST_EDGE} pixels long here; the jobs keep the originals.")
-    notes += [
-        f"{names[job]}: {count} {'pair of images is' if count == 1 else 'pairs of images are'} missing or damaged."
-        for job, count in absent.items()
-        if count
-    ]
+    for name, count in absent.items():
+        pairs_are = "pair of images is" if count == 1 else "pairs of images are"
+        notes += [f"{names[name]}: {count} {pairs_are} missing or damaged."] if count else []
     recipes = [
         {"name": printable(names[job.name]), "badge": badges.get(job.name), "first": job.name == best} for job in done
     ]
-    return {"images": embedded, "recipes": recipes, "prompts": prompts}, notes
+    return {"images": [*embedded.values()], "recipes": recipes, "prompts": prompts}, notes
 
 
 def for_page(content: bytes) -> dict:
-    """An image as the page embeds it: decoded and encoded again, so that nothing but pixels comes from a file.
-
-    Small images stay as they are, large ones are reduced. Raises one of ``NOT_AN_IMAGE``.
-    """
+    """An image as embedded: its pixels encoded again, large ones reduced. Raises one of ``NOT_AN_IMAGE``."""
     with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
         pixels = image.convert("RGB")
-    encoded = io.BytesIO()
-    small = max(pixels.size) <= SMALL_EDGE
-    if small:
-        pixels.save(encoded, "PNG", optimize=True)
-    else:
+    encoded, reduced = io.BytesIO(), max(pixels.size) > SMALL_EDGE
+    if reduced:
         pixels.thumbnail((LONGEST_EDGE, LONGEST_EDGE), Image.Resampling.LANCZOS)
         pixels.save(encoded, "WEBP", quality=WEBP_QUALITY)
-    kind = "png" if small else "webp"
-    return {
-        "source": f"data:image/{kind};base64,{base64.b64encode(encoded.getvalue()).decode()}",
-        "width": pixels.width,
-        "height": pixels.height,
-        "reduced": not small,
-    }
+    else:
+        pixels.save(encoded, "PNG", optimize=True)
+    source = f"data:image/{'webp' if reduced else 'png'};base64,{base64.b64encode(encoded.getvalue()).decode()}"
+    return {"source": source, "width": pixels.width, "height": pixels.height, "reduced": reduced}
 
 
 def score(job: Job, measure: Score, index: int) -> float | None:

@@ -1,26 +1,15 @@
-"""Whether a finished run passes bars that were fixed before, decided by intervals.
+"""Whether a finished run passes bars that were fixed before, decided by intervals. docs/gate.md has the statistics.
 
 A criterion is a mean over prompts, or a speed-up, with a bar. It passes if its whole interval lies on the good side,
-fails if it lies on the bad side, and cannot be told otherwise: then the number of prompts or rounds that would tell is
-estimated. The run passes if every criterion does, and fails if one does. The interval that decides is the one that is
-shown, with its level.
+fails if it lies on the bad side, and cannot be told otherwise. The unit is the prompt: its images count as their mean.
 
-- The unit is the prompt. The images of one prompt count as one, by their mean.
 - The interval of a mean is Hall's (Journal of the Royal Statistical Society B 54, 1992): Student's, transformed by the
-  skewness of the values. Without skewness the two are equal. LPIPS is skewed: of 64 lognormal values (sigma 1) the true
-  mean lies above Student's interval in 9.0 % of draws, above this one in 5.3 %, nominally in 2.5 %
-  (docs/gate.md). The bootstrap of Student's ratio held as often in a trial, and takes a generator and 100
-  times as long. No interval knows of what none of the prompts has shown, such as a composition that flips for one
-  prompt in fifty.
-- A worst image below its bar fails, because it is there. None below passes once there are so many prompts that fewer
-  than ``worst_share`` of all others are below it: acceptance number zero of quality control.
-- Two kinds of error. *Passed although a criterion is not met*: all have to pass, so the probability is at most that of
-  one, and a correction would only cost prompts (intersection-union test; Berger, Technometrics 24, 1982). *Failed
-  although all are met*: one suffices, so more criteria mean more errors, and where the value is on the bad side, the
-  interval's level is Holm's (Scandinavian Journal of Statistics 6, 1979), whatever the dependence. Each kind has 2.5 %
-  at 95 % of confidence. What would fail alone, and not at that level, is called likely to fail.
-- Against a baseline, the difference of a prompt's images in the two runs is the value: a test of non-inferiority. Not
-  to be significantly worse is no pass.
+  skewness of the values. The bootstrap of Student's ratio held as often in a trial and takes 100 times as long.
+- No image below the bar of a worst one: acceptance number zero of quality control.
+- All criteria have to pass, so passing needs no correction (intersection-union test; Berger, Technometrics 24, 1982).
+  One suffices to fail, so where the value is on the bad side, the interval's level is Holm's (Scandinavian Journal of
+  Statistics 6, 1979). A failure alone that is none at that level is called likely.
+- Against a baseline, the difference of a prompt's images in the two runs is the value: a test of non-inferiority.
 
 Roads not taken: means, which pass by the luck of the prompts, and images of an earlier run as the reference, which
 measure the machine: each run has its own full precision.
@@ -34,10 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import refusing
 from sd_quant.metrics import Against, Score, scores_against
 from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, means_of_groups, t_quantile
 from sd_quant.report.readings import degenerate_images, degenerate_of, number_at, psnr_of_images, score_of
-from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, at, read_record, weights_sha256, why
+from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, at, read_record, weights_sha256
 from sd_quant.report.summary import machine_of, timed_alone, workload
 from sd_quant.report.table import DASH, between
 from sd_quant.report.timing import Timed, log_speedup_over
@@ -48,6 +38,7 @@ OPEN = (LIKELY, UNTOLD)
 SHOWN = 3  # worst images of a criterion
 MOST = 10_000  # prompts or rounds; who would draw more
 OF_IMAGES = {score.key: score for score in scores_against(Against.IMAGES)}
+AGAIN = "run the job again"
 REFERENCE = {  # knobs that decide full precision's images, by section; samplers and schedules of a recipe do not
     "infer": "width height sizes steps scale seed num_samples negative_prompt strength precision".split(),
     "model": ("arguments", "max_sequence_length"),
@@ -73,7 +64,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure of which a sample is known, and its bar."""
+    """A figure by a sample, and its bar."""
 
     knob: str
     title: str
@@ -112,10 +103,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gate:
-    """``outcome`` is PASSED, FAILED, LIKELY or UNTOLD."""
-
     run: Path
-    outcome: str
+    outcome: str  # PASSED, FAILED, LIKELY or UNTOLD
     sentence: str
     verdicts: Sequence[Verdict]
 
@@ -125,61 +114,49 @@ class Gate:
 
 def read_run(knob: str, folder: Path) -> Run:
     """The record of a finished run. Raises ConfigError where there is none, ArtifactError where it is damaged."""
-    try:
+    with refusing(f"{folder / RECORD} is damaged", ValueError, OSError, advice=AGAIN):
         record = read_record(folder)
-    except (ValueError, OSError) as error:
-        raise ArtifactError(f"{folder / RECORD} is damaged ({why(error)}); run the job again") from error
     if record is None or at(record, "status") != DONE:
         raise ConfigError(f"{knob} is {folder}, which has no {RECORD} of a finished run, expected the folder of one")
-    prompts = record.get("prompts") or []
+    run, prompts = Run(folder, record), record.get("prompts") or []
     for key, score in OF_IMAGES.items():
         if (count := len(score_of(record, score).values)) not in (0, len(prompts)):
-            raise ArtifactError(
-                f"{folder / RECORD} is damaged (fidelity.{key} has {count} values for {len(prompts)} images); run the "
-                "job again"
-            )
-    return Run(folder, record)
+            raise damaged(run, f"fidelity.{key} has {count} values for {len(prompts)} images")
+    return run
+
+
+def damaged(run: Run, what: str) -> ArtifactError:
+    return ArtifactError(f"{run.folder / RECORD} is damaged ({what}); {AGAIN}")
+
+
+def without_figure(run: Run, knob: str, figure: str, expected: str) -> ConfigError:
+    return ConfigError(f"{knob} is given, and {run.folder} has no {figure}, expected {expected}, or leave the bar out")
 
 
 def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
-    """The score of each image; infinite where the image is identical to full precision's.
-
-    Raises ConfigError for a run that does not have the score.
-    """
+    """The score of each image, infinite for one identical to full precision's. Raises ConfigError without it."""
     values = score_of(run.record, score).values
     if not values:
-        raise ConfigError(
-            f"{knob} is given, and {run.folder} has no {score.title} of images, expected a run that made images: run "
-            "quantize with infer.prompts, or leave the bar out"
-        )
+        made = "a run that made images: run quantize with infer.prompts"
+        raise without_figure(run, knob, f"{score.title} of images", made)
     return psnr_of_images(run.record) if score.key == "psnr" else values
 
 
 def rounds_of(run: Run, knob: str) -> Timed | str:
-    """The rounds in which an image was timed, or the record's reason why they tell nothing, such as a busy machine.
-
-    Raises ConfigError for a run that was not timed with its recipe.
-    """
+    """The rounds of an image's timing, or the reason why they tell nothing. Raises ConfigError without rounds."""
     timed = timed_alone(run.folder.name, run.record)
     if timed is not None and timed.rest is not None:
         return timed
     engine, _, _, batch = workload(run.record)
     reason = number_at(run.record, "latency", engine, IMAGE, str(batch), "speedup").reason
     if not reason or reason == ABSENT or at(run.record, "simulated"):
-        raise ConfigError(
-            f"{knob} is given, and {run.folder} has no speed-up of an image, expected a run with timed rounds of an "
-            "engine that executes the recipe (infer=), or leave the bar out"
-        )
+        rounds = "a run with timed rounds of an engine that executes the recipe (infer=)"
+        raise without_figure(run, knob, "speed-up of an image", rounds)
     return reason
 
 
-def file_of(run: Run, index: int) -> Path | None:
-    names = (run.folder / "images" / VARIANTS[1] / f"{index:04}{suffix}" for suffix in (".png", ".webp"))
-    return next((path for path in names if path.is_file()), None)
-
-
 def reference_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the images in full precision, by its words in a refusal."""
+    """The causes of full precision's images, by their names in a refusal."""
     facts = {"prompts": record.get("prompts"), "weights": weights_sha256(record)}
     for section, names in REFERENCE.items():
         facts |= {f"{section}.{name}": at(record, "knobs", section, name) for name in names}
@@ -224,7 +201,7 @@ def untransformed(quantile: float, skewness: float) -> float:
 def levels_of(estimates: Sequence[Estimate], confidence: float) -> dict[str, float]:
     """The level of the interval that decides each criterion, by its knob: the confidence where the value is good.
 
-    Elsewhere the error is shared among the criteria: whatever fails leaves, and the others share it anew.
+    Elsewhere Holm's: the criteria share the error, and the share of each that fails goes to the others.
     """
     shared = 1 - (1 - confidence) / max(1, len(estimates))
     levels = {each.knob: shared if each.bad(exactly(each.at(shared).value)) else confidence for each in estimates}
@@ -233,10 +210,7 @@ def levels_of(estimates: Sequence[Estimate], confidence: float) -> dict[str, flo
 
 
 def more_needed(estimate: Estimate, confidence: float) -> int | None:
-    """How many more prompts or rounds would tell, if mean and spread stay; None for more than MOST.
-
-    An interval is as much narrower as the root of the count is larger, and Student's factor falls too.
-    """
+    """The number of further prompts or rounds that would tell at this mean and spread; None for more than MOST."""
     interval, of_prompts = estimate.at(confidence), estimate.unit == PROMPTS
     if not interval.known:
         return max(1, (2 if of_prompts else FEWEST_ROUNDS) - estimate.count)
@@ -260,10 +234,9 @@ def estimate_of_score(run: Run, score: Score, bar: float) -> Estimate:
     knob = bound(score)
     values = image_values(run, score, knob)
     best = max([bar, *filter(math.isfinite, known(values))])
-    counted = [best if value == math.inf else value for value in known(values)]
-    identical = sum(value == math.inf for value in known(values))
+    identical = values.count(math.inf)
     note = f"{identical} of {len(values)} images are identical to full precision and count as {score.text(best)}"
-    means = means_of_groups(counted, run.record["prompts"]) if len(counted) == len(values) else []
+    means = means_of_prompts(run, [None if value is None else best if value == math.inf else value for value in values])
     return Estimate(
         knob, f"mean {score.title}", bar, score.more_is_better,
         lambda confidence: score.inside(mean_of_skewed(means, confidence)), len(means), PROMPTS, form_of(score),
@@ -277,68 +250,66 @@ def estimate_of_difference(run: Run, baseline: Run, score: Score, margin: float)
     own, others = (image_values(each, score, knob) for each in (run, baseline))
     best = max([0.0, *filter(math.isfinite, known([*own, *others]))])
     pairs = [None if a is None or b is None else min(a, best) - min(b, best) for a, b in zip(own, others, strict=True)]
-    differences = means_of_groups(pairs, run.record["prompts"]) if None not in pairs else []
-    bar, form = 0.0 - margin if score.more_is_better else margin, form_of(score).replace("{:", "{:+")
+    differences, bar = means_of_prompts(run, pairs), 0.0 - margin if score.more_is_better else margin
     return Estimate(
         knob, f"{score.title} over the baseline's", bar, score.more_is_better,
-        lambda confidence: mean_of_skewed(differences, confidence), len(differences), PROMPTS, form,
-        worst_of(run, pairs, score.more_is_better), missing_of(score, pairs),
+        lambda confidence: mean_of_skewed(differences, confidence), len(differences), PROMPTS,
+        form_of(score).replace("{:", "{:+"), worst_of(run, pairs, score.more_is_better), missing_of(score, pairs),
     )  # fmt: skip
+
+
+def means_of_prompts(run: Run, values: Sequence[float | None]) -> list[float]:
+    """The mean of each prompt's images; none where an image has no value: it is broken, and no prompts mend it."""
+    return [] if None in values else means_of_groups(values, run.record["prompts"])
 
 
 def estimate_of_speedup(run: Run, bar: float) -> Estimate:
     """The speed-up of an image over the unquantized engine. Raises ConfigError for a run without one."""
-    timed, title = rounds_of(run, "min_speedup"), "speed-up of an image"
-    if isinstance(timed, str):
-        return untimed("min_speedup", title, bar, timed)
-    at_confidence: Any = timed.image_speedup  # an interval, because an image has a latency
-    return Estimate("min_speedup", title, bar, True, at_confidence, len(timed.quantized), ROUNDS, "{:.3f}x")
-
-
-def untimed(knob: str, title: str, bar: float, reason: str) -> Estimate:
-    """A speed-up whose rounds tell nothing."""
-    return Estimate(
-        knob, title, bar, True, lambda confidence: Interval(1, 0, math.inf), 0, ROUNDS, "{:.3f}", (), reason
+    timed = rounds_of(run, "min_speedup")
+    return estimate_of_rounds(
+        "min_speedup", "speed-up of an image", bar, [timed], lambda confidence: timed.image_speedup(confidence), "x"
     )
 
 
 def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Estimate:
-    """The speed-up as a share of the baseline's.
-
-    Raises ConfigError for runs without one, and for runs on different machines.
-    """
-    knob, title = "speedup_margin", "speed-up by the baseline's"
-    timed, other = (rounds_of(each, knob) for each in (run, baseline))
-    machines = [machine_of(at(each.record, "environment", "machine") or {}) for each in (run, baseline)]
-    if machines[0] != machines[1]:
+    """The speed-up as a share of the baseline's. Raises ConfigError for runs without one, or on different machines."""
+    both: list[Any] = [rounds_of(each, "speedup_margin") for each in (run, baseline)]
+    timed, other = both
+    one, another = (machine_of(at(each.record, "environment", "machine") or {}) for each in (run, baseline))
+    if one != another:
         raise ConfigError(
-            f"speedup_margin is given, and run was timed on {machines[0] or 'an unknown machine'}, the baseline on "
-            f"{machines[1] or 'an unknown one'}, expected one machine; time both on it, or leave speedup_margin out"
+            f"speedup_margin is given, and run was timed on {one or 'an unknown machine'}, the baseline on "
+            f"{another or 'an unknown one'}, expected one machine; time both on it, or leave speedup_margin out"
         )
-    if isinstance(timed, str) or isinstance(other, str):
-        return untimed(knob, title, 1 - margin, timed if isinstance(timed, str) else f"the baseline's: {other}")
-    same = (timed.full_precision, timed.quantized) == (other.full_precision, other.quantized)
 
-    def at_confidence(confidence: float) -> Interval:
-        if same:  # a run and itself
+    def relative(confidence: float) -> Interval:
+        if (timed.full_precision, timed.quantized) == (other.full_precision, other.quantized):  # a run and itself
             return exactly(1.0)
         difference = log_speedup_over(replace(timed, block="run"), replace(other, block="baseline"), confidence)
         return Interval(*map(math.exp, difference))
 
-    count = min(len(timed.quantized), len(other.quantized))
-    return Estimate(knob, title, 1 - margin, True, at_confidence, count, ROUNDS, "{:.3f}")
+    rounds = [timed, f"the baseline's: {other}" if isinstance(other, str) else other]
+    return estimate_of_rounds("speedup_margin", "speed-up by the baseline's", 1 - margin, rounds, relative)
+
+
+def estimate_of_rounds(
+    knob: str, title: str, bar: float, rounds: Sequence[Timed | str], at: Callable[[float], Interval], unit: str = ""
+) -> Estimate:
+    """A figure of timed rounds; undecided where a run has a reason in place of rounds."""
+    reason = next((each for each in rounds if isinstance(each, str)), "")
+    count = 0 if reason else min(len(each.quantized) for each in rounds)
+    return Estimate(knob, title, bar, True, at, count, ROUNDS, f"{{:.3f}}{unit}", (), reason)
 
 
 def estimates_of(run: Run, baseline: Run | None, bars: Mapping[str, float]) -> list[Estimate]:
-    """The criteria that are estimated. ``bars`` are those that were given, by knob. Raises ConfigError as they do."""
+    """The estimated criteria of ``bars``, by knob. Raises ConfigError as they do."""
     found = [estimate_of_score(run, score, bars[bound(score)]) for score in OF_IMAGES.values() if bound(score) in bars]
     if "min_speedup" in bars:
         found.append(estimate_of_speedup(run, bars["min_speedup"]))
     if baseline is not None:
         check_comparable(run, baseline)
-        for key, score in OF_IMAGES.items():
-            if (knob := f"{key}_margin") in bars:
-                found.append(estimate_of_difference(run, baseline, score, bars[knob]))
+        margins = {score: bars.get(f"{key}_margin") for key, score in OF_IMAGES.items()}
+        found += [estimate_of_difference(run, baseline, *each) for each in margins.items() if each[1] is not None]
         if "speedup_margin" in bars:
             found.append(estimate_of_relative_speedup(run, baseline, bars["speedup_margin"]))
     return found
@@ -354,7 +325,7 @@ def known(values: Iterable[float | None]) -> list[float]:
 
 
 def missing_of(score: Score, values: Sequence[float | None]) -> str:
-    """Which images have no score, or nothing."""
+    """The images without a score in words, or nothing."""
     missing = [index for index, value in enumerate(values) if value is None]
     images = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
     return f"{len(missing)} of {len(values)} images have no {score.title}: {images}" if missing else ""
@@ -368,7 +339,12 @@ def worst_of(run: Run, values: Sequence[float | None], more_is_better: bool) -> 
     """The images with the worst values, the worst first."""
     finite = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     chosen = sorted(finite, key=lambda each: each[1] if more_is_better else -each[1])[:SHOWN]
-    return [Shown(index, run.record["prompts"][index], value, file_of(run, index)) for index, value in chosen]
+    return [shown(run, *each) for each in chosen]
+
+
+def shown(run: Run, index: int, value: float) -> Shown:
+    names = (run.folder / "images" / VARIANTS[1] / f"{index:04}{suffix}" for suffix in (".png", ".webp"))
+    return Shown(index, run.record["prompts"][index], value, next((path for path in names if path.is_file()), None))
 
 
 # Verdicts
@@ -377,12 +353,12 @@ def worst_of(run: Run, values: Sequence[float | None], more_is_better: bool) -> 
 def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
     """The outcome of an estimated criterion by its interval at this level."""
     bar = f"at {'least' if estimate.more_is_better else 'most'} {estimate.form.format(estimate.bar)}"
-    without_figure = Verdict(
+    without = Verdict(
         estimate.knob, estimate.title, DASH, bar, FAILED if estimate.unit == PROMPTS else UNTOLD,
         {"bar": estimate.bar, "count": estimate.count}, estimate.note, worst=estimate.worst, form=estimate.form,
     )  # fmt: skip
-    if not estimate.count:  # an image without a score is broken, and more prompts do not mend it
-        return without_figure
+    if not estimate.count:
+        return without
     interval, alone = estimate.at(level), estimate.at(confidence)
     told = FAILED if estimate.bad(interval) else PASSED if estimate.good(interval) else None
     outcome = told or (LIKELY if estimate.bad(alone) else UNTOLD)
@@ -395,29 +371,23 @@ def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
         reason = "; ".join(filter(None, (single, hint, reason)))
     low, high = interval.ends
     value = estimate.form.format(interval.value) + between(low, high, form, level)
-    figures = {"value": interval.value, "low": low, "high": high, "level": level, **without_figure.figures}
-    return replace(
-        without_figure, value=value, verdict=outcome, figures=figures, reason=reason, more=more, unit=estimate.unit
-    )
+    figures = {"value": interval.value, "low": low, "high": high, "level": level, **without.figures}
+    return replace(without, value=value, verdict=outcome, figures=figures, reason=reason, more=more, unit=estimate.unit)
 
 
 def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidence: float) -> Verdict:
-    """Whether no image is beyond a bar, of so many prompts that at most ``share`` of all others are.
-
-    Raises ConfigError for a run that does not have the score.
-    """
-    knob = f"worst_{score.key}"
+    """Whether no image is beyond a bar, of so many prompts that at most ``share`` of all are. Raises ConfigError."""
+    knob, sign = f"worst_{score.key}", 1 if score.more_is_better else -1
     values = image_values(run, score, knob)
-    sign = 1 if score.more_is_better else -1
-    beyond = [index for index, value in enumerate(values) if value is None or sign * value < sign * bar]
-    shown = worst_of(run, values, score.more_is_better)
-    worst = shown[0].value if shown else None
+    beyond = sum(value is None or sign * value < sign * bar for value in values)
+    images = worst_of(run, values, score.more_is_better)
+    worst = images[0].value if images else None
     count, error = len(set(run.record["prompts"])), (1 - confidence) / 2
-    most = 1 - error ** (1 / count)
     wanted = math.ceil(math.log(error) / math.log1p(-share))
     more = None if beyond or count >= wanted else wanted - count
-    reason = f"{len(beyond)} of {len(values)} images are beyond it"
+    reason = f"{beyond} of {len(values)} images are beyond it"
     if not beyond:
+        most = 1 - error ** (1 / count)
         reason = f"none of {len(values)} images is beyond it, so at most {most:.1%} of prompts are"
         reason += f"; {more} more prompts would tell of {share:.1%}" if more else ""
     return Verdict(
@@ -425,42 +395,37 @@ def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidenc
         f"at {'least' if score.more_is_better else 'most'} {score.text(bar)}",
         FAILED if beyond else UNTOLD if more else PASSED,
         {"value": worst, "low": None, "high": None, "bar": bar, "count": count},
-        reason, more, PROMPTS, shown, form_of(score),
+        reason, more, PROMPTS, images, form_of(score),
     )  # fmt: skip
 
 
 def verdict_of_degenerate(run: Run) -> Verdict:
     """No image is degenerate, whatever the means. Raises ArtifactError for a record that names an image it has not."""
-    prompts, words = run.record.get("prompts") or [], degenerate_of(run.record)
-    title, bar, figures = "degenerate images", "none", {"bar": 0, "count": len(prompts)}
+    count, words = len(run.record.get("prompts") or []), degenerate_of(run.record)
+    without = Verdict(
+        "degenerate", "degenerate images", DASH, "none", UNTOLD, {"bar": 0, "count": count},
+        "the record does not say; make the run again",
+    )  # fmt: skip
     if at(run.record, "degenerate") is None:
-        reason = "the record does not say; make the run again"
-        return Verdict("degenerate", title, DASH, bar, UNTOLD, figures, reason)
-    if unknown := [index for index in words if index not in range(len(prompts))]:
-        raise ArtifactError(
-            f"{run.folder / RECORD} is damaged (degenerate names image {unknown[0]} of {len(prompts)}); run the job "
-            "again"
-        )
-    shown = [Shown(index, prompts[index], 0.0, file_of(run, index)) for index in [*words][:SHOWN]]
-    return Verdict(
-        "degenerate", title, f"{len(words)} of {len(prompts)}", bar, FAILED if words else PASSED,
-        {"value": len(words), **figures}, degenerate_images(run.record), worst=shown, form="degenerate",
+        return without
+    if unknown := [index for index in words if index not in range(count)]:
+        raise damaged(run, f"degenerate names image {unknown[0]} of {count}")
+    return replace(
+        without, value=f"{len(words)} of {count}", verdict=FAILED if words else PASSED,
+        figures={"value": len(words), **without.figures}, reason=degenerate_images(run.record),
+        worst=[shown(run, index, 0.0) for index in [*words][:SHOWN]], form="degenerate",
     )  # fmt: skip
 
 
 def decide(
     run: Run, baseline: Run | None, bars: Mapping[str, float], confidence: float = 0.95, worst_share: float = 0.1
 ) -> Gate:
-    """The gate of a run. ``bars`` are those that were given, by knob; margins are to the ``baseline``.
-
-    Raises ConfigError for a bar on a figure that the run does not have, and for a baseline of other images.
-    """
+    """The gate of a run by ``bars``, by knob; margins are to ``baseline``. Raises ConfigError for missing figures."""
     estimates = estimates_of(run, baseline, bars)
     levels = levels_of([each for each in estimates if each.count], confidence)
     verdicts = [verdict_of(each, levels.get(each.knob, confidence), confidence) for each in estimates]
-    for key, score in OF_IMAGES.items():
-        if (knob := f"worst_{key}") in bars:
-            verdicts.append(verdict_of_worst(run, score, bars[knob], worst_share, confidence))
+    worst = {score: bars.get(f"worst_{key}") for key, score in OF_IMAGES.items()}
+    verdicts += [verdict_of_worst(run, *each, worst_share, confidence) for each in worst.items() if each[1] is not None]
     verdicts.append(verdict_of_degenerate(run))
     outcomes = {verdict.verdict for verdict in verdicts}
     outcome = next(each for each in (FAILED, LIKELY, UNTOLD, PASSED) if each in outcomes)
@@ -468,13 +433,10 @@ def decide(
 
 
 def sentence_of(outcome: str, verdicts: Sequence[Verdict]) -> str:
-    """The outcome, with the criteria that failed, or with what would tell."""
-    open_ = [each for each in verdicts if each.verdict in OPEN]
-    named = [
-        f"{word}: {', '.join(found)}"
-        for word in ((FAILED,) if outcome == FAILED else OPEN)
-        if (found := [each.criterion for each in verdicts if each.verdict == word])
-    ]
+    """The outcome, with the failed criteria, or with the missing prompts and rounds."""
+    of = {word: [each for each in verdicts if each.verdict == word] for word in (FAILED, *OPEN)}
+    words = (FAILED,) if outcome == FAILED else OPEN
+    named = [f"{word}: {', '.join(each.criterion for each in of[word])}" for word in words if of[word]]
     hints = {
         PROMPTS: "prompts would tell (infer.prompts)",
         ROUNDS: "rounds would tell (a smaller timing.half_width and a larger timing.budget_s)",
@@ -482,6 +444,7 @@ def sentence_of(outcome: str, verdicts: Sequence[Verdict]) -> str:
     needed = [
         f"about {max(numbers)} more {hint}"
         for unit, hint in hints.items()
-        if outcome != FAILED and (numbers := [each.more for each in open_ if each.unit == unit and each.more])
+        if outcome != FAILED
+        and (numbers := [each.more for word in OPEN for each in of[word] if each.unit == unit and each.more])
     ]
     return "; ".join(filter(None, [*named, " and ".join(needed)])) or PASSED

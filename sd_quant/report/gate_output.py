@@ -4,7 +4,6 @@ In JUnit a criterion that cannot be told is an ``error``: the check could not be
 Most show a ``skipped`` test as green, and a ``failure`` would say what nobody knows.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from xml.etree import ElementTree
 
 from sd_quant.files import write_json, write_text
 from sd_quant.places import shown as shown_path
-from sd_quant.report.gate import FAILED, OPEN, Gate, Shown, Verdict
+from sd_quant.report.gate import FAILED, OPEN, Gate, Shown
 from sd_quant.report.table import as_text, table_of_texts
 from sd_quant.text import one_line, printable
 
@@ -23,24 +22,19 @@ LONGEST_PROMPT = 60
 
 def text_of(gate: Gate) -> str:
     """The table of criteria, the worst images, and the outcome."""
-    titles = ["criterion", "value", "bar", "verdict"]
     rows = [[each.criterion, each.value, each.bar, each.verdict] for each in gate.verdicts]
     notes = [f"{each.criterion}: {each.reason}" for each in gate.verdicts if each.reason]
-    table = table_of_texts(titles, rows, notes=notes)
-    images = as_text(table_of_texts(["worst images", "value", "file"], list(image_rows(gate))))
-    return "\n".join([*as_text(table), "", *images, *([""] if images else []), printable(gate.sentence)])
-
-
-def image_rows(gate: Gate) -> Iterator[list[str]]:
-    """The worst images by each criterion; two on one score have the same."""
-    seen = set()
+    images: dict[tuple[int, str], list[str]] = {}  # two criteria on one score have the same ones
     for verdict in gate.verdicts:
         for each in verdict.worst:
+            named = f"{verdict.criterion}: {each.index}, {one_line(each.prompt, LONGEST_PROMPT)}"
             figure = verdict.form.format(each.value)
-            if (each.index, figure) not in seen:
-                seen.add((each.index, figure))
-                named = f"{verdict.criterion}: {each.index}, {one_line(each.prompt, LONGEST_PROMPT)}"
-                yield [named, figure, path_of(each) or "no file"]
+            images.setdefault((each.index, figure), [named, figure, path_of(each) or "no file"])
+    tables = [
+        as_text(table_of_texts(["criterion", "value", "bar", "verdict"], rows, notes=notes)),
+        as_text(table_of_texts(["worst images", "value", "file"], [*images.values()])),
+    ]
+    return "\n".join([line for lines in tables if lines for line in (*lines, "")] + [printable(gate.sentence)])
 
 
 def path_of(image: Shown) -> str | None:
@@ -57,14 +51,16 @@ def write_gate(gate: Gate, exit_code: int, path: Path) -> None:
 
 def json_of(gate: Gate, exit_code: int) -> dict[str, Any]:
     """The gate as JSON for ``output=``; an interval or a number of prompts that is unknown is null."""
-
-    def criterion(each: Verdict) -> dict[str, Any]:
-        named = {"criterion": each.criterion, "title": each.title, "verdict": each.verdict, **each.figures}
-        worst = [{**asdict(image), "file": path_of(image)} for image in each.worst]
-        return {**named, "reason": each.reason or None, "more": each.more, "unit": each.unit or None, "worst": worst}
-
+    criteria = [
+        {
+            **{"criterion": each.criterion, "title": each.title, "verdict": each.verdict, **each.figures},
+            **{"reason": each.reason or None, "more": each.more, "unit": each.unit or None},
+            "worst": [{**asdict(image), "file": path_of(image)} for image in each.worst],
+        }
+        for each in gate.verdicts
+    ]
     run = {"run": str(gate.run), "outcome": gate.outcome, "exit_code": exit_code, "sentence": gate.sentence}
-    return {"schema_version": SCHEMA_VERSION, **run, "criteria": [*map(criterion, gate.verdicts)]}
+    return {"schema_version": SCHEMA_VERSION, **run, "criteria": criteria}
 
 
 def xml_of(gate: Gate) -> str:
@@ -75,23 +71,19 @@ def xml_of(gate: Gate) -> str:
     suites = ElementTree.Element("testsuites", numbers)
     suite = ElementTree.SubElement(suites, "testsuite", {"name": "sd-quant gate", "time": "0", **numbers})
     for each in gate.verdicts:
-        case = ElementTree.SubElement(
-            suite, "testcase", {"classname": "sd-quant.gate", "name": each.criterion, "time": "0"}
-        )
+        named = {"classname": "sd-quant.gate", "name": each.criterion, "time": "0"}
+        case = ElementTree.SubElement(suite, "testcase", named)
         because = f"; {each.reason}" if each.reason else ""
         told = printable(f"{each.title}: {each.value}, expected {each.bar}{because}")
         if each.verdict in (FAILED, *OPEN):
             kind = "failure" if each.verdict == FAILED else "error"
-            ElementTree.SubElement(case, kind, {"message": told, "type": each.verdict}).text = images_of(each)
+            ElementTree.SubElement(case, kind, {"message": told, "type": each.verdict}).text = "\n".join(
+                printable(
+                    f"{image.index}: {each.form.format(image.value)}, {image.prompt}, {path_of(image) or 'no file'}"
+                )
+                for image in each.worst
+            )
         else:
             ElementTree.SubElement(case, "system-out").text = told
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def images_of(verdict: Verdict) -> str:
-    """The worst images, a line each."""
-    return "\n".join(
-        printable(f"{each.index}: {verdict.form.format(each.value)}, {each.prompt}, {path_of(each) or 'no file'}")
-        for each in verdict.worst
-    )

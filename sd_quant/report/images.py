@@ -28,8 +28,7 @@ INK, SOFT_INK, PAPER = "#202124", "#5f6368", "#f1f3f4"  # paper is not white: ma
 def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path]:
     """Write uint8 images as ``folder/<name>.png``, each atomically.
 
-    ``names`` are different file names of our own making, never prompts. Raises ArtifactError for images of another
-    shape or type, such as those of a pipeline that makes no colours, ResourceError when the disk is full.
+    Raises ArtifactError for another shape or type, as of a pipeline without colours, ResourceError for a full disk.
     """
     check_rgb(images)
     paths = [folder / f"{name}.png" for name in names]
@@ -39,10 +38,7 @@ def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path
 
 
 def save_animations(strips: Images, width: int, folder: Path, names: Sequence[str]) -> list[Path]:
-    """Write videos, whose frames of ``width`` pixels stand side by side in each strip, as ``folder/<name>.webp``.
-
-    Without loss, so that a frame is as it was made. Raises ResourceError when the disk is full.
-    """
+    """Write strips of frames of ``width`` pixels as lossless videos ``folder/<name>.webp``. Raises ResourceError."""
     paths = [folder / f"{name}.webp" for name in names]
     for strip, path in zip(strips, paths, strict=True):
         first, *others = (Image.fromarray(strip[:, start : start + width]) for start in range(0, strip.shape[1], width))
@@ -57,36 +53,28 @@ def comparison_grid(
 ) -> Path:
     """Draw ``reference`` above ``quantized`` images of the same sizes, with their ``label``, into the PNG ``path``.
 
-    Images are enlarged twice, or less so that no edge exceeds 256 pixels. ``captions`` (prompts: untrusted, only drawn)
-    stand below the pairs, shortened to fit. Of more than 64 pairs the first 64 are drawn.
+    Images are enlarged twice, up to 256 pixels. ``captions`` (prompts: untrusted, only drawn) are shortened to fit. Of
+    more than 64 pairs the first 64 are drawn.
     """
     count = min(len(reference), MOST_PAIRS)
     columns, labels = min(COLUMNS, count), ("full precision", label)
     drawn = [[_scaled(image) for image in images[:count]] for images in (reference, quantized)]
     width, height = (max(image.size[axis] for image in drawn[0]) for axis in (0, 1))
-
     font = ImageFont.load_default(size=15)
     caption_font: Any = ImageFont.load_default(size=12)
     line = sum(caption_font.getmetrics())
     gutter = max(round(font.getlength(name)) for name in labels) + 12
-    block = 2 * height + GAP + CAPTION_LINES * line + 4
-    blocks = -(-count // columns)
+    block, blocks = 2 * height + GAP + CAPTION_LINES * line + 4, -(-count // columns)
     note = f"the first {count} of {len(reference)}" if len(reference) > count else ""
-    canvas = Image.new(
-        "RGB",
-        (
-            2 * MARGIN + gutter + columns * (width + 2 * GAP) - 2 * GAP,
-            2 * MARGIN + blocks * (block + BLOCK_GAP) - BLOCK_GAP + (line + GAP if note else 0),
-        ),
-        PAPER,
-    )
+    whole_width = 2 * MARGIN + gutter + columns * (width + 2 * GAP) - 2 * GAP
+    whole_height = 2 * MARGIN + blocks * (block + BLOCK_GAP) - BLOCK_GAP + (line + GAP if note else 0)
+    canvas = Image.new("RGB", (whole_width, whole_height), PAPER)
     draw = ImageDraw.Draw(canvas)
     for index in range(count):
         row, column = divmod(index, columns)
         left, top = MARGIN + gutter + column * (width + 2 * GAP), MARGIN + row * (block + BLOCK_GAP)
         for place, (name, images) in enumerate(zip(labels, drawn, strict=True)):
-            y = top + place * (height + GAP)
-            image = images[index]
+            image, y = images[index], top + place * (height + GAP)
             canvas.paste(image, (left + (width - image.width) // 2, y + (height - image.height) // 2))
             if column == 0:
                 draw.text((MARGIN + gutter - 12, y + height // 2), name, INK, font, anchor="rm")

@@ -1,9 +1,8 @@
-"""What the levers beside bits buy: tables of a sweep's jobs whose images are made by other calls of the denoiser.
+"""The gain of levers beside bits: tables of a sweep's jobs whose images are made by other calls of the denoiser.
 
-A lever has to beat the control, which is full precision in so few steps that it takes no less time: their PSNR is
-compared prompt by prompt. Bits and calls are compared with each alone. Independent errors add in squares, so the PSNR
-that is to be expected of both is -10 log10 of the sum of both mean squared errors, and what is below it is what the two
-do to each other.
+A lever has to beat the control, full precision in so few steps that it takes no less time, prompt by prompt. Bits and
+calls are compared with each alone: independent errors add in squares, so the expected PSNR of both is -10 log10 of the
+sum of both mean squared errors, and the rest is their interaction.
 """
 
 import math
@@ -16,7 +15,7 @@ from sd_quant.report.candidates import IDENTICAL_DB
 from sd_quant.report.recommendation import capped, closer
 from sd_quant.report.record import at
 from sd_quant.report.summary import Sweep
-from sd_quant.report.table import DASH, Table, plus_minus, table_of_texts
+from sd_quant.report.table import DASH, Table, figure, plus_minus, table_of_texts
 from sd_quant.report.timing import Timed
 
 BEATS, LOSES, UNTOLD = "beats it", "does not", "not shown"
@@ -62,7 +61,7 @@ def expected_of_both(bits: Sequence[float], calls: Sequence[float]) -> list[floa
 
 
 def interaction(record: Any) -> Interval | None:
-    """The PSNR of bits and calls together beyond what is expected of both, in dB; None where it is not known."""
+    """The PSNR of bits and calls together beyond the expected one, in dB; None where it is not known."""
     own = decibels(at(record, "fidelity"))
     bits, calls = (decibels(at(record, "levers", name)) for name in ("bits_alone", "calls_alone"))
     if not own or not len(own) == len(bits) == len(calls):
@@ -70,47 +69,36 @@ def interaction(record: Any) -> Interval | None:
     return closer(own, expected_of_both(bits, calls))
 
 
-def speedups_alone(timed: Timed | None) -> tuple[float | None, float | None]:
-    """The speed-up of an image by bits alone and by calls alone; None where the job was not timed."""
-    if timed is None or timed.rest is None:
-        return None, None
-    whole, calls = replace(timed, share=1.0).image_speedup(), (1 + timed.rest) / (timed.share + timed.rest)
-    return None if whole is None else whole.value, calls
-
-
 def mean_text(values: Sequence[float] | None) -> str:
     """The mean with its interval at 95 %."""
     return plus_minus(mean_interval(values) if values else None, "{:.1f}")
 
 
-def control_cells(record: Any) -> list[str]:
-    """The control with its PSNR, and whether the recipe beats it."""
-    judged = against_control(record)
-    if judged is None:
-        return [str(at(record, "levers", "reason") or DASH)] * 2
-    verdict, gain, control = judged
-    psnr, sampler = mean_text(decibels(control["fidelity"])), control.get("sampler")
-    named = f"{control['steps']} steps{f', {sampler}' if sampler else ''}: {psnr} dB"
-    return [named, f"{verdict} ({plus_minus(gain, '{:+.1f}')} dB)"]
-
-
 def lever_cells(name: str, record: Any, timed: Timed | None) -> list[str]:
     """A row of the table."""
     levers = at(record, "levers")
-    bits, calls = (decibels(at(levers, name)) for name in ("bits_alone", "calls_alone"))
+    bits, calls = (decibels(at(levers, each)) for each in ("bits_alone", "calls_alone"))
     half, until = at(levers, "half_calls"), at(levers, "guidance_until")
     made = [at(levers, "schedule"), at(levers, "sampler"), until and f"guided until {until:g}"]
-    speedup = timed.image_speedup() if timed is not None else None
-    alone = [DASH if each is None else f"{each:.2f}x" for each in speedups_alone(timed)]
+    speedups: list[float | None] = [None, None, None]  # by all, by bits alone, by calls alone
+    if timed is not None:
+        by_all, by_bits = timed.image_speedup(), replace(timed, share=1.0).image_speedup()
+        speedups[:2] = [each and each.value for each in (by_all, by_bits)]
+        speedups[2] = None if timed.rest is None else (1 + timed.rest) / (timed.share + timed.rest)
+    control = [str(at(levers, "reason") or DASH)] * 2
+    if judged := against_control(record):
+        verdict, gain, better = judged
+        sampler = f", {better['sampler']}" if better.get("sampler") else ""
+        control = [f"{better['steps']} steps{sampler}: {mean_text(decibels(better['fidelity']))} dB"]
+        control.append(f"{verdict} ({plus_minus(gain, '{:+.1f}')} dB)")
     return [
         name,
         f"{at(levers, 'calls')}" + (f", {half} of them halves" if half else ""),
         " ".join(filter(None, made)) or f"{at(levers, 'steps')} steps",
-        DASH if speedup is None else f"{speedup.value:.2f}x",
-        *alone,
+        *(figure(each, "{:.2f}x") for each in speedups),
         mean_text(decibels(at(record, "fidelity"))),
         mean_text(decibels(at(levers, "twin"))),
-        *control_cells(record),
+        *control,
         mean_text(bits),
         mean_text(calls),
         mean_text(expected_of_both(bits, calls) if len(bits) == len(calls) else None),

@@ -1,11 +1,10 @@
-"""The occasions on which this machine has timed engines: what it has reached, and how far its speed-ups are apart.
+"""Earlier timings of this machine: its best readings, and how far its speed-ups are apart from occasion to occasion.
 
 The rounds of one hour say nothing of the next one, in which the host's other guests take more or less. So each timing
 leaves its speed-ups and the readings of its probe in the cache, in a file for each kind of machine. The interval of a
-speed-up is widened by what the same engines' speed-ups differed between earlier occasions (``metrics.intervals``),
-pooled over all engines, so that one that is new here has it too. With fewer than FEWEST degrees of freedom it is of
-this hour, and says so. Machines with the same name are one, such as the nodes of a cluster: what differs between them
-counts as well.
+speed-up is widened by the differences of engines' speed-ups between earlier occasions (``metrics.intervals``), pooled
+over all engines, so that a new one has it too. With fewer than FEWEST degrees of freedom it is of this hour, and says
+so. Machines with the same name are one, such as the nodes of a cluster.
 """
 
 import json
@@ -45,8 +44,6 @@ class Occasion(TypedDict):
 
 
 class History(TypedDict):
-    """The file of a machine."""
-
     occasions: Annotated[list[Occasion], Len(0, MOST)]  # the oldest first
 
 
@@ -70,7 +67,7 @@ def read_history(file: Path | None) -> list[Occasion]:
 
 
 def count_occasion(rounds: Conditions, engines: Mapping[str, Timed], file: Path | None) -> None:
-    """Write into ``rounds`` what the machine's history says, and add these rounds to it, with their ``engines``."""
+    """Write the machine's history into ``rounds``, and these rounds with their ``engines`` into the history."""
     history, probes = read_history(file), rounds.get("probes") or []
     rounds["shown"], rounds["between"] = shown(history), between(history)
     if file is None:
@@ -85,7 +82,7 @@ def count_occasion(rounds: Conditions, engines: Mapping[str, Timed], file: Path 
 
 
 def recorded_speedups(timed: Timed) -> dict[str, list[float]]:
-    """The speed-ups by these rounds alone, where their intervals are known, of an engine whose job changes no other."""
+    """The speed-ups with known intervals by these rounds alone, of an engine in a job without other levers."""
     alone = replace(timed, quantized_rest=None, share=1.0)
     found = {CALL: alone.denoiser_speedup(), IMAGE: alone.image_speedup()}
     return {name: list(interval) for name, interval in found.items() if interval is not None and interval.known}
@@ -95,12 +92,13 @@ def shown(history: Sequence[Occasion]) -> dict[str, float | None]:
     """The 90th percentile of each figure of earlier readings."""
     values: dict[str, list[float]] = {}
     for figure, value in (item for each in history for reading in each["probes"] for item in reading.items()):
-        values.setdefault(figure, []).extend([] if value is None else [value])
-    return {figure: float(np.percentile(each, 90)) for figure, each in values.items() if each}
+        if value is not None:
+            values.setdefault(figure, []).append(value)
+    return {figure: float(np.percentile(each, 90)) for figure, each in values.items()}
 
 
 def between(history: Sequence[Occasion]) -> dict[str, Any]:
-    """How far speed-ups are apart between occasions, by kind; a reason where the history does not say."""
+    """The deviation of speed-ups between occasions, by kind; a reason where the history is too short."""
     found: dict[str, Any] = {}
     for kind in (CALL, IMAGE, RECIPES):
         engines = figures_of(history, kind)
@@ -118,15 +116,15 @@ def figures_of(history: Sequence[Occasion], kind: str) -> list[dict[float, tuple
     found: dict[Any, dict[float, tuple[float, float]]] = {}
     measured = CALL if kind == CALL else IMAGE
     for occasion in history:
-        when, speedups = occasion["time"], sorted(occasion["speedups"].items())
+        speedups = sorted(occasion["speedups"].items())
         own: dict[Any, Any] = {name: logarithm_of(*each[measured]) for name, each in speedups if measured in each}
         if kind == RECIPES:  # all ratios of engines in the same rounds have about one error
             two = combinations(own.items(), 2)
             own = {(a, b): (x[0] - y[0], (x[1] + y[1]) / 2) for (a, x), (b, y) in two}
         for name, figure in own.items():
             known = found.setdefault(name, {})
-            if not known or when >= max(known) + APART:
-                known[when] = figure
+            if not known or occasion["time"] >= max(known) + APART:
+                known[occasion["time"]] = figure
     return [each for each in found.values() if len(each) > 1]
 
 

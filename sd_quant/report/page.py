@@ -1,10 +1,9 @@
 """``report.html``: a sweep for a person who has to decide, in one file that loads nothing and opens anywhere.
 
-The recommendation is the title, with the folder, the files and a command below it; then comes what speaks against it,
-then the table, the plots and the images that it rests on. Bytes are in MiB everywhere. Prompts, names and reasons are
-other people's text: the template escapes all that is no ``Markup``, the data of the script stay data, and a content
-security policy allows that one script and no request. The road not taken is a notebook or a dashboard: either needs a
-server or a library where it is opened.
+The recommendation is the title, with the folder, the files and a command below it; then come warnings, the table, the
+plots and the images that it rests on. Prompts, names and reasons are other people's text: the template escapes all but
+``Markup``, the data of the script stay data, and a content security policy allows that one script and no request. The
+road not taken is a notebook or a dashboard: either needs a server or a library where it is opened.
 """
 
 import base64
@@ -12,6 +11,7 @@ import hashlib
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,9 @@ def write_report(
     tables: Sequence[Table] = (),
     votes: Path | None = None,
 ) -> Path:
-    """Write ``report.html`` into the sweep's folder and return its path; ``tables`` stand before the images.
+    """Write ``report.html`` into the sweep's folder; its path. Raises ResourceError when the disk is full.
 
-    ``drawn`` are its plots by name. ``votes`` is the page beside it on which to vote, which an add-on writes.
-    Raises ResourceError when the disk is full.
+    ``drawn`` are its plots by name, ``tables`` stand before the images, ``votes`` is an add-on's page beside it.
     """
     table = [*filter(None, [unquantized_row(sweep)]), *sweep.rows]
     rule = str(rule_of(sweep.verdict)) if sweep.own else rule_of_candidates(sweep)
@@ -120,14 +119,15 @@ def suggestions(sweep: Sweep, advice: Recommendation) -> list[tuple[str, str]]:
     """Suggestions with their commands: to keep a layer in fp16 where its error stands out in the best recipe."""
     for job in sweep.own:
         if job.status == DONE and advice.best in (None, job.name) and not at(job.record, "knobs", "keep"):
-            worst = much_the_worst(job)
+            if not (worst := much_the_worst(job)):
+                return []
             given = [each for each in map(str, at(job.record, "overrides") or []) if not each.startswith("keep=")]
             text = (
                 "One layer is much the worst: the output of {} has an error of {:.2g} %, the next {:.2g} %. To try "
                 "whether a layer in floating point helps, this keeps the one whose quantization costs the denoiser's "
                 "output most, which may be another:"
             )
-            return [(text.format(*worst), shlex.join(["sd-quant", "quantize", *given, "keep=1"]))] if worst else []
+            return [(text.format(*worst), shlex.join(["sd-quant", "quantize", *given, "keep=1"]))]
     return []
 
 
@@ -156,10 +156,11 @@ def model_name(sweep: Sweep) -> str:
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
     """Facts of the jobs by name; where jobs differ, all values."""
     done = [job.record for job in sweep.done]
+    engines = ((at(record, "knobs", "infer", "engine"), at(record, "environment", "versions")) for record in done)
     calibrated = ((at(record, "knobs", knob) for knob in ("calib_size", "n_steps")) for record in done)
     return [
         ("checkpoint", distinct(map(weights_of, done))),
-        ("engine", distinct(engine_of(record) for record in done)),
+        ("engine", distinct(f"{engine} {at(known, engine) or ''}".rstrip() for engine, known in engines if engine)),
         ("machine", distinct(machine_of(at(record, "environment", "machine") or {}) for record in done)),
         ("intervals of speed-ups", distinct(map(occasions_of, conditions_of(sweep).values()))),
         ("date", started(sweep)),
@@ -191,21 +192,13 @@ def weights_of(record: Any) -> str:
     return " + ".join(Path(str(each)).name for each in files if each)
 
 
-def engine_of(record: Any) -> str:
-    engine = at(record, "knobs", "infer", "engine")
-    version = at(record, "environment", "versions", engine)
-    return " ".join(filter(None, (engine, version)))
-
-
 def started(sweep: Sweep) -> str:
     """The day and time at which the first job started, by the jobs' provenance."""
     times = []
     for job in sweep.jobs:
-        try:
+        with suppress(OSError, ValueError, TypeError):
             text = at(read_object(job.directory / PROVENANCE), "started") or at(job.record, "provenance", "started")
             times += [datetime.fromisoformat(text)] if text else []
-        except (OSError, ValueError, TypeError):
-            continue
     if not times:
         return ""
     first = min(times, key=datetime.timestamp)

@@ -22,10 +22,10 @@ from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.percentile import QUARTILES
 from sd_quant.report.drawing import ACCENT, BAND, COLOURS, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
-from sd_quant.report.noise_floor import floor_lines, words_of
 from sd_quant.report.readings import WORKING, held, names, number_at, score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, unquantized_row
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
+from sd_quant.report.score_tables import floor_lines, words_of
 from sd_quant.report.summary import Job, Row, Sweep
 from sd_quant.report.table import knob_value
 from sd_quant.text import fitted
@@ -47,9 +47,12 @@ SCALE = {TIME: 100.0, SIZE: 2**-20}
 
 
 def figures(sweep: Sweep, advice: Recommendation) -> dict[str, Figure]:
-    """The plots by name, of which those that show nothing are left out."""
+    """The plots by name, without empty ones."""
     done = sorted(sweep.done, key=lambda job: job.name != advice.best)
-    labels = {job.name: short_name(job, sweep.varied) for job in sweep.jobs} | {UNQUANTIZED: UNQUANTIZED}
+    labels, title = {UNQUANTIZED: UNQUANTIZED}, f"named by {fitted(' · '.join(sweep.varied), 80)}"
+    for job in sweep.jobs:  # a candidate's own name, the values of the varied knobs, or else the recipe
+        values = " · ".join(knob_value(job.varied.get(knob)) for knob in sweep.varied)
+        labels[job.name] = fitted(job.varied.get(CANDIDATE) or values or job.recipe)
     table, whole, floors = sweep.rows, unquantized_row(sweep), floor_lines(done)
     with style():
         drawn = {
@@ -62,7 +65,6 @@ def figures(sweep: Sweep, advice: Recommendation) -> dict[str, Figure]:
         }
         for name in ("pareto_latency", "pareto_size", "trajectory"):
             if sweep.varied and drawn[name]:
-                title = f"named by {fitted(' · '.join(sweep.varied), 80)}"
                 drawn[name].axes[0].set_title(title, fontsize=9, color=SOFT)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -74,17 +76,11 @@ def write_plots(drawn: Mapping[str, Figure], folder: Path) -> None:
             figure.savefig(temporary, format="png", dpi=PIXELS_PER_INCH, metadata={"Software": None})
 
 
-def short_name(job: Job, varied: Sequence[str]) -> str:
-    """A job's name in a plot: a candidate's own, the values of the varied knobs, or else its recipe."""
-    values = " · ".join(knob_value(job.varied.get(knob)) for knob in varied)
-    return fitted(job.varied.get(CANDIDATE) or values or job.recipe)
-
-
 def pareto(
     table: Sequence[Row], labels: Mapping[str, str], cost: str, advice: Recommendation,
     whole: Row | None = None, floors: Mapping[str, float] = {},
 ) -> Figure | None:  # fmt: skip
-    """A plot of PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes.
+    """PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes.
 
     ``whole`` is the unquantized engine's row; ``floors`` are dB of the noise floor by way, lowest first.
     """
@@ -128,26 +124,29 @@ def pareto(
 
 
 def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
-    """Bars of the bytes of the parts' files and of the memory of their engines, unquantized and by recipe.
+    """Bars of the bytes of the parts' files and of their engines' memory, unquantized and for MOST_BARS finished jobs.
 
-    ``jobs`` are those that are done, of which the first ``MOST_BARS`` are drawn; equal bars are drawn once. None
-    without sizes of several parts; without memory where that of no job was measured.
+    Equal bars are drawn once. None without sizes of several parts; without memory where none was measured.
     """
     files, memory = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
     for job in jobs[:MOST_BARS]:
-        sizes = {part: sizes_of(job, part) for part in names(job.record, "sizes_bytes")}
-        known = {part: each for part, each in sizes.items() if each is not None}
-        for bar, (name, variant) in enumerate(zip((UNQUANTIZED, labels[job.name]), VARIANTS, strict=True)):
-            files.setdefault(name, {part: each[bar] for part, each in known.items()})
+        whole, own = dict[str, float](), dict[str, float]()
+        for part in names(job.record, "sizes_bytes"):
+            full, quantized = (number_at(job.record, "sizes_bytes", part, f"onnx_{each}").value for each in VARIANTS)
+            if full is not None:
+                whole[part], own[part] = full, full if quantized is None else quantized
+        for name, sizes, variant in zip((UNQUANTIZED, labels[job.name]), (whole, own), VARIANTS, strict=True):
+            files.setdefault(name, sizes)
             memory.setdefault(name, held(job.record, variant))
     several = dict.fromkeys(part for bar in files.values() for part in bar)
     if len(several) < 2:
         return None
-    panels = {"files of all parts, MiB": files, "memory of all parts open at once, MiB": memory}
-    shown = [title for title, bars in panels.items() if any(bars.values())]
-    figure = new_figure(0.6 + len(shown) * (0.6 + 0.27 * len(files)))
-    for axes, title in zip(figure.subplots(len(shown), squeeze=False)[:, 0], shown, strict=True):
-        draw_bars(axes, panels[title], [*several, *({WORKING: None} if panels[title] is memory else {})])
+    panels = {"files of all parts, MiB": (files, [*several])}
+    if any(memory.values()):
+        panels["memory of all parts open at once, MiB"] = memory, [*several, WORKING]
+    figure = new_figure(0.6 + len(panels) * (0.6 + 0.27 * len(files)))
+    for axes, (title, panel) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
+        draw_bars(axes, *panel)
         axes.set(xlabel=title)
         axes.set_yticks(range(len(files)), [*files], fontsize=9)
         axes.invert_yaxis()
@@ -158,24 +157,14 @@ def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
 
 def draw_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], pieces: Sequence[str]) -> None:
     """Draw a bar of MiB for each entry, of ``pieces`` in the same order and colours, with its sum behind it."""
-    lefts = [0.0] * len(bars)
+    lefts, places = [0.0] * len(bars), range(len(bars))
     for piece, colour in zip(pieces, cycle(LINES), strict=False):
+        colour, label = OTHER if piece == WORKING else colour, fitted(piece, len(WORKING))
         widths = [bar.get(piece, 0.0) / 2**20 for bar in bars.values()]
-        colour = OTHER if piece == WORKING else colour
-        last = axes.barh(
-            range(len(bars)), widths, left=lefts, color=colour, height=0.7, label=fitted(piece, len(WORKING))
-        )
+        last = axes.barh(places, widths, left=lefts, color=colour, height=0.7, label=label)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     axes.bar_label(last, [f"{total:,.1f}" if total else "not measured" for total in lefts], padding=4, fontsize=9)
     axes.margins(x=0.14)
-
-
-def sizes_of(job: Job, part: str) -> tuple[float, float] | None:
-    """Bytes of a part's file unquantized and as it is delivered; None where the record does not say."""
-    full, own = (
-        number_at(job.record, "sizes_bytes", part, f"onnx_{kind}").value for kind in ("full_precision", "quantized")
-    )
-    return None if full is None else (full, own if own is not None else full)
 
 
 def draw_intervals(axes: Axes, row: Row, cost: str, point: tuple[float, float]) -> None:
@@ -210,10 +199,7 @@ def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
 
 
 def name_points(axes: Axes, named: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
-    """Write each name beside its point, in bold or not, where it covers least of other names, lines and marks.
-
-    A name that covers less further away stands there, with a thread to its point.
-    """
+    """Write each name beside its point, bold or not, or with a thread to it, where it covers least of all else."""
     axes.figure.draw_without_rendering()  # only then is it known where a point lies
     on_screen, pixel = axes.transData.transform, axes.figure.dpi / 72
     taken: list[Any] = []
@@ -262,7 +248,7 @@ def overlap(box: np.ndarray, others: Sequence) -> float:
 
 
 def trajectory(jobs: Sequence[Job], labels: Mapping[str, str], best: str | None) -> Figure | None:
-    """A plot of the latents' SQNR after each denoising step, a line for each recipe, named at its end.
+    """The latents' SQNR after each denoising step, a line for each recipe, named at its end.
 
     Of more lines than there are colours the best recipe, the highest and the lowest are named.
     """
@@ -293,10 +279,7 @@ def trajectory(jobs: Sequence[Job], labels: Mapping[str, str], best: str | None)
 
 
 def layers(job: Job, label: str) -> Figure | None:
-    """A plot of the error of each quantized layer, in the order in which the network calls them; the worst are named.
-
-    None where the job left no ``layers.csv`` that can be read.
-    """
+    """The error of each quantized layer in the network's order, the worst named; None without ``layers.csv``."""
     quantized = sorted(read_layers(job), key=lambda layer: network_order(layer[0]))
     if not quantized:
         return None
@@ -342,14 +325,13 @@ def much_the_worst(job: Job) -> tuple[str, float, float] | None:
     ordered = sorted(((error, name) for name, _, error in read_layers(job)), reverse=True)
     if len(ordered) < 2 or ordered[0][0] < STANDS_OUT * ordered[1][0]:
         return None
-    (worst, name), (following, _) = ordered[:2]
-    return name, 100 * worst, 100 * following
+    return ordered[0][1], 100 * ordered[0][0], 100 * ordered[1][0]
 
 
 def ranges(job: Job) -> Figure | None:
-    """Boxes of the magnitudes that the inputs of some layers have at each step: of those that change most.
+    """Boxes of the magnitudes of the most changing layers' inputs at each step; None without ``ranges.csv``.
 
-    Drawn as NVIDIA's article on quantizing diffusion models does. None without a ``ranges.csv`` that can be read.
+    Drawn as in NVIDIA's article on quantizing diffusion models.
     """
     boxes = read_ranges(job)
     if not boxes:
@@ -400,12 +382,11 @@ def read_ranges(job: Job) -> dict[str, list[dict[str, float]]]:
     """The rows of ``ranges.csv`` by layer, in the order of their steps, ``kept`` as 0 where there is none."""
     boxes: dict[str, list[dict[str, float]]] = {}
     columns = ("step", *QUARTILES, "kept")
-    for name, *numbers in read_table(
-        job.directory / "ranges.csv", lambda row: (row["name"], *(float(row[key] or 0) for key in columns))
-    ):
-        if not all(math.isfinite(number) and 0 <= number < LARGEST_DRAWN for number in numbers):
+    rows = read_table(job.directory / "ranges.csv", lambda row: (row["name"], {c: float(row[c] or 0) for c in columns}))
+    for name, box in rows:
+        if not all(math.isfinite(number) and 0 <= number < LARGEST_DRAWN for number in box.values()):
             return {}
-        boxes.setdefault(name, []).append(dict(zip(columns, numbers, strict=True)))
+        boxes.setdefault(name, []).append(box)
     return boxes
 
 
@@ -416,29 +397,23 @@ def read_layers(job: Job) -> list[tuple[str, str, float]]:
 
 
 def plot_sensitivity(rows: Sequence[Mapping], curve: Sequence[Mapping], path: Path) -> None:
-    """Draw what a measurement of sensitivity gives as a PNG of 1600 x 600 pixels.
-
-    ``rows``: the layers, as in ``sensitivity.csv``; ``curve``: the error by number of layers kept.
-    """
+    """Draw ``rows`` of ``sensitivity.csv`` and the error's ``curve`` by layers kept into a PNG of 1600 x 600 pixels."""
     figure = Figure(figsize=(16, 6), dpi=100, layout="constrained")
     layers, budget = figure.subplots(1, 2)
     for role, colour in COLOURS.items():
-        chosen = [row for row in rows if row["role"] == role]
-        layers.bar(
-            [row["rank"] for row in chosen], [row["network_error"] for row in chosen], 1, color=colour, label=role
-        )
-    kept = sum(row["kept"] for row in rows)
-    if kept:
+        ranks, errors = ([row[key] for row in rows if row["role"] == role] for key in ("rank", "network_error"))
+        layers.bar(ranks, errors, 1, color=colour, label=role)
+    if kept := sum(row["kept"] for row in rows):
         layers.axvline(kept + 0.5, color="black", linestyle=":", label=f"{kept} kept in fp16")
-    layers.set(yscale="log", xlabel="layers, most sensitive first", ylabel="relative error of the denoiser's output",
-               title="one layer quantized at a time")  # fmt: skip
-    layers.legend()
-    counts = [point["kept"] for point in curve]
-    budget.plot(counts, [point["relative_error"] for point in curve], "o-", label="measured")
-    budget.plot(counts, [point["predicted"] for point in curve], "--", label="root of the sum of squares")
-    budget.set(xscale="symlog", ylim=(0, None), xlabel="most sensitive layers kept in fp16",
-               ylabel="relative error of the denoiser's output", title="all others quantized")  # fmt: skip
-    budget.legend()
+    error = "relative error of the denoiser's output"
+    layers.set(yscale="log", xlabel="layers, most sensitive first", ylabel=error, title="one layer quantized at a time")
+    counts, measured, predicted = ([point[key] for point in curve] for key in ("kept", "relative_error", "predicted"))
+    budget.plot(counts, measured, "o-", label="measured")
+    budget.plot(counts, predicted, "--", label="root of the sum of squares")
+    budget.set(xscale="symlog", ylim=(0, None), ylabel=error, title="all others quantized")
+    budget.set(xlabel="most sensitive layers kept in fp16")
+    for axes in (layers, budget):
+        axes.legend()
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png")
 
@@ -467,8 +442,6 @@ def part_of(name: str) -> str:
 
 
 def abbreviated(name: str) -> str:
-    """A layer's name without what repeats in all of them."""
-    for long, short in (("_blocks", ""), ("_block", ""), ("attentions", "attention"), ("transformer", "block"),
-                        ("resnets", "resnet")):  # fmt: skip
-        name = name.replace(long, short)
-    return name
+    """A layer's name without the words that repeat in all of them."""
+    name = re.sub("_blocks?", "", name)
+    return name.replace("attentions", "attention").replace("transformer", "block").replace("resnets", "resnet")

@@ -1,13 +1,14 @@
 """The provenance of a run: versions, machine, commit and hashes of inputs, enough to repeat it or to explain it.
 
-A fact that cannot be found out is null, never a failure. The road not taken is ``pip freeze`` and ``os.environ``: both
-are long, and the latter holds secrets.
+An unknown fact is null, never a failure. Roads not taken: ``pip freeze``, which is long, and ``os.environ``, which
+holds secrets.
 """
 
 import hashlib
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,10 +25,7 @@ INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm"}  
 
 
 def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
-    """``{started, overrides, versions, machine, git, inputs}``; ``inputs``: name -> file or folder, hashed here.
-
-    A path in the result is the path as given. Call it first: ``started`` is the time of the call.
-    """
+    """``{started, overrides, versions, machine, git, inputs}`` of ``inputs`` by name; ``started`` is now."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
@@ -46,10 +44,9 @@ def made_of(inputs: dict[str, Path]) -> dict:
 
 
 def machine() -> dict:
-    """Platform, processor, memory and GPUs.
+    """Platform, processor, memory and GPUs; ``threads`` are those of torch and of every runtime.
 
-    ``usable_cores`` counts the cores that this process may run on, ``affinity`` names them, and ``threads`` counts the
-    threads of torch and of every runtime. A virtual machine sees a constant frequency and no governor.
+    ``usable_cores`` and ``affinity`` are the process's. A virtual machine sees a constant frequency and no governor.
     """
     import torch  # here, because what a job was made of is asked without its machine
 
@@ -71,10 +68,9 @@ def machine() -> dict:
 
 def processor() -> dict:
     """``{cpu, cpu_int8, cpu_mhz}``: the name, the instructions for products of INT8, and each core's frequency now."""
-    try:
+    text = ""
+    with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
     lines = [[part.strip() for part in line.partition(":")] for line in text.splitlines()]
     first = {key: value for key, _, value in reversed(lines)}
     flags = set((first.get("flags") or first.get("Features") or "").split())
@@ -87,18 +83,13 @@ def processor() -> dict:
 
 def governor() -> str | None:
     """The policy for the first core's frequency, such as performance or powersave."""
-    try:
-        path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+    with suppress(OSError):
+        return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text(encoding="ascii").strip()
+    return None
 
 
 def git_state(repository: Path) -> dict:
-    """``{commit, dirty}`` of ``repository``, both None when it is not the top of a git repository with a commit.
-
-    The top, because an installed copy may lie inside somebody else's repository.
-    """
+    """``{commit, dirty}`` of ``repository``, None unless it is the top of one; a copy may lie inside another."""
     top = _git(repository, "rev-parse", "--show-toplevel")
     commit = _git(repository, "rev-parse", "--verify", "HEAD")
     if not top or not commit or Path(top).resolve() != repository.resolve():
@@ -108,10 +99,7 @@ def git_state(repository: Path) -> dict:
 
 
 def fingerprint(path: Path) -> dict:
-    """``{path, sha256, bytes}`` of a file; of a folder, the digest of its sorted ``<sha256>  <name>`` lines.
-
-    An absent path has null digest and size, and a reason.
-    """
+    """``{path, sha256, bytes}`` of a file, or of a folder's sorted ``<sha256>  <name>`` lines; or with a reason."""
     if path.is_file():
         return {"path": str(path), "sha256": sha256(path), "bytes": path.stat().st_size}
     if path.is_dir():
@@ -131,8 +119,6 @@ def versions(*packages: str) -> dict[str, str | None]:
 def _git(repository: Path, *arguments: str) -> str | None:
     """The output of git, or None when it fails or is not installed."""
     command = ["git", "-C", str(repository), *arguments]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    return None

@@ -1,9 +1,8 @@
 """A sweep's latencies by batch size in the layout of published tables, with the published figures beside ours.
 
-There is a table for each format and each published baseline, of an image from prompt to pixels. NeMo's documentation
-has two baselines, the framework and the unquantized engine. Each table is shown twice: in the published layout with our
-figures alone, and with the published milliseconds or speed-ups beside them. Milliseconds of another machine, engine or
-number of steps are not comparable, so the caption lists the differences; speed-ups are.
+There is a table for each format and each published baseline, of an image from prompt to pixels, shown twice: in the
+published layout with our figures alone, and with the published milliseconds or speed-ups beside them. Milliseconds of
+another machine, engine or number of steps are not comparable, so the caption lists the differences; speed-ups are.
 """
 
 import math
@@ -14,12 +13,12 @@ from typing import Any
 
 import yaml
 
-from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import read_regular
+from sd_quant.errors import ConfigError
+from sd_quant.files import read_regular, refusing
 from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.report.readings import slower
-from sd_quant.report.record import at, why
+from sd_quant.report.record import at
 from sd_quant.report.summary import SWEEP, Row, Sweep
 from sd_quant.report.table import Table, figure, table_of_texts
 
@@ -27,6 +26,7 @@ BASELINES = {"framework": "framework", "compiled": "compiled framework", "unquan
 RATIOS = {baseline: f"over_{baseline}" for baseline in BASELINES}  # speed-ups that are published without milliseconds
 FIGURES = (*BASELINES, "quantized", *RATIOS.values())  # that a batch may have
 CONDITIONS = ("machine", "engine", "precision", "steps", "resolution")
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
 MEDIANS = "From prompt to image, medians"
 OWN = 4  # columns of a published table: batch, baseline, quantized engine, speed-up
 OURS = {
@@ -42,7 +42,7 @@ def read_published(path: Path, name: str) -> dict:
     """The figures of a file like ``examples/published/nemo_docs.yaml``. Raises ConfigError when it is not one."""
     try:
         return read_figures(load_yaml(read_regular(path, MAX_TEXT)))  # type: ignore[arg-type]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (*DAMAGED, OSError, yaml.YAMLError) as error:
         raise ConfigError(
             f"published names {name}, which is not like examples/published/nemo_docs.yaml ({error!r}); follow that"
         ) from error
@@ -51,8 +51,7 @@ def read_published(path: Path, name: str) -> dict:
 def read_figures(content: Mapping) -> dict:
     """The figures and the conditions under which they were measured. Raises KeyError, TypeError and the like.
 
-    A batch has ratios, or milliseconds of the quantized engine and of a baseline. A figure is a number, or one for each
-    format: ``{INT8: 1.72, FP8: 1.95}``.
+    A batch has ratios, or milliseconds of the quantized engine and of a baseline, each a number or one for each format.
     """
     batches = {}
     for batch, figures in content["batches"].items():
@@ -64,7 +63,7 @@ def read_figures(content: Mapping) -> dict:
 
 
 def read_figure(figure: Any) -> float | dict[str, float]:
-    """A latency or a ratio, or one by format. Raises ValueError and TypeError for what is none."""
+    """A latency or a ratio, or one by format. Raises ValueError and TypeError for another value."""
     if isinstance(figure, Mapping):
         return {str(name): read_figure(each) for name, each in figure.items()}  # type: ignore[misc]
     if not (math.isfinite(value := float(figure)) and value > 0):
@@ -73,34 +72,28 @@ def read_figure(figure: Any) -> float | dict[str, float]:
 
 
 def published_tables(sweep: Sweep) -> list[Table]:
-    """Tables for each format and baseline; none where the sweep has no published figures, or no job has a latency.
-
-    Raises ArtifactError when the sweep's plan holds damaged ones.
-    """
-    if sweep.published is None:
-        return []
-    measured = [
-        (row, job.record) for row, job in zip(sweep.rows, sweep.jobs, strict=True) if row["image_ms"] is not None
-    ]
-    if not measured:
-        return []
-    try:
-        theirs = read_figures(sweep.published)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(
-            f"{sweep.directory / SWEEP} holds published figures that are none ({why(error)}); start the sweep again"
-        ) from error
+    """Tables for each format and baseline, if there are published figures and latencies. Raises ArtifactError."""
     by_format: dict[str, list[tuple[Row, Mapping[str, Any]]]] = {}
-    for row, record in measured:
-        by_format.setdefault(formats_of(record), []).append((row, record))
+    for job, row in zip(sweep.jobs, sweep.rows, strict=True):
+        if row["image_ms"] is not None:
+            by_format.setdefault(formats_of(job.record), []).append((row, job.record))
+    if sweep.published is None or not by_format:
+        return []
+    with refusing(
+        f"{sweep.directory / SWEEP} holds published figures that are none", *DAMAGED, advice="start the sweep again"
+    ):
+        theirs = read_figures(sweep.published)
     known = {name for figures in theirs["batches"].values() for name in figures}
-    shown = [name for name, ratio in RATIOS.items() if {name, ratio} & known]
     tables = []
-    for (fmt, jobs), baseline in product(by_format.items(), shown):
-        title, caption = BASELINES[baseline], caption_of(theirs, jobs[0][1])
+    for (fmt, jobs), (baseline, title) in product(by_format.items(), BASELINES.items()):
+        if not {baseline, RATIOS[baseline]} & known:
+            continue
         lines = [line(row, record, baseline, figures_of(theirs, record)) for row, record in jobs]
         heading, own = f"{title.capitalize()} against {fmt} engine", [f"{title}, ms", f"{fmt} engine, ms", "speed-up"]
-        columns = ["batch", *own, *(f"{theirs['title']}: {column}" for column in own)]
+        columns, caption = (
+            ["batch", *own, *(f"{theirs['title']}: {each}" for each in own)],
+            caption_of(theirs, jobs[0][1]),
+        )
         tables.append(table_of_texts(columns[:OWN], [cells[:OWN] for cells in lines], heading, f"{MEDIANS}."))
         tables.append(table_of_texts(columns, lines, f"{heading}, beside {theirs['title']}", caption))
     return tables
@@ -112,23 +105,20 @@ def formats_of(record: Mapping[str, Any]) -> str:
     return " and ".join(sorted(name.upper() for name in names)) or "quantized"
 
 
-def figures_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, float] | None:
-    """The published figures for a job's batch and format; None where there are none."""
-    figures, fmt = at(theirs, "batches", str(at(record, "knobs", "infer", "batch_size"))), formats_of(record)
-    if figures is None:
-        return None
+def figures_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, float]:
+    """The published figures for a job's batch and format."""
+    figures, fmt = at(theirs, "batches", str(at(record, "knobs", "infer", "batch_size"))) or {}, formats_of(record)
     own = {name: figure.get(fmt) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
     return {name: figure for name, figure in own.items() if figure is not None}
 
 
-def line(row: Row, record: Mapping[str, Any], baseline: str, theirs: Mapping[str, float] | None) -> list[str]:
+def line(row: Row, record: Mapping[str, Any], baseline: str, theirs: Mapping[str, float]) -> list[str]:
     ours = {name: row[OURS[name]] for name in (baseline, "quantized")}
-    figures = [cells(medians or {}, baseline) for medians in (ours, theirs)]
+    own, published = (cells(medians, baseline) for medians in (ours, theirs))
     note = " (slower)" if ours[baseline] and slower(ours[baseline] / ours["quantized"]) else ""
     low, high = (row.get(f"{INTERVALS.get(baseline)}_{end}") for end in ("low", "high"))
     half = f" ± {(high - low) / 2:.3f}" if low is not None and high is not None else ""
-    batch = str(at(record, "knobs", "infer", "batch_size"))
-    return [batch, *figures[0][:2], figures[0][2] + half + note, *figures[1]]
+    return [str(at(record, "knobs", "infer", "batch_size")), *own[:2], own[2] + half + note, *published]
 
 
 def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
@@ -138,7 +128,7 @@ def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
 
 
 def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """Sentences on what differs between our conditions and the published ones."""
+    """Sentences on the differences between our conditions and the published ones."""
     infer, machine = at(record, "knobs", "infer") or {}, at(record, "environment", "machine") or {}
     engine, baseline = infer.get("engine"), "fp16" if machine.get("gpus") else "fp32"
     ours = {

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from sd_quant.metrics import SCORES, Against, Score
@@ -14,7 +15,7 @@ WORKING = "opening or calling one"
 
 
 class Number(NamedTuple):
-    """A number of a record. ``reason`` says why ``value`` is None, or which images a mean leaves out."""
+    """A number of a record. ``reason`` explains a ``value`` of None, or the images that a mean leaves out."""
 
     value: float | None
     reason: str | None = None
@@ -24,8 +25,7 @@ def number_at(record: Any, *keys: str) -> Number:
     """The number at ``keys``, or the reason that stands beside the first key that is missing."""
     node = record
     for depth, key in enumerate(keys):
-        inner = at(node, key)
-        if inner is None:
+        if (inner := at(node, key)) is None:
             reason = at(node, "reason") if depth else None  # the run's own reason is not a number's
             return Number(None, reason or ABSENT)
         node = inner
@@ -66,17 +66,15 @@ def degenerate_of(record: Any) -> dict[Any, str]:
 
 
 def degenerate_images(record: Any, most: int = 3) -> str:
-    """The first degenerate images of a record in words, and how many more there are; empty where there are none."""
+    """The first degenerate images of a record in words, and the number of others; empty where there are none."""
     words = [*degenerate_of(record).values()]
-    more = [f"{len(words) - most} more images are degenerate"] if len(words) > most else []
-    return "; ".join(words[:most] + more)
+    return "; ".join(words[:most] + [f"{len(words) - most} more images are degenerate"] * (len(words) > most))
 
 
 def slower(speedup: float | None) -> str | None:
     """``takes 1.25 times as long quantized as unquantized``, or None; the third decimal of a speed-up is noise."""
-    if speedup is None or round(speedup, 2) >= 1:
-        return None
-    return f"takes {1 / speedup:.2f} times as long quantized as unquantized"
+    slow = speedup is not None and round(speedup, 2) < 1
+    return f"takes {1 / speedup:.2f} times as long quantized as unquantized" if slow else None
 
 
 class PartBytes(NamedTuple):
@@ -87,7 +85,7 @@ class PartBytes(NamedTuple):
 
 
 def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
-    """The memory of each part of a variant; what is not quantized takes the same in both. None where unknown."""
+    """The memory of each part of a variant, None where unknown; an unquantized part takes the same in both."""
     found: dict[str, PartBytes | None] = {}
     for part in names(record, "memory"):
         both = at(record, "memory", part)
@@ -98,16 +96,15 @@ def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
 
 
 def held(record: Any, variant: str) -> dict[str, float]:
-    """Bytes that a pipeline takes with all parts open, derived from its parts': without the process and its libraries.
+    """Bytes of a pipeline with all parts open, by part, and the most that one at work takes beyond.
 
-    What each holds, and what the hungriest takes beyond while it works; empty where that of a part is not known.
+    Derived from the parts' own, without the process and its libraries; empty where a part's are unknown.
     """
     parts = memory_of(record, variant)
-    known = {part: each for part, each in parts.items() if each is not None}
-    if not known or len(known) < len(parts):
+    if not parts or None in parts.values():
         return {}
-    beyond = max(each.peak - each.opened for each in known.values())
-    return {part: each.opened for part, each in known.items()} | {WORKING: beyond}
+    beyond = max(each.peak - each.opened for each in parts.values())
+    return {part: each.opened for part, each in parts.items()} | {WORKING: beyond}
 
 
 class Scored(NamedTuple):
@@ -120,17 +117,16 @@ class Scored(NamedTuple):
 
 def score_of(record: Any, score: Score) -> Scored:
     """The fidelity of the quantized variant by ``score``."""
-    fidelity = at(record, "fidelity")
+    entry = at(record, "fidelity", score.key)
     if score.against is Against.IMAGES:
         mean = number_at(record, "fidelity", score.key, "mean")
         worst = number_at(record, "fidelity", score.key, "min" if score.more_is_better else "max")
-        left_out = at(fidelity, score.key, "reason")
-        values = at(fidelity, score.key, "values") or []
-        return Scored(mean if mean.value is None else Number(mean.value, left_out), worst, values)
-    entry = at(fidelity, score.key)
+        left_out = mean if mean.value is None else Number(mean.value, at(entry, "reason"))
+        return Scored(left_out, worst, at(entry, "values") or [])
     if isinstance(entry, list):
-        last, reason = entry[-1] if entry else None, at(fidelity, score.reason_key)
-        return Scored(Number(last, reason if last is None else None), Number(None), entry)
+        last = entry[-1] if entry else None
+        reason = at(record, "fidelity", score.reason_key) if last is None else None
+        return Scored(Number(last, reason), Number(None), entry)
     return Scored(number_at(record, "fidelity", score.key), Number(None), [])
 
 
@@ -142,8 +138,7 @@ def are_identical(psnr: float | None, ssim: float | None) -> bool:
 def psnr_of_images(record: Any) -> list[float | None]:
     """PSNR of each image in dB, infinite where it equals full precision's, None where it is not known."""
     psnr, ssim = (score_of(record, SCORES[name]).values for name in ("psnr", "ssim"))
-    pairs = zip(psnr, ssim or [None] * len(psnr), strict=False)
-    return [math.inf if are_identical(*each) else each[0] for each in pairs]
+    return [math.inf if are_identical(*each) else each[0] for each in zip(psnr, ssim or repeat(None), strict=False)]
 
 
 def interval_of(record: Any, score: Score) -> Interval | None:

@@ -8,13 +8,12 @@ from sd_quant.errors import SdQuantError
 from sd_quant.files import write_text
 from sd_quant.report.candidates import candidate_tables
 from sd_quant.report.levers import lever_tables
-from sd_quant.report.named_scores import category_tables, score_tables
-from sd_quant.report.noise_floor import floor_tables
 from sd_quant.report.page import write_report
 from sd_quant.report.plots import figures, write_plots
 from sd_quant.report.published import published_tables
 from sd_quant.report.record import at
 from sd_quant.report.run_table import HANDED_OVER, handed_over_table
+from sd_quant.report.score_tables import category_tables, floor_tables, score_tables
 from sd_quant.report.shipped import recommendation_of, write_recommendation
 from sd_quant.report.summary import Sweep, read_sweep, write_summary
 from sd_quant.report.table import Table, as_markdown, table_of_texts
@@ -23,17 +22,13 @@ LOG = logging.getLogger(__name__)
 
 
 def rebuild(directory: Path) -> Path:
-    """Write everything that is shown of a sweep or a run into its folder; returns the report's path.
-
-    Raises ArtifactError when it is no such folder, ResourceError when the disk is full.
-    """
+    """Write all files of a sweep's or a run's report; the page's path. Raises ArtifactError, ResourceError."""
     sweep = read_sweep(directory)
     advice = recommendation_of(sweep)
     drawn = figures(sweep, advice)
     write_summary(sweep, dict.fromkeys(advice.tied, "tied") | {advice.job: "yes"}, advice.sentence)
     write_recommendation(sweep, advice)
-    published = published_tables(sweep)
-    if published:
+    if published := published_tables(sweep):
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
     by_recipe = score_tables(sweep) + floor_tables(sweep) + category_tables(sweep)
     tables = lever_tables(sweep) + published + candidate_tables(sweep) + by_recipe + handed_over_tables(sweep)
@@ -53,7 +48,7 @@ def vote_page(sweep: Sweep) -> Path | None:
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:
-    """One of what jobs have exported to other tools, if any has."""
+    """A table of the jobs' exports to other tools, if there are any."""
     lines = [[job.name, *cells] for job in sweep.jobs for cells in handed_over_table(at(job.record, "hand_over")).rows]
     caption = (
         "PSNR of what each tool computes of its file, simulated, and of full precision with the text as the tool has "

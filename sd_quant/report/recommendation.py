@@ -1,30 +1,28 @@
-"""Which recipe to ship, from a sweep's jobs: one rule, said in the report.
+"""The recipe of a sweep to ship, by one rule.
 
 First a floor of quality, below which no speed counts. Surely 28 dB: 8 bits and SVDQuant's 4 bits have 30 and more on
-the shipped checkpoints, and half of the steps 25.5 and 25.8 (24 of the report prompts). The worst image 20 dB, where
-the error is a tenth of the range and the image another one, and none degenerate. Of fewer than FEWEST_IMAGES images
-their mean counts: the interval of three reaches 2.5 standard deviations to each side.
+the shipped checkpoints, half of the steps 25.5 and 25.8 (24 of the report prompts). The worst image 20 dB, where the
+error is a tenth of the range, and none degenerate. Of fewer than FEWEST_IMAGES images their mean counts: the interval
+of three reaches 2.5 standard deviations to each side.
 
-Of what passes, a recipe is worth its PSNR, up to 40 dB in each image, above which a person does not see the difference
-(the mean error is 2.5 of 255 levels), and one dB for every 3 % of time that it saves: half the time is worth 23 dB.
-That is the least price of time at which all recipes whose recommendation is documented still are: at 3.5 % an INT8
-recipe of the shipped SDXL that saves a sixth of the time is no longer surely worth its 2.6 dB. The unquantized engine
-is an option too: it has 40 dB and saves nothing. So what is hardly faster and visibly worse is not recommended.
+A recipe that passes is worth its PSNR, up to 40 dB in each image, above which a person sees no difference (the mean
+error is 2.5 of 255 levels), and one dB for every 3 % of time that it saves: the least price of time at which all
+documented recommendations still hold; at 3.5 % an INT8 recipe of the shipped SDXL that saves a sixth of the time is no
+longer surely worth its 2.6 dB. The unquantized engine is an option too, with 40 dB and no time saved. With a target of
+latency there is no price: the most faithful recipe is recommended that passes the floor and surely reaches the target.
 
-With a target of latency there is no price: the most faithful recipe is recommended of those that pass the floor and
-surely reach the target.
-
-Images and rounds are samples, so a difference in worth has an interval, over the prompts that both recipes have drawn
-and the rounds in which both were timed. Recipes that cannot be told apart from the best are tied, and the most faithful
-of them is recommended: its images are certain, the others' gain is not. All comparisons of a sweep hold together
-(Bonferroni). Roads not taken: the largest worth alone, which is another recipe's the next day, and the knee of the
-Pareto front, which moves when an unrelated job joins the sweep.
+A difference in worth has an interval, over the prompts that both recipes have drawn and the rounds in which both were
+timed. Recipes that cannot be told apart from the best are tied, and the most faithful of them is recommended: its
+images are certain, the others' gain is not. All comparisons of a sweep hold together (Bonferroni). Roads not taken: the
+largest worth alone, which is another recipe's the next day, and the knee of the Pareto front, which moves when an
+unrelated job joins the sweep.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from sd_quant.metrics import SCORES
@@ -37,6 +35,7 @@ from sd_quant.report.table import between
 from sd_quant.report.timing import Timed, log_speedup_over
 
 MOST_TIES = 3  # that a sentence names
+MOST_FAITHFUL = attrgetter("fidelity", "speedup")
 RECIPE, UNQUANTIZED, UNDECIDED = "recipe", "unquantized", "undecided"  # what a recommendation ships
 
 
@@ -59,7 +58,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """``job`` is None where the unquantized engine is the one to ship, or nothing can be said."""
+    """``job`` is None where the unquantized engine is shipped, or nothing."""
 
     job: str | None
     sentence: str  # begins with the headline where something is shipped
@@ -75,15 +74,15 @@ class Recommendation:
 
 
 def recipe(chosen: Option, clauses: Sequence[str], tied: Sequence[str] = ()) -> Recommendation:
-    """The recommendation of a recipe, with what speaks for it and against it."""
+    """The recommendation of a recipe, with clauses for and against it."""
     headline, job = f"Ship {chosen.name}", chosen.row["job"]
     return Recommendation(job, f"{headline}: {'; '.join(clauses)}.", (*tied,), RECIPE, headline, job)
 
 
 def unquantized(why: str, measured: Sequence[Option], rule: Rule, tied: Sequence[str] = ()) -> Recommendation:
     """The recommendation of the unquantized engine over the recipes that were measured."""
-    headline, best = "Ship the unquantized engine", most_worth(measured, rule).row["job"]
-    return Recommendation(None, f"{headline}: {why}", (*tied,), UNQUANTIZED, headline, best)
+    headline, best = "Ship the unquantized engine", max(measured, key=lambda option: worth(option, rule))
+    return Recommendation(None, f"{headline}: {why}", (*tied,), UNQUANTIZED, headline, best.row["job"])
 
 
 def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
@@ -99,7 +98,7 @@ def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
 
 
 def below_floor(option: Option, rule: Rule) -> str | None:
-    """What a recipe has that the floor of the rule forbids, in words; None where it passes."""
+    """The breach of the rule's floor in words; None for a recipe that passes."""
     if option.degenerate or not option.psnr:
         return option.degenerate or None
     if rule.worst_db is not None and min(option.psnr) < rule.worst_db:
@@ -125,7 +124,7 @@ def speedup_of(option: Option, confidence: float) -> Interval:
 
 
 def reaches(option: Option, rule: Rule) -> bool | None:
-    """Whether a recipe reaches the target: by the whole interval of its speed-up, or None where that cannot tell."""
+    """Whether the whole interval of a recipe's speed-up reaches the target; None where it holds the target."""
     wanted, speedup = wanted_speedup(option, rule), speedup_of(option, rule.confidence)
     if wanted is None:
         return None
@@ -157,44 +156,41 @@ def difference(a: Option, b: Option, rule: Rule, confidence: float) -> Interval:
     return sum_of(fidelity, Interval(*(end / math.log1p(rule.time_of_a_db) for end in time)))
 
 
-def most_worth(measured: Sequence[Option], rule: Rule) -> Option:
-    """The recipe of most worth, whether it is worth anything or not."""
-    unquantized = Option(None, (rule.enough_db,), None, 1.0)
-    return max(measured, key=lambda option: difference(option, unquantized, rule, rule.confidence).value)
+def worth(option: Option, rule: Rule) -> float:
+    """The worth of a recipe beyond the unquantized engine's, in dB."""
+    return difference(option, Option(None, (rule.enough_db,), None, 1.0), rule, rule.confidence).value
 
 
-def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> tuple[Option, list[Option]]:
-    """The option of most worth, and all that cannot be told apart from it, itself among them."""
-    unquantized, best = Option(None, (rule.enough_db,), None, 1.0), most_worth(measured, rule)
-    everyone = [unquantized, *measured]
-    best = best if difference(best, unquantized, rule, rule.confidence).value > 0 else unquantized
+def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> list[Option]:
+    """The option of most worth, which may be the unquantized engine, and all that cannot be told apart from it."""
+    unquantized, best = Option(None, (rule.enough_db,), None, 1.0), max(measured, key=lambda each: worth(each, rule))
+    best = best if worth(best, rule) > 0 else unquantized
     confidence = 1 - (1 - rule.confidence) / len(measured)
 
     def is_tied(option: Option) -> bool:
         a, b = (option, best) if option.row else (best, option)
         return option is best or difference(a, b, rule, confidence).holds(0)
 
-    return best, [option for option in everyone if is_tied(option)]
+    return [option for option in (unquantized, *measured) if is_tied(option)]
 
 
 def recommend(sweep: Sweep) -> Recommendation:
-    """The recipe to ship with its figures, and what the fastest and the most faithful other would gain and lose."""
+    """The recipe to ship with its figures, beside gains and losses by the fastest and the most faithful other."""
     rule = rule_of(sweep.verdict)
     measured = options_of(sweep, rule)
+    columns = ("checkpoint", "timed_on")
+    checkpoints, machines = ([*dict.fromkeys(each.row[column] for each in measured)] for column in columns)
     if not measured:
-        return Recommendation(None, "No job has both images and a latency, so there is nothing to recommend.")
-    if (checkpoints := len({each.row["checkpoint"] for each in measured})) > 1:
-        return Recommendation(
-            None, f"The jobs are of {checkpoints} checkpoints: recipes are only comparable where they are of one."
-        )
-    machines = list(dict.fromkeys(each.row["timed_on"] for each in measured))
-    if len(machines) > 1:
+        why = "No job has both images and a latency, so there is nothing to recommend."
+    elif len(checkpoints) > 1:
+        why = f"The jobs are of {len(checkpoints)} checkpoints: recipes are only comparable where they are of one."
+    elif len(machines) > 1:
         on = {machine: [each for each in measured if each.row["timed_on"] == machine] for machine in machines}
-        told = [f"On {machine}: {verdict(on[machine], rule).sentence}" for machine in machines]
-        return Recommendation(
-            None, f"The jobs were timed on {len(machines)} machines and are compared within each. {' '.join(told)}"
-        )
-    return verdict(measured, rule)
+        told = " ".join(f"On {machine}: {verdict(each, rule).sentence}" for machine, each in on.items())
+        why = f"The jobs were timed on {len(machines)} machines and are compared within each. {told}"
+    else:
+        return verdict(measured, rule)
+    return Recommendation(None, why)
 
 
 def verdict(measured: Sequence[Option], rule: Rule) -> Recommendation:
@@ -207,17 +203,12 @@ def verdict(measured: Sequence[Option], rule: Rule) -> Recommendation:
         found = unquantized("no recipe here passes the floor.", measured, rule)
     else:
         found = (of_target if rule.target else of_worth)(passing, rule)
-    return replace(found, sentence=found.sentence + told_of(failing))
-
-
-def told_of(failing: Mapping[Option, str]) -> str:
-    """A sentence on the fastest recipe that fails the floor, and how many others do; empty where none does."""
     if not failing:
-        return ""
+        return found
     fastest, others = max(failing, key=lambda option: option.speedup), len(failing) - 1
     more = f"; {others} more {'fails' if others == 1 else 'fail'} it" if others else ""
     speed = f"is {fastest.speedup:.2f}x as fast as the unquantized engine and fails the floor"
-    return f" {fastest.name} {speed}: {failing[fastest]}{more}."
+    return replace(found, sentence=f"{found.sentence} {fastest.name} {speed}: {failing[fastest]}{more}.")
 
 
 def of_target(passing: Sequence[Option], rule: Rule) -> Recommendation:
@@ -234,8 +225,7 @@ def of_target(passing: Sequence[Option], rule: Rule) -> Recommendation:
             f"{figures(fastest.row)}{time_of(fastest, rule)}: it {known[reaches(fastest, rule)]}.",
             best=fastest.row["job"],
         )
-    chosen = max(reaching, key=lambda option: (option.fidelity, option.speedup))
-    number = len(reaching)
+    chosen, number = max(reaching, key=MOST_FAITHFUL), len(reaching)
     among = "only recipe that surely reaches" if number == 1 else f"most faithful of {number} recipes that surely reach"
     clauses = [figures(chosen.row) + time_of(chosen, rule), f"the {among} {rule.target}"]
     return recipe(chosen, clauses + beside(chosen, passing))
@@ -252,31 +242,27 @@ def time_of(option: Option, rule: Rule) -> str:
 
 def of_worth(measured: Sequence[Option], rule: Rule) -> Recommendation:
     """The most faithful of the recipes that cannot be told apart from the one of most worth."""
-    best, tied = tied_with_the_best(measured, rule)
-    chosen = max(tied, key=lambda option: (option.fidelity, option.speedup))
+    tied = tied_with_the_best(measured, rule)
+    chosen = max(tied, key=MOST_FAITHFUL)
     others = [each for each in tied if each.row and each is not chosen]
     rivals, jobs = [each.name for each in others], [each.row["job"] for each in others]
     if not chosen.row:
-        best = most_worth(measured, rule)
+        best = max(measured, key=lambda option: worth(option, rule))
         judged, hint = ("cannot be told to be", " More prompts may tell.") if rivals else ("is not", "")
         why = f"the best recipe here, {best.name}, is {figures(best.row)}, which {judged} worth what it loses."
         return unquantized(why + hint, measured, rule, jobs)
-    clauses = [figures(chosen.row)]
-    if rivals:
-        told = rivals if len(rivals) <= MOST_TIES else [*rivals[: MOST_TIES - 1], f"{len(rivals) - MOST_TIES + 1} more"]
-        clauses.append(
-            f"it cannot be told apart from {joined(told)}, and is the most faithful of the {len(rivals) + 1}"
-        )
+    told = rivals if len(rivals) <= MOST_TIES else [*rivals[: MOST_TIES - 1], f"{len(rivals) - MOST_TIES + 1} more"]
+    among = f", and is the most faithful of the {len(rivals) + 1}"
+    clauses = [figures(chosen.row), *([f"it cannot be told apart from {joined(told)}{among}"] if rivals else [])]
     return recipe(chosen, clauses + beside(chosen, measured), jobs)
 
 
 def beside(chosen: Option, everyone: Sequence[Option]) -> list[str]:
-    """Clauses on what the fastest and the most faithful other recipe would gain and lose."""
+    """Clauses on gains and losses by the fastest and the most faithful other recipe."""
     others = [each for each in everyone if each is not chosen]
-    if not others:
-        return []
-    two = max(others, key=lambda each: each.speedup), max(others, key=lambda each: fidelity_db(each.row))
-    return [f"{each.name} {changes(each.row, chosen.row)}" for each in dict.fromkeys(two)]
+    by = (lambda each: each.speedup), (lambda each: fidelity_db(each.row))
+    two = dict.fromkeys(max(others, key=key) for key in by) if others else ()
+    return [f"{each.name} {changes(each.row, chosen.row)}" for each in two]
 
 
 def joined(texts: Sequence[str]) -> str:
@@ -321,19 +307,19 @@ def front(rows: Sequence[Row], cost: str) -> list[Row]:
 
 
 def unquantized_row(sweep: Sweep) -> Row | None:
-    """Medians of what the jobs measured of it, and its images against full precision's.
+    """Medians of the jobs' measurements of the unquantized engine, and its images against full precision's.
 
     None without a finished job, and where jobs are of several checkpoints or machines, which have no engine in common.
     """
-    own = {job.name for job in sweep.own}
-    table = [row for row in sweep.rows if row["job"] in own and row["status"] == DONE]
+    done = [(job, row) for job, row in zip(sweep.jobs, sweep.rows, strict=True) if row["status"] == DONE]
+    jobs, table = [job for job, _ in done if not job.judged], [row for job, row in done if not job.judged]
     if len({(row["checkpoint"], row["timed_on"]) for row in table}) != 1:
         return None
-    of_jobs = (at(job.record, "fidelity_unquantized_engine") for job in sweep.own)
+    of_jobs = (at(job.record, "fidelity_unquantized_engine") for job in jobs)
     images = {"fidelity": next(filter(None, of_jobs), None)}
     denoiser_ms, image_ms, size = (
-        median(row[f"{column}_full_precision_{unit}"] for row in table)
-        for column, unit in (("denoiser", "ms"), ("image", "ms"), ("denoiser_onnx", "bytes"))
+        median(row[column] for row in table)
+        for column in ("denoiser_full_precision_ms", "image_full_precision_ms", "denoiser_onnx_full_precision_bytes")
     )
     bytes_of_a_bit = median(row["denoiser_bits"] and row["denoiser_bytes"] / row["denoiser_bits"] for row in table)
     return dict.fromkeys(table[0]) | {

@@ -1,13 +1,12 @@
-"""The record of a run, ``metrics.json``: its model, what writes it, what reads it.
+"""The record of a run, ``metrics.json``: its shape, its writer, its reader.
 
-``Record`` is the one description. mypy checks the stages that fill it in, pydantic checks each record when it is
-written and when it is read, because records come from strangers too, and the JSON schema follows from it. The model is
-made of typed dictionaries: a record stays the dictionary that JSON has, and pydantic is imported only when one is
-checked, which costs a tenth of a second. The road not taken is ``BaseModel``: what later versions add and earlier ones
-lack would have to be carried by each class.
+``Record`` is the one description: mypy checks the stages that fill it in, pydantic each record that is written or read
+(records come from strangers too), and the JSON schema follows from it. Typed dictionaries keep a record the dictionary
+that JSON has; pydantic, a tenth of a second, is imported where one is checked. The road not taken is ``BaseModel``: of
+other versions each class would have to carry the names.
 
-A number that does not exist is null with a ``reason`` beside it, or ``{"value": null, "reason": "..."}``, or absent.
-Records of other versions lack names or have others: a missing name is no error, and an unknown one may hold anything.
+A number that does not exist is null with a ``reason`` beside it, ``{"value": null, "reason": "..."}``, or absent.
+A missing name is no error, and an unknown one may hold anything: records of other versions have other names.
 """
 
 import json
@@ -91,12 +90,8 @@ class Latency(TypedDict, total=False):
     clock: Annotated[str, Doc("the processor's clock, or events of a GPU")]
     samples_ms: Annotated[list[Finite], Doc("each round's call, or the mean of as many as an image makes, in order")]
     composed: Annotated[str, Doc("how the latency was added up, where it was not measured as a whole")]
-    rest: Annotated[
-        Finite, Doc("of an image: time beside its denoiser, as a share of the calls of the unquantized one")
-    ]
-    calls_share: Annotated[
-        Finite, Doc("of an image that is made by other calls: their time as a share of all calls of a whole image")
-    ]
+    rest: Annotated[Finite, Doc("of an image: time beside its denoiser, as a share of the unquantized one's calls")]
+    calls_share: Annotated[Finite, Doc("of an image of other calls: their time as a share of a whole image's calls")]
     reason: Annotated[str, Doc("why there is no latency")]
 
 
@@ -117,20 +112,12 @@ class Conditions(TypedDict, total=False):
     steal: Annotated[Finite | None, Doc("share of that time that a hypervisor gave to other machines")]
     reference_spread: Annotated[Finite | None, Doc("spread of the unquantized engine's latency over the rounds")]
     openings: Annotated[list[Count], Doc("rounds of each opening of the engines; empty if they were opened once")]
-    probes: Annotated[
-        list[dict[str, Finite | None]],
-        Doc("what the machine reached before, between and after the rounds: see `sd_quant.metrics.machine_probe`"),
-    ]
+    probes: Annotated[list[dict[str, Finite | None]], Doc("readings of `sd_quant.metrics.machine_probe`, in order")]
     shown: Annotated[dict[str, Finite | None], Doc("90th percentile of what it has reached before")]
-    between: Annotated[
-        dict[str, BetweenOccasions],
-        Doc("by `call`, `image` and `recipes`, which are two quantized engines' images; a reason: it is not known"),
-    ]
+    between: Annotated[dict[str, BetweenOccasions], Doc("by `call`, `image` or `recipes` (images of two); or a reason")]
 
 
 class WholeImages(TypedDict, total=False):
-    """Images that were made by both engines in turn, from prompt to pixels."""
-
     speedup: Annotated[Positive, Doc("full precision by quantized: above 1 is faster")]
     speedup_interval: Annotated[list[Finite] | Explained, Doc("ends of its 95 % interval")]
     agree: Annotated[bool, Doc("whether the interval meets that of the speed-up by the denoiser's calls")]
@@ -160,8 +147,6 @@ class ImageScores(TypedDict, total=False):
 
 
 class OfVideos(TypedDict):
-    """A figure of each video, with its interval over videos."""
-
     mean: Annotated[Finite | None, Doc("over the videos")]
     interval: Annotated[list[Finite | None], Doc("both ends at 95 %; null for one video")]
     values: Annotated[list[Finite], Doc("one for each video")]
@@ -197,8 +182,6 @@ class CategoryScore(TypedDict, total=False):
 
 
 class Sizes(TypedDict):
-    """Bytes of a part's files."""
-
     onnx_full_precision: Annotated[Finite | Explained, Doc("the unquantized part, with its weights")]
     onnx_quantized: Annotated[Finite | Explained, Doc("the quantized part")]
     plan: Annotated[Finite | Explained, Doc("the TensorRT plan of what is delivered")]
@@ -211,6 +194,7 @@ class Denoiser(TypedDict):
     calls: Annotated[dict[str, Positive] | None, Doc("in an image, of each of several denoisers; null: there is one")]
 
 
+# Only the knobs that are read are named.
 class ModelKnobs(TypedDict, total=False):
     path: Annotated[Any, Doc("as it was given")]
 
@@ -221,7 +205,7 @@ class InferKnobs(TypedDict, total=False):
 
 
 class Knobs(TypedDict, total=False):
-    """Knobs of ``quantize`` by name and those of other groups by group; only knobs that are read are named here."""
+    """Knobs of ``quantize`` by name and those of other groups by group."""
 
     model: Annotated[ModelKnobs, Doc("the section `model`")]
     infer: Annotated[InferKnobs, Doc("the section `infer`")]
@@ -254,16 +238,12 @@ class LargestActivation(TypedDict):
 
 
 class QuantizedPart(TypedDict):
-    """Another quantized part than the denoiser."""
-
     preset: Annotated[str, Doc("by which it is quantized")]
     layers: Annotated[Layers, Doc("how many are quantized")]
     outputs: Annotated[dict[str, Moved], Doc("how far its outputs for the first prompts moved, by name")]
 
 
 class Executed(TypedDict):
-    """How the engine multiplies the layers whose weights and inputs are quantized."""
-
     count: Annotated[Finite | None, Doc("layers that are multiplied in codes of their format")]
     of: Annotated[Finite | None, Doc("all such layers")]
     weights_only: Annotated[Finite | None, Doc("further layers, of which the weight alone is quantized")]
@@ -276,8 +256,6 @@ OF_TEXT = Doc("of full precision with the text as the file's tool passes it, by 
 
 
 class HandedPart(TypedDict):
-    """A part in an export."""
-
     quantized: Annotated[Finite, Doc("layers that are quantized in the folder; 0: it is not, or as in the checkpoint")]
     of: Annotated[Finite, Doc("layers that the recipe quantizes")]
     lost: Annotated[dict[str, Count], Doc("layers and attentions that stay in high precision, by reason")]
@@ -295,8 +273,6 @@ class HandedOver(HandedPart):
 
 
 class Hurting(TypedDict):
-    """One of the layers of a third-party checkpoint with the largest errors."""
-
     name: Annotated[str, Doc("its name in diffusers")]
     role: Annotated[str, Doc("its role in the network")]
     format: Annotated[str, Doc("format of its weight")]
@@ -317,8 +293,6 @@ class JudgedRuntime(TypedDict, total=False):
 
 
 class JudgedPart(TypedDict):
-    """A part that a third-party checkpoint has quantized."""
-
     reader: Annotated[str, Doc("the reader that opened it")]
     maker: Annotated[str, Doc("the tool that made it, as far as the file says")]
     bits: Annotated[Finite, Doc("stored bits per weight of the denoiser, or of the part")]
@@ -331,10 +305,7 @@ class Judged(JudgedPart):
 
     name: Annotated[str, Doc("in tables")]
     path: Annotated[str, Doc("where it lies")]
-    loras: Annotated[
-        str | None,
-        Doc("where it has the LoRAs of the full-precision model: fused before quantization, or beside its weights"),
-    ]
+    loras: Annotated[str | None, Doc("place of full precision's LoRAs: fused before quantization, or beside weights")]
     schedule: Annotated[str | None, Doc("its steps: c as stored, h with unquantized inputs; null: all alike")]
     inputs: Annotated[dict[str, Count], Doc("numbers of layers, by how their inputs are computed")]
     network_error: Annotated[Finite | None, Doc("of the denoiser's output, relative to full precision's norm")]
@@ -355,8 +326,6 @@ class PartMemory(TypedDict, total=False):
 
 
 class PartMemories(TypedDict, total=False):
-    """A part's engines."""
-
     full_precision: Annotated[PartMemory, Doc("the unquantized part")]
     quantized: Annotated[PartMemory, Doc("the same part quantized; absent for parts that are not")]
 
@@ -410,8 +379,6 @@ class PreciseChosen(TypedDict):
 
 
 class Control(TypedDict):
-    """Full precision with so few steps that it takes no less time than the recipe."""
-
     sampler: Annotated[str | None, Doc("null: the checkpoint's own")]
     steps: Annotated[Count, Doc("of denoising")]
     fidelity: Annotated[dict[str, ImageScores], Doc("to full precision in all steps, by score")]
@@ -456,9 +423,7 @@ class AnyRecord(TypedDict):
     latency: Annotated[dict[str, dict[str, dict[str, Latencies]]], Doc("by engine, part or `image`, and batch size")]
     fidelity: Annotated[Fidelity, Doc("to full precision, by score")]
     video: Annotated[Video | None, Doc("of frames; null where images do not move")]
-    text_scores: Annotated[
-        dict[str, Any], Doc("by variant and the keys of SCORES, and MLPerf's verdict; [more](sweeps.md#more-scores)")
-    ]
+    text_scores: Annotated[dict[str, Any], Doc("by variant and score, MLPerf's too; [more](sweeps.md#more-scores)")]
     degenerate: Annotated[list[Degenerate], Doc("broken images of the quantized variant; empty if there are none")]
     layers: Annotated[Layers, Doc("how many of the denoiser, or of all that are, are quantized")]
     judged: Annotated[Judged | None, Doc("the third-party checkpoint that was judged; null for a run")]
@@ -471,8 +436,6 @@ class AnyRecord(TypedDict):
 
 
 class AutoCompared(TypedDict):
-    """Inputs of linears with ``alpha=auto`` and with the alpha of the recipe."""
-
     inputs: Annotated[Count, Doc("that were tried, at most 16, evenly drawn")]
     lower: Annotated[Count, Doc("of these have a lower error with `alpha=auto`")]
     error: Annotated[Finite, Doc("root mean square of what `alpha=auto` minimizes, which counts unseen prompts")]
@@ -480,25 +443,17 @@ class AutoCompared(TypedDict):
 
 
 class Record(AnyRecord, total=False):
-    """The record of a run, or of a checkpoint that ``judge.py`` has judged, which lacks what only a run has."""
+    """The record of a run, or of a checkpoint that ``judge.py`` has judged, which lacks the names below."""
 
     fidelity_unquantized_engine: Annotated[Fidelity, Doc("the same of the unquantized engine, without scores of sets")]
-    noise_floor: Annotated[
-        dict[str, Fidelity], Doc("the same of torch in full precision, computed another way, by that way; or a reason")
-    ]
+    noise_floor: Annotated[dict[str, Fidelity], Doc("of full precision computed another way, by way; or a reason")]
     parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
     parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]
-    memory: Annotated[
-        dict[str, PartMemories], Doc("memory of each part's engines; empty with a reason if not measured")
-    ]
-    peaks: Annotated[
-        dict[str, LargestActivation], Doc("largest activations in calibration, by part; empty if not known")
-    ]
+    memory: Annotated[dict[str, PartMemories], Doc("of the engines, by part; empty with a reason if not measured")]
+    peaks: Annotated[dict[str, LargestActivation], Doc("largest activations, by part; empty if not known")]
     executed: Annotated[Executed, Doc("how the engine multiplies")]
     smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]
-    sensitivity: Annotated[
-        dict[str, Any], Doc("basis for the choice of layers, with `keep`, `quantize.budget` or `fit`")
-    ]
+    sensitivity: Annotated[dict[str, Any], Doc("basis of the choice of layers by `keep`, `quantize.budget` or `fit`")]
     auto: Annotated[AutoCompared | None, Doc("layers with `alpha=auto` instead; null where alpha is no number")]
     hand_over: Annotated[dict[str, HandedOver], Doc("exports to other tools, by target")]
     levers: Annotated[Levers | None, Doc("other calls of the denoiser than the reference's; null: bits alone")]
@@ -527,7 +482,7 @@ def explained(value: float | None, reason: str) -> float | Explained:
 
 
 def write_record(record: Record | InferRecord, directory: Path, shape: Any = Record) -> None:
-    """Write ``metrics.json``, atomically. Whoever finds one takes the run for finished, so it is written last.
+    """Write ``metrics.json``, atomically and last: whoever finds one takes the run for finished.
 
     Raises SdQuantError for a record that could not be read again, ResourceError when the disk is full.
     """
@@ -563,10 +518,9 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
-    """Raises ValueError unless ``value``, as JSON has it, is what the annotation ``shape`` says.
+    """Raises ValueError unless ``value``, as JSON has it, fits the annotation ``shape``.
 
-    Null passes for everything but an entry of a list, a missing name passes, and so does one that ``shape`` does not
-    have. ``reason`` is a text in every dictionary. true and false are no numbers.
+    Null fits all but an entry of a list; names may be missing or unknown. ``reason`` is a text in every dictionary.
     """
     from pydantic import ValidationError
 
@@ -581,10 +535,7 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
 
 @cache
 def validator(shape: Any) -> Any:
-    """pydantic's validator of a shape of which every name may be missing.
-
-    Lists and dictionaries end at their first error, because a hostile one may have millions.
-    """
+    """pydantic's validator of a shape with optional names; a list or dictionary of millions ends at its first error."""
     from pydantic import TypeAdapter
     from pydantic_core import SchemaValidator
 
@@ -603,7 +554,7 @@ def validator(shape: Any) -> Any:
 
 
 def without_nulls(value: Any, names: tuple) -> Any:
-    """A copy without the names that are null and the texts that say why. Raises ValueError for another ``reason``.
+    """A copy without null names and without the texts of ``reason``. Raises ValueError for another ``reason``.
 
     ``names`` are those around the value, each in a pair with the ones around it: a text would grow with their depth.
     """
@@ -668,23 +619,20 @@ def at(record: Any, *keys: Any) -> Any:
 
 
 def base_sha256(made: Mapping[str, Any]) -> str | None:
-    """The hash of a model's weights without LoRAs: the checkpoint's, or a digest of it and of networks of other files.
-
-    These are another autoencoder, and ControlNets with their scales. ``made`` as for ``weights_sha256``.
-    """
+    """The hash of a model's weights without LoRAs: the checkpoint's, or a digest with ControlNets' and a VAE's."""
     inputs = at(made, "inputs") or {}
     own, names = (
         at(inputs, "checkpoint", "sha256"),
-        [name for name in inputs if name == VAE or name.startswith(CONTROLNET)],
+        [each for each in inputs if each == VAE or each.startswith(CONTROLNET)],
     )
     others = [each for name in names for each in (name, at(inputs, name, "sha256"))]
     return digest(json.dumps([own, *others])) if own and others else own
 
 
 def weights_sha256(made: Mapping[str, Any]) -> str | None:
-    """The hash of a model's weights: ``base_sha256``, or with LoRAs a digest of all files and strengths.
+    """The hash of a model's weights, LoRAs with their strengths included; None where no checkpoint has a hash.
 
-    ``made`` is a record, or what ``provenance.made_of`` returns; None where it has no hash of a checkpoint.
+    ``made`` is a record, or the result of ``provenance.made_of``.
     """
     own, inputs = base_sha256(made), at(made, "inputs")
     loras = [[name, at(inputs, name, "sha256")] for name in inputs or () if name.startswith(LORA)]

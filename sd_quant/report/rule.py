@@ -49,7 +49,7 @@ class Rule:
 
     @property
     def floor(self) -> str:
-        """What a recipe has to have before its speed counts."""
+        """The floor of quality in words."""
         bars = [] if self.floor_db is None else [
             f"surely {self.floor_db:g} dB (the low end of the interval over prompts; of fewer than {FEWEST_IMAGES} "
             "images the mean)"

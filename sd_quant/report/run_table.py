@@ -1,7 +1,6 @@
 """The closing table of a run: its record (``metrics.json``), as text for a terminal.
 
-Everything comes from the record, so the table can be printed again later. A number that does not exist is shown as a
-dash, with its reason below the table.
+A number that does not exist is a dash, with its reason below the table.
 """
 
 import re
@@ -14,8 +13,6 @@ from sd_quant.engines import COMPILED
 from sd_quant.metrics import Against, fidelity_scores
 from sd_quant.metrics.intervals import recorded
 from sd_quant.report.levers import TITLES, lever_cells
-from sd_quant.report.named_scores import asked, difference_text
-from sd_quant.report.noise_floor import floor_table
 from sd_quant.report.readings import (
     Number,
     held,
@@ -29,6 +26,7 @@ from sd_quant.report.readings import (
     score_of,
 )
 from sd_quant.report.record import IMAGE, TORCH, VARIANTS, at
+from sd_quant.report.score_tables import asked, difference_text, floor_table
 from sd_quant.report.summary import timed_alone, workload
 from sd_quant.report.table import CLAUSES, DASH, WORDS, Table, as_text, folded, plus_minus, table_of_texts
 from sd_quant.report.timing import occasions_of
@@ -67,50 +65,45 @@ def run_table(record: Mapping[str, Any]) -> str:
 
 
 def _heading(record: Mapping[str, Any]) -> list[str]:
-    knobs = record.get("knobs") or {}
+    knobs, status = record.get("knobs") or {}, record.get("status") or "unfinished"
     named = [f"{name}={knobs[name]}" for name in ("format", "quant_level", "alpha", "percentile") if name in knobs]
-    status = record.get("status") or "unfinished"
-    return ["  ".join([status if not record.get("reason") else f"{status}: {record['reason']}", *named])]
+    return ["  ".join([f"{status}: {record['reason']}" if record.get("reason") else status, *named])]
 
 
 def _part_names(record: Mapping[str, Any]) -> list[str]:
     """The parts of which the record has sizes or latencies."""
-    parts = [*(at(record, "sizes_bytes") or {})]
-    for engine in names(record, "latency"):
-        parts += at(record, "latency", engine)
-    return [part for part in dict.fromkeys(parts) if part not in (IMAGE, "reason", "value")]
+    places = [("sizes_bytes",), *(("latency", engine) for engine in names(record, "latency"))]
+    found = dict.fromkeys(part for place in places for part in at(record, *place) or ())
+    return [part for part in found if part not in (IMAGE, "reason", "value")]
 
 
 def _sizes(record: Mapping[str, Any], reasons: list[str]) -> Table:
-    rows, parts = [], _part_names(record)
-    plans = any(number_at(record, "sizes_bytes", part, "plan").value for part in parts)
-    for part in parts:
-        full, quantized, plan = (
-            number_at(record, "sizes_bytes", part, key) for key in ("onnx_full_precision", "onnx_quantized", "plan")
-        )
+    rows, parts, files = [], _part_names(record), ("onnx_full_precision", "onnx_quantized", "plan")
+    found = {part: [number_at(record, "sizes_bytes", part, file) for file in files] for part in parts}
+    plans = any(plan.value for *_, plan in found.values())
+    for part, (full, quantized, plan) in found.items():
         if kept := at(record, "plans", part, "attention"):
             plan = Number(plan.value, f"attention is in high precision: {kept}")
-        rows.append([
-            part, _cell(full, _bytes, reasons), _cell(quantized, _bytes, reasons),
-            _cell(quotient(full, quantized), _times, reasons), *([_cell(plan, _bytes, reasons)] if plans else []),
-        ])  # fmt: skip
+        cells = [_cell(full, _bytes, reasons), _cell(quantized, _bytes, reasons)]
+        cells.append(_cell(quotient(full, quantized), _times, reasons))
+        rows.append([part, *cells, *([_cell(plan, _bytes, reasons)] if plans else [])])
     titles = ["size", "ONNX full precision", "ONNX quantized", "smaller", *(["plan"] if plans else [])]
     return table_of_texts(titles, rows)
 
 
 def _memory(record: Mapping[str, Any]) -> Table:
-    """Memory of the parts' engines, and what of it has to fit at once, which is derived."""
+    """Memory of the parts' engines, and the derived memory that has to fit at once."""
     known = [memory_of(record, variant) for variant in VARIANTS]
     peaks = [[each and each.peak for each in parts.values()] for parts in known]
     figures: dict[str, Sequence[float | None]] = dict(zip(known[0], zip(*peaks, strict=True), strict=True))
     if figures:
-        fit = [held(record, variant) for variant in VARIANTS]
-        figures["all parts open at once, derived"] = [sum(each.values()) or None for each in fit]
+        figures["all parts open at once, derived"] = [sum(held(record, each).values()) or None for each in VARIANTS]
         figures["one at a time, derived"] = [None if None in each else max(each) for each in peaks]
-    rows = []
-    for title, (full, quantized) in figures.items():
-        cells = [DASH if each is None else _bytes(each) for each in (full, quantized)]
-        rows.append([title, *cells, _times(full / quantized) if full is not None and quantized else ""])
+    rows = [
+        [title, *(DASH if each is None else _bytes(each) for each in both),
+         "" if None in both or not both[1] else _times(both[0] / both[1])]
+        for title, both in figures.items()
+    ]  # fmt: skip
     return table_of_texts(["peak memory of a part's engine", "full precision", "quantized", "smaller"], rows)
 
 
@@ -147,7 +140,7 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
 
 
 def _intervals(record: Mapping[str, Any]) -> list[str]:
-    """The line that says whether intervals of speed-ups cover other hours too, folded."""
+    """The line on the validity of speed-ups' intervals in other hours, folded."""
     engine, part, samples, _ = workload(record)
     words = occasions_of(at(record, "latency", engine, part, str(samples), "rounds"))
     return folded(re.findall(WORDS, f"± of speed-ups: {words}")) if words else []
@@ -163,17 +156,16 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> Table:
     rows = []
     for score in fidelity_scores():
         value, worst, _ = score_of(record, score)
-        if score.against is Against.IMAGES:
-            mean = interval_of(record, score)
-            show = partial(score.text, reach=None if mean is None else mean.reach)
-            rows.append([score.title, _cell(value, show, reasons), _cell(worst, score.text, reasons)])
-        else:
-            rows.append([f"{score.title}, last step", _cell(value, score.text, reasons), ""])
+        of_images = score.against is Against.IMAGES
+        mean = interval_of(record, score) if of_images else None
+        show = partial(score.text, reach=None if mean is None else mean.reach)
+        title = score.title if of_images else f"{score.title}, last step"
+        rows.append([title, _cell(value, show, reasons), _cell(worst, score.text, reasons) if of_images else ""])
     return table_of_texts(["fidelity to full precision", "mean ± at 95 %", "worst"], rows)
 
 
 def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> Table:
-    """The scores by networks and photographs that were named, and how far from full precision's they are."""
+    """The named scores by networks and photographs, and their differences from full precision's."""
     rows = []
     for score in asked(record):
         both = [number_at(record, "text_scores", variant, score.key) for variant in VARIANTS]
@@ -183,22 +175,20 @@ def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> Table:
 
 
 def _video(record: Mapping[str, Any]) -> Table | list[str]:
-    """How far frames are from full precision's, and how they change from one to the next."""
-    video = record.get("video")
-    if not video:
+    """The distance of frames from full precision's, and of their changes from one to the next."""
+    if not (video := record.get("video")):
         return []
-    figures = {"flicker, levels of 255": ("flicker", "{:.2f}"), "change, of full precision's": ("change", "{:.3f}")}
-    of_frames = [number_at(video, "psnr", name) for name in ("mean", "min")]
-    rows = [["PSNR, dB", *("identical" if each.value is None else f"{each.value:.2f}" for each in of_frames)]]
-    for title, (name, form) in figures.items():
-        found = video[name]
-        known = None if found["mean"] is None else recorded(found["mean"], found["interval"])
-        rows.append([title, plus_minus(known, form), ""])
+    of_frames = [number_at(video, "psnr", name).value for name in ("mean", "min")]
+    rows = [["PSNR, dB", *("identical" if each is None else f"{each:.2f}" for each in of_frames)]]
+    for title, key, form in (
+        ("flicker, levels of 255", "flicker", "{:.2f}"), ("change, of full precision's", "change", "{:.3f}")
+    ):  # fmt: skip
+        mean = video[key]["mean"]
+        rows.append([title, plus_minus(None if mean is None else recorded(mean, video[key]["interval"]), form), ""])
     return table_of_texts([f"{video['frames']} frames of a video", "mean ± at 95 %", "worst"], rows)
 
 
 def _levers(record: Mapping[str, Any]) -> Table | list[str]:
-    """What the levers beside bits buy."""
     if not at(record, "levers"):
         return []
     cells = lever_cells("", record, timed_alone("", record))
@@ -210,8 +200,8 @@ def _moved(record: Mapping[str, Any]) -> Table:
     keys, rows = ("relative_error", "cosine", "worst", "first_token"), []
     for part in names(record, "parts"):
         for output in names(record, "parts", part, "outputs"):
-            cells = [number_at(record, "parts", part, "outputs", output, key) for key in keys]
-            rows.append([f"{part}, {output}", *("" if each.value is None else f"{each.value:.5f}" for each in cells)])
+            values = [number_at(record, "parts", part, "outputs", output, key).value for key in keys]
+            rows.append([f"{part}, {output}", *("" if value is None else f"{value:.5f}" for value in values)])
     titles = ["quantized part, output", "relative error", "cosine of tokens", "worst token", "first token"]
     return table_of_texts(titles, rows)
 
@@ -223,43 +213,41 @@ def _fit(record: Mapping[str, Any]) -> list[Table | list[str]]:
     """The formats that ``fit`` or a budget chose for each part, and the PSNR of all candidates."""
     entry = at(record, "sensitivity", "limit") or {}
     candidates, whole = entry.get("candidates") or {}, entry.get("unquantized_bytes") or {}
-    chosen = candidates.get(entry.get("taken"))
-    if chosen is None:
+    if (chosen := candidates.get(entry.get("taken"))) is None:
         return []
-    rows = []
-    for part, size in chosen["weight_bytes"].items():
-        formats = ", ".join(f"{count} {label}" for label, count in chosen["formats"][part].items())
-        rows.append([part, _bytes(whole[part]), _bytes(size), formats])
-    limit = f"fit in {_bytes(entry['limit_bytes'])}{RESIDENT[entry['resident']]}"
-    titles = [limit, "weights", "chosen", "layers in each format"]
-    lines = [
-        f"formats {name}: expected {_decibels(each['expected_psnr'])}, in calibration images {_decibels(each['psnr'])}"
-        f"{', taken' if name == entry['taken'] else ''}"
-        for name, each in candidates.items()
+    rows = [
+        [
+            part,
+            _bytes(whole[part]),
+            _bytes(size),
+            ", ".join(f"{n} {name}" for name, n in chosen["formats"][part].items()),
+        ]
+        for part, size in chosen["weight_bytes"].items()
     ]
-    return [table_of_texts(titles, rows), lines]
-
-
-def _decibels(value: float | None) -> str:
-    return "no error" if value is None else f"{value:.1f} dB"
+    limit = f"fit in {_bytes(entry['limit_bytes'])}{RESIDENT[entry['resident']]}"
+    lines = []
+    for name, each in candidates.items():
+        expected, psnr = (
+            "no error" if value is None else f"{value:.1f} dB" for value in (each["expected_psnr"], each["psnr"])
+        )
+        taken = ", taken" if name == entry["taken"] else ""
+        lines.append(f"formats {name}: expected {expected}, in calibration images {psnr}{taken}")
+    return [table_of_texts([limit, "weights", "chosen", "layers in each format"], rows), lines]
 
 
 def handed_over_table(entries: Mapping[str, Any] | None) -> Table:
     """The exports to other tools by target: PSNR with its interval at 95 %, bytes of the larger files."""
-    return table_of_texts(HANDED_OVER, [handed_over_cells(*entry) for entry in (entries or {}).items()])
-
-
-def handed_over_cells(target: str, entry: Mapping[str, Any]) -> list[str]:
-    size = sum(filter(None, (at(entry, "bytes") or {}).values()))
-    layers = [f"{at(entry, 'quantized')} of {at(entry, 'of')}"]
-    layers += [f"{part} {at(entry, 'parts', part, 'quantized')} of {at(entry, 'parts', part, 'of')}"
-               for part in at(entry, "parts") or {}]  # fmt: skip
-    return [target, ", ".join(layers), psnr_text(entry, "fidelity"), psnr_text(entry, "text"), _bytes(size)]
+    rows = []
+    for target, entry in (entries or {}).items():
+        parts = {"": entry, **(at(entry, "parts") or {})}
+        layers = [f"{part} {at(each, 'quantized')} of {at(each, 'of')}".lstrip() for part, each in parts.items()]
+        psnr = [psnr_text(entry, key) for key in ("fidelity", "text")]
+        rows.append([target, ", ".join(layers), *psnr, _bytes(sum(filter(None, (at(entry, "bytes") or {}).values())))])
+    return table_of_texts(HANDED_OVER, rows)
 
 
 def _costs(record: Mapping[str, Any]) -> list[str]:
-    peak = number_at(record, "peak_memory_bytes").value
-    whole = number_at(record, "seconds").value
+    peak, whole = (number_at(record, name).value for name in ("peak_memory_bytes", "seconds"))
     costs = [f"peak memory {_bytes(peak)}"] if peak else []
     costs += [f"{whole:.1f} s in all"] if whole else []
     stages = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
@@ -270,8 +258,7 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
 def _cell(number: Number, show: Callable[[float], str], reasons: list[str]) -> str:
     """The number in the form of ``show``, or a dash, with the mark of its reason, which is added to ``reasons``."""
     value, reason = number
-    if value is None:
-        reason = reason or "null without a reason"
+    reason = reason or ("null without a reason" if value is None else None)
     if reason and reason not in reasons:
         reasons.append(reason)
     return (DASH if value is None else show(value)) + (f" [{reasons.index(reason) + 1}]" if reason else "")

@@ -1,10 +1,10 @@
-"""What a recommendation ships: the job's folder and files, its figures, and the command that makes images with it.
+"""What a recommendation ships: folder, files, figures, and a command for images; ``recommendation.json`` has it.
 
-``recommendation.json`` beside the report has it for other programs, and the terminal ends with it. It is written with
-the report and removed when a folder is worked on again, so it never speaks of other jobs than the folder holds. The
-road not taken is a link to the winner, which a copied folder would lose.
+It is removed when a folder is worked on again, so it never speaks of other jobs than the folder holds. The road not
+taken is a link to the winner, which a copied folder would lose.
 """
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,11 @@ def recommendation_of(sweep: Sweep) -> Recommendation:
 
 def files_of(job: Job, directory: Path, unquantized: bool) -> dict[str, dict[str, str]]:
     """The files of a job that are there, relative to the report's ``directory``, by kind and part or target."""
-    folder, full_precision = job.directory, job.directory / VARIANTS[0]
+    full_precision = job.directory / VARIANTS[0]
     quantized = {path.stem for path in full_precision.glob("onnx/*/*.onnx")} if unquantized else ()
 
     def found(pattern: str) -> dict[str, str]:
-        paths = [path for path in folder.glob(pattern) if path.stem not in quantized]
+        paths = [path for path in job.directory.glob(pattern) if path.stem not in quantized]
         paths += full_precision.glob(pattern) if unquantized else []
         return {path.stem: path.relative_to(directory).as_posix() for path in sorted(paths)}
 
@@ -96,11 +96,10 @@ def write_recommendation(sweep: Sweep, advice: Recommendation) -> None:
 
 
 def last_words(directory: Path) -> str:
-    """Where the report is, how to make images with what it recommends, and last the recommendation itself."""
-    try:
+    """The report's place, the command for images by its recommendation, and last the recommendation itself."""
+    advice: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
         advice = read_object(directory / RECOMMENDATION) or {}
-    except (OSError, ValueError):
-        advice = {}
     lines = [f"report: {url(directory / REPORT)}"]
     lines += [f"images with it: {advice['command']}"] if advice.get("command") else []
     return "\n".join(map(printable, [*lines, advice.get("sentence") or ""]))

@@ -1,7 +1,7 @@
-"""Reads a sweep's folder, and makes the table with a row for each job: ``summary.csv``, ``.parquet`` and ``.md``.
+"""A sweep's folder, read, and its table with a row for each job: ``summary.csv``, ``.parquet`` and ``.md``.
 
-All that is known of a sweep lies in its folder: ``sweep.json`` names the jobs, and each job's folder holds its record,
-the reason why it failed, or neither. A single run is a sweep of one job.
+``sweep.json`` names the jobs, and each job's folder holds its record, the reason why it failed, or neither. A single
+run is a sweep of one job.
 """
 
 import json
@@ -17,10 +17,9 @@ from typing_extensions import TypedDict
 
 from sd_quant.cache import try_lock
 from sd_quant.errors import ArtifactError
-from sd_quant.files import atomic_path, open_regular, read_regular, write_text
+from sd_quant.files import atomic_path, open_regular, read_regular, refusing, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval
-from sd_quant.report.csv_files import columns_of, write_csv
 from sd_quant.report.readings import Number, interval_of, latency_of, number_at, quotient, score_of
 from sd_quant.report.record import (
     CANDIDATE,
@@ -35,7 +34,7 @@ from sd_quant.report.record import (
     weights_sha256,
     why,
 )
-from sd_quant.report.table import Column, Table, as_markdown, as_text, knob_value, markdown_text
+from sd_quant.report.table import Column, Table, as_markdown, as_text, columns_of, knob_value, markdown_text, write_csv
 from sd_quant.report.timing import TIMING, Timed, blocks_by_job, read_timing, rounds_of, timed_together
 
 SWEEP, FAILURE, LOCK, LOG = "sweep.json", "failure.json", ".lock", "quantize.log"
@@ -56,27 +55,27 @@ class PlannedJob(TypedDict):
     proposed_for: str  # the target of the search that has proposed it
 
 
+class PlannedSearch(TypedDict):
+    """A search in a grid, whose proposals are the plan's jobs; see ``sd_quant.search``."""
+
+    jobs: int  # to propose
+    of: int  # jobs of the grid that differ
+    target: str  # in words
+    by: str  # the library that proposes
+    grid: list[PlannedJob]
+
+
 class SweepPlan(TypedDict):
     """``sweep.json``, as far as it is read."""
 
     command: list[Any]
     varied: list[str]
     jobs: list[PlannedJob]
-    candidates: list[PlannedJob]  # what is judged beside the jobs, see ``sd_quant.stages.judge``
+    candidates: list[PlannedJob]  # third-party checkpoints that are judged beside the jobs
     judge: dict[str, Any]  # the knobs of the same name
     published: dict[str, Any]  # figures to show beside ours, see ``sd_quant.report.published``
-    verdict: dict[str, Any]  # the knobs of the same name, see ``sd_quant.report.recommendation``
-    search: "PlannedSearch"  # where not all jobs of the grid are done, see ``sd_quant.search``
-
-
-class PlannedSearch(TypedDict):
-    """A search in a grid, whose proposals are the plan's jobs."""
-
-    jobs: int  # to propose
-    of: int  # jobs of the grid that differ
-    target: str  # in words
-    by: str  # which library proposes
-    grid: list[PlannedJob]
+    verdict: dict[str, Any]  # the knobs of the same name, see ``sd_quant.report.rule``
+    search: PlannedSearch  # where not all jobs of the grid are done
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class Sweep:
 
     @property
     def searched(self) -> str:
-        """How far the search has come, in words; empty where there is none."""
+        """The progress of the search in words; empty where there is none."""
         told = "{proposed} of the grid's {of} jobs, proposed by {by} for {target}"
         return told.format(**self.search) if self.search else ""
 
@@ -133,12 +132,11 @@ class Sweep:
     @cached_property
     def recipes(self) -> dict[str, str]:
         """The recipe of each job by its name: the knobs that vary, as on the command line; a candidate's own name."""
-
-        def recipe(job: Job) -> str:
+        found = {}
+        for job in self.jobs:
             varied = " ".join(f"{knob}={knob_value(job.varied.get(knob))}" for knob in self.varied)
-            return job.varied.get(CANDIDATE) or varied or job.recipe
-
-        return {job.name: recipe(job) for job in self.jobs}
+            found[job.name] = job.varied.get(CANDIDATE) or varied or job.recipe
+        return found
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -150,27 +148,19 @@ class Sweep:
 
 
 def read_sweep(directory: Path) -> Sweep:
-    """The sweep in a folder, or a run as a sweep of one job.
-
-    Raises ArtifactError when it is neither, or its ``sweep.json`` is damaged.
-    """
+    """The sweep in a folder, or a run as a sweep of one job. Raises ArtifactError for another or a damaged folder."""
     plan = directory / SWEEP
     if not plan.exists():
         return run_as_sweep(directory)
-    try:
+    with refusing(f"{directory / TIMING} holds no rounds", advice="remove it and start the sweep again"):
         timing = read_timing(directory)
         together = timed_together(timing)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError(
-            f"{directory / TIMING} holds no rounds ({why(error)}); remove it and start the sweep again"
-        ) from error
-    try:
+    with refusing(f"{plan} is not the plan of a sweep", advice="start the sweep again"):
         content = json.loads(read_regular(plan))
         check_shape(content, SweepPlan, "it")
-        planned, candidates = content["jobs"], content.get("candidates") or []
+        planned, jobs = content["jobs"], []
         names = tuple(job["name"] for job in planned)
-        jobs = []
-        for each in [*planned, *candidates]:
+        for each in [*planned, *(content.get("candidates") or [])]:
             if each.get("same_as") in names:
                 continue
             job = read_job(each["name"], folder_in(directory, each["name"]), {**each["varied"]})
@@ -182,8 +172,6 @@ def read_sweep(directory: Path) -> Sweep:
             proposed = sum(job.get("proposed_for") == search["target"] for job in planned)
             search = {"proposed": proposed} | {name: search[name] for name in ("jobs", "of", "target", "by")}
         return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names, search)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactError(f"{plan} is not the plan of a sweep ({why(error)}); start the sweep again") from error
 
 
 def read_plan(directory: Path) -> dict[str, Any]:
@@ -235,7 +223,7 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
 
 
 def state_of(path: Path) -> tuple[int, ...]:
-    """Return numbers that change with the file; none where there is no file."""
+    """Numbers that change with the file; none where there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -250,8 +238,7 @@ def known_record(directory: Path, *state: int) -> dict[str, Any] | None:
 
 def what_became_of(directory: Path) -> str:
     """The state of a job that left nothing. A lock ends with its process, so it tells running from dead."""
-    running = is_running(directory)
-    if running is None:
+    if (running := is_running(directory)) is None:
         return "it has not run"
     log = last_text(directory / LOG)
     stages = STAGE.findall(log)
@@ -318,37 +305,38 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
 
 
 def bytes_of_denoisers(record: Any, denoiser: str, file: str) -> Number:
-    """Bytes of the denoiser's ``file``, or of several's together; one that is not quantized has the unquantized one."""
+    """Bytes of the ``file`` of all denoisers; an unquantized one counts with its own, but has no plan."""
+    own, kinds = number_at(record, "sizes_bytes", denoiser, file), (file, "onnx_full_precision")
     others = [part for part in at(record, "denoiser", "calls") or () if part != denoiser]
-    found, kinds = number_at(record, "sizes_bytes", denoiser, file), (file, "onnx_full_precision")
     known = [[number_at(record, "sizes_bytes", part, kind).value for kind in kinds] for part in others]
-    each = [found.value, *(own if own is not None or file == "plan" else full for own, full in known)]
-    return Number(sum(each)) if others and None not in each else found
+    each = [own.value, *(found if found is not None or file == "plan" else full for found, full in known)]
+    return own if not others or None in each else Number(sum(each))
 
 
 def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
     """The columns of latencies: from the rounds with other jobs where there are some, else from the record."""
-    engine, denoiser, samples, batch = workload(job.record)
+    timed, (engine, denoiser, samples, batch) = job.timed, workload(job.record)
     call, image = latency_of(job.record, engine, denoiser, samples), latency_of(job.record, engine, IMAGE, batch)
-    milliseconds = [each.value for each in (call.quantized, call.full_precision, image.quantized, image.full_precision)]
+    own, full = call.quantized.value, call.full_precision.value
+    image_own, image_full = image.quantized.value, image.full_precision.value
     speedups = [call.speedup.value, image.speedup.value]
     intervals: list[Interval | None] = [None, None, None]
-    if job.timed is not None:
-        intervals = [job.timed.denoiser_speedup(), job.timed.image_speedup(), job.timed.image_over_compiled()]
-    several = at(job.record, "denoiser", "calls")  # whose rounds are those of the mean of their calls
-    if job.timed is not None and (measured_together or several and job.timed.image_ms):
-        speedups = [interval.value for interval in intervals[:2] if interval]
-        full, image_full = statistics.median(job.timed.full_precision), job.timed.image_ms
-        milliseconds = [statistics.median(job.timed.quantized), full, image_full / speedups[1], image_full]
+    if timed is not None:
+        intervals = [timed.denoiser_speedup(), timed.image_speedup(), timed.image_over_compiled()]
+        several = at(job.record, "denoiser", "calls")  # whose rounds are those of the mean of their calls
+        if measured_together or several and timed.image_ms:
+            speedups = [interval.value for interval in intervals[:2] if interval]
+            own, full = (statistics.median(each) for each in (timed.quantized, timed.full_precision))
+            image_own, image_full = timed.image_ms / speedups[1], timed.image_ms
     compiled = intervals[2] and intervals[2].value  # the quantized engine's speed-up over its calls
     return {
-        "denoiser_ms": milliseconds[0],
-        "denoiser_full_precision_ms": milliseconds[1],
+        "denoiser_ms": own,
+        "denoiser_full_precision_ms": full,
         "denoiser_speedup": speedups[0],
         **interval_columns("denoiser_speedup", intervals[0]),
-        "image_ms": milliseconds[2],
-        "image_full_precision_ms": milliseconds[3],
-        "image_compiled_ms": compiled and milliseconds[2] and milliseconds[2] * compiled,
+        "image_ms": image_own,
+        "image_full_precision_ms": image_full,
+        "image_compiled_ms": compiled and image_own and image_own * compiled,
         "image_over_compiled": compiled,
         **interval_columns("image_over_compiled", intervals[2]),
         "image_torch_ms": latency_of(job.record, TORCH, IMAGE, batch).full_precision.value,
@@ -367,9 +355,8 @@ def interval_columns(column: str, interval: Interval | None) -> dict[str, float 
 def machine_of(machine: Any) -> str:
     cores, memory = machine.get("usable_cores"), machine.get("memory_bytes")
     named = [*(machine.get("gpus") or []), machine.get("cpu"), f"{cores} cores" if cores else ""]
-    return ", ".join(
-        filter(None, [*named, *(machine.get("cpu_int8") or []), f"{memory / 2**30:.0f} GiB" if memory else ""])
-    )
+    named += [*(machine.get("cpu_int8") or []), f"{memory / 2**30:.0f} GiB" if memory else ""]
+    return ", ".join(filter(None, named))
 
 
 def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
@@ -382,10 +369,7 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def write_summary(sweep: Sweep, recommended: Mapping[Any, str] = {}, sentence: str = "") -> None:
-    """Write ``summary.csv``, ``summary.parquet`` and ``summary.md`` into the sweep's folder.
-
-    ``recommended`` is the column of that name by job, ``sentence`` stands at the top of ``summary.md``.
-    """
+    """Write ``summary.csv``, ``.parquet`` and ``.md``, with a column ``recommended`` by job and ``sentence`` on top."""
     table = [{"job": row["job"], "recommended": recommended.get(row["job"]), **row} for row in sweep.rows]
     write_csv(table, sweep.directory / "summary.csv")
     write_parquet(table, sweep.directory / "summary.parquet")
@@ -413,13 +397,13 @@ def write_parquet(table: list[Row], path: Path) -> None:
 
 def shown_columns() -> list[Column]:
     """The columns for people; the CSV file has all."""
-    columns = []
-    for score in fidelity_scores():
-        titles = (score.heading, f"worst {score.heading}")
-        for key, title in zip(score.columns, titles, strict=False):
-            columns.append(Column(title, key, score.format, more_is_better=score.more_is_better, is_text=False))
+    scores = [
+        Column(title, key, score.format, more_is_better=score.more_is_better, is_text=False)
+        for score in fidelity_scores()
+        for key, title in zip(score.columns, (score.heading, f"worst {score.heading}"), strict=False)
+    ]
     return [
-        *columns,
+        *scores,
         Column("denoiser, ms", "denoiser_ms", "{:,.1f}", is_text=False),
         Column("denoiser speedup", "denoiser_speedup", "{:.2f}x", more_is_better=True, is_text=False),
         Column("image, ms", "image_ms", "{:,.0f}", is_text=False),
@@ -438,28 +422,24 @@ def known_columns(table: Sequence[Row]) -> list[Column]:
 
 
 def sweep_table(sweep: Sweep) -> str:
-    """The closing table of a sweep as plain text: a line for each recipe with what a terminal has room for."""
-    table = sweep.rows
-    shown = [column for column in known_columns(table) if column.key in IN_A_TERMINAL]
-    recipes = [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})" for row in table]
+    """The closing table of a sweep as plain text: a line for each recipe with the columns of ``IN_A_TERMINAL``."""
+    shown = [column for column in known_columns(sweep.rows) if column.key in IN_A_TERMINAL]
+    recipes = [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})" for row in sweep.rows]
     return "\n".join([*as_text(by_recipe(sweep, "recipe", recipes, shown)), ""])
 
 
 def markdown(sweep: Sweep) -> str:
     """``summary.md``: a line for each recipe, named by its knobs."""
-    table = sweep.rows
-    recipes = [" · ".join(str(row[knob]) for knob in sweep.varied) or row["job"] for row in table]
+    recipes = [" · ".join(str(row[knob]) for knob in sweep.varied) or row["job"] for row in sweep.rows]
     columns = [Column("status", "status"), *shown_columns()]
     return as_markdown(by_recipe(sweep, " · ".join(sweep.varied) or "job", recipes, columns))
 
 
 def by_recipe(sweep: Sweep, title: str, recipes: Sequence[str], columns: Sequence[Column]) -> Table:
     """A line for each job with its recipe in front; sentences on jobs without figures, twins and a search as notes."""
-    table = sweep.rows
-    notes = [f"{row['job']}: {row['reason']}" for row in table if row["reason"]]
-    notes += [
-        f"{row['same_as']}: the same assignment as {row['job']}, not done again" for row in table if row["same_as"]
-    ]
+    notes = [f"{row['job']}: {row['reason']}" for row in sweep.rows if row["reason"]]
+    twins = [(row["same_as"], row["job"]) for row in sweep.rows if row["same_as"]]
+    notes += [f"{twin}: the same assignment as {job}, not done again" for twin, job in twins]
     notes += [f"searched: {sweep.searched}"] if sweep.searched else []
-    lines = [row | {"recipe": name} for row, name in zip(table, recipes, strict=True)]
+    lines = [row | {"recipe": name} for row, name in zip(sweep.rows, recipes, strict=True)]
     return Table([Column(title, "recipe"), *columns], lines, notes=notes)

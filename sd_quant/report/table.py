@@ -1,20 +1,27 @@
-"""The one model of a table, and what makes it text for a terminal and Markdown; ``page.html`` has its HTML.
+"""The one model of a table, as text for a terminal, as Markdown and as CSV; ``page.html`` has its HTML.
 
-A ``Column`` says how its figures are written, so a figure reads the same in a terminal, in ``summary.md`` and on the
-page. The road not taken is ``rich``: colours and boxes do not survive a log file.
+A ``Column`` has the form of its figures, so a figure reads the same in a terminal, in ``summary.md`` and on the page.
+The road not taken is ``rich``: colours and boxes do not survive a log file. In CSV text that a spreadsheet would run
+gets a leading apostrophe: names come from checkpoints, which are hostile. To mark every text would spoil it for pandas.
 """
 
+import csv
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
+from sd_quant.files import write_text
 from sd_quant.metrics.intervals import Interval, recorded
 from sd_quant.text import printable
 
 DASH = "–"  # stands for a figure that does not exist
 WIDTH = 80  # columns of a terminal
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # OWASP, "CSV Injection"
 WORDS, CLAUSES = r"[^ ,/]*[ ,/]+|[^ ,/]+", r".+?(?:[,;] |$)"  # between which a line may end
 
 
@@ -90,7 +97,7 @@ def table_of_texts(
 def as_text(table: Table) -> list[str]:
     """Lines for a terminal, the first column left-aligned and the others right-aligned; none without rows.
 
-    Where they would be longer than WIDTH, titles, lists and at last names go on in the next line, figures never.
+    Beyond WIDTH, titles, lists and at last names go on in the next line, figures never.
     """
     if not table.rows:
         return []
@@ -137,3 +144,27 @@ def as_markdown(table: Table) -> str:
 
 def markdown_text(text: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\|<>[]*`_#!&" else letter for letter in printable(text))
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    """Write ``rows`` atomically; None and absent cells are empty. Raises ResourceError when the disk is full."""
+    text = io.StringIO()
+    # It ends lines with CR LF: with LF alone it leaves a CR in a text unquoted.
+    writer = csv.DictWriter(text, columns_of(rows))
+    writer.writeheader()
+    writer.writerows({column: cell(value) for column, value in row.items()} for row in rows)
+    write_text(path, text.getvalue())
+
+
+def columns_of(rows: Iterable[Mapping[str, object]]) -> list[str]:
+    """The columns of all rows, in the order in which they first appear: rows of different parts have different ones."""
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def cell(value: object) -> object:
+    """A cell: floats with six significant digits, texts that start no formula, integers as they are."""
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return f"{float(value):.6g}"
+    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
+        return "'" + value
+    return value

@@ -1,4 +1,4 @@
-"""Latencies of a sweep that were measured together, and those that each job measured on its own.
+"""Latencies of a sweep: measured together, or by each job on its own.
 
 ``timing.json`` in a sweep's folder holds blocks. In a block every engine was timed in the same rounds as the
 unquantized one. Engines of one block are compared round by round, engines of different blocks by their speed-ups over
@@ -8,6 +8,7 @@ the unquantized one, and engines of different machines not at all.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ CALL, RECIPES = "call", "recipes"  # beside IMAGE, what is compared between occa
 
 
 class TimedEngine(TypedDict):
-    """One engine; jobs share it whose graphs differ in constants alone, or whose plans are equal."""
+    """One engine of all jobs whose graphs differ in constants alone, or whose plans are equal."""
 
     sha256: str  # of a graph without its constants, or of a plan
     jobs: list[str]
@@ -96,23 +97,21 @@ class Timed:
         return self.on_any_occasion(ratio_interval(a, b, self.openings, beside, confidence), kind, confidence)
 
     def on_any_occasion(self, own: Interval, kind: str, confidence: float) -> Interval:
-        """The interval of a ratio, widened by what this machine's occasions differ, where that is known."""
-        found = self.between.get(kind)
-        if not found or not own.known:
+        """A ratio's interval, widened by the differences between this machine's occasions, where they are known."""
+        if not own.known or not (found := self.between.get(kind)):
             return own
         return Interval(*map(math.exp, sum_of(logarithm(own), apart(found["deviation"], found["degrees"], confidence))))
 
     def image_over_compiled(self) -> Interval | None:
-        """The speed-up of an image over the calls of the compiled framework; None where one was not timed."""
+        """The speed-up of an image over the compiled framework's calls; None where one was not timed."""
         if self.compiled is None or self.rest is None:
             return None
         return self.of_images(in_image(self.full_precision, self.compiled, self.rest), self.images[1], IMAGE)
 
 
 def mean_call(calls: Mapping[str, int], samples: Mapping[str, Sequence[float]]) -> list[float]:
-    """Milliseconds of a call in each round, the mean of those ``calls`` that an image makes of each denoiser."""
-    every = sum(calls.values())
-    shares = [calls[part] / every for part in samples]
+    """Milliseconds of a call in each round: the mean over an image's ``calls`` of each denoiser."""
+    shares = [calls[part] / sum(calls.values()) for part in samples]
     return [sum(map(mul, shares, each)) for each in zip(*samples.values(), strict=True)]
 
 
@@ -152,20 +151,19 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
     found: dict[str, Timed] = {}
     for number, block in enumerate(at(timing, "blocks") or []):
         reference, compiled = block["reference_ms"], block.get("compiled_ms")
-        subjects = [subject["samples_ms"] for subject in block["subjects"]]
-        beside = [reference, *([] if compiled is None else [compiled]), *subjects]
+        engines = [reference, compiled, *(subject["samples_ms"] for subject in block["subjects"])]
+        common = {"compiled": compiled, "beside": [each for each in engines if each is not None]}
+        common |= of_conditions(block.get("rounds"))
         for subject in block["subjects"]:
             known = Timed(
-                f"block {number}", reference, subject["samples_ms"], block["rest"], block["image_ms"], beside=beside,
-                compiled=compiled, **of_conditions(block.get("rounds")),
-            )  # fmt: skip
+                f"block {number}", reference, subject["samples_ms"], block["rest"], block["image_ms"], **common
+            )
             if known.rest is None or known.image_ms is None:
                 raise ValueError("an image without a latency")
             check_rounds(known)
             for job in subject["jobs"]:
-                saved = at(subject, "saved", job) or 0.0
-                share = at(subject, "shares", job) or 1.0
-                found[job] = replace(known, quantized_rest=max(0.0, known.rest - saved), share=share)
+                rest = max(0.0, known.rest - (at(subject, "saved", job) or 0.0))
+                found[job] = replace(known, quantized_rest=rest, share=at(subject, "shares", job) or 1.0)
     return found
 
 
@@ -180,17 +178,15 @@ def rounds_of(
 ) -> Timed | None:
     """The rounds in a record's ``latency``; None where there are none that can be compared.
 
-    Of a pipeline with several denoisers, of which an image makes these ``calls``, a call is the mean of theirs.
+    In a pipeline of several denoisers, of which an image makes these ``calls``, a call is their mean.
     """
-    call, image = at(latency, engine, part, str(samples)), at(latency, engine, IMAGE, str(batch))
-    calls = calls or {part: 1}
+    image, calls = at(latency, engine, IMAGE, str(batch)), calls or {part: 1}
 
-    def mean_of(by: str, variant: str) -> list[float] | None:
-        entries = {each: at(latency, by, each, str(samples)) for each in calls}
-        known = {each: at(own, variant, "samples_ms") or at(own, VARIANTS[0], "samples_ms") or []
-                 for each, own in entries.items()}  # fmt: skip
-        there = at(entries, part, variant, "samples_ms") and len(set(map(len, known.values()))) == 1
-        return mean_call(calls, known) if there else None
+    def mean_of(by: str, variant: str) -> list[float]:
+        own = {each: [at(latency, by, each, str(samples), name, "samples_ms") or [] for name in (variant, VARIANTS[0])]
+               for each in calls}  # fmt: skip
+        known = {each: found or full for each, (found, full) in own.items()}
+        return mean_call(calls, known) if own[part][0] and len(set(map(len, known.values()))) == 1 else []
 
     full, quantized = (mean_of(engine, variant) for variant in VARIANTS)
     rest, image_ms = (at(image, VARIANTS[0], name) for name in ("rest", "p50_ms"))
@@ -198,10 +194,11 @@ def rounds_of(
         return None
     if rest is None or image_ms is None:
         rest = image_ms = None
-    compiled = mean_of(COMPILED, VARIANTS[0]) if engine != COMPILED else None
     known = Timed(
-        block, full, quantized, rest, image_ms, compiled=compiled, quantized_rest=at(image, VARIANTS[1], "rest"),
-        share=at(image, VARIANTS[1], "calls_share") or 1.0, **of_conditions(at(call, "rounds")),
+        block, full, quantized, rest, image_ms, quantized_rest=at(image, VARIANTS[1], "rest"),
+        compiled=mean_of(COMPILED, VARIANTS[0]) or None if engine != COMPILED else None,
+        share=at(image, VARIANTS[1], "calls_share") or 1.0,
+        **of_conditions(at(latency, engine, part, str(samples), "rounds")),
     )  # fmt: skip
     try:
         check_rounds(known)
@@ -212,22 +209,19 @@ def rounds_of(
 
 def of_conditions(conditions: Any) -> dict[str, Any]:
     """The entries of ``Timed`` that the conditions of its rounds have."""
-    between = at(conditions, "between") or {}
-    whole = {kind: each for kind, each in between.items() if {"deviation", "degrees"} <= set(each or ())}
+    between = (at(conditions, "between") or {}).items()
+    whole = {kind: each for kind, each in between if {"deviation", "degrees"} <= set(each or ())}
     return {"openings": at(conditions, "openings") or (), "between": whole}
 
 
 def check_rounds(timed: Timed) -> None:
-    rounds = [timed.full_precision, timed.quantized, *timed.beside]
-    rounds += [] if timed.compiled is None else [timed.compiled]
-    numbers = [*(number for each in rounds for number in each), *([] if timed.image_ms is None else [timed.image_ms])]
+    rounds = [timed.full_precision, timed.quantized, *timed.beside, timed.compiled or timed.quantized]
+    numbers = [timed.share, 1.0 if timed.image_ms is None else timed.image_ms, *chain(*rounds)]
     if len(set(map(len, rounds))) > 1 or not timed.quantized:
         raise ValueError("numbers of rounds that differ")
     if timed.openings and (min(timed.openings) < 1 or sum(timed.openings) != len(timed.quantized)):
         raise ValueError("openings with other rounds")
-    rests = timed.rest or 0, timed.quantized_rest or 0
-    numbers.append(timed.share)
-    if not all(1 / LARGEST < number < LARGEST for number in numbers) or min(rests) < 0:
+    if not all(1 / LARGEST < each < LARGEST for each in numbers) or min(timed.rest or 0, timed.quantized_rest or 0) < 0:
         raise ValueError("a latency that is not above zero")
 
 
@@ -240,11 +234,8 @@ def busy_because(conditions: Any) -> str | None:
 
 def occasions_of(conditions: Any) -> str | None:
     """Whether intervals of these rounds' speed-ups cover other hours too, in words; None for a record without it."""
-    between = at(conditions, "between")
-    if not between:
-        return None
-    if not (known := at(between, CALL)):
-        return at(between, "reason")
+    if not (known := at(conditions, "between", CALL)):
+        return at(conditions, "between", "reason")
     return (
         f"of any hour: they count that an engine's speed-up had a standard deviation of "
         f"{at(known, 'deviation') or 0:.1%} between {at(known, 'occasions')} earlier timings of this machine"

@@ -31,7 +31,7 @@ def warnings_of_run(record: Any, engines: Sequence[str], baselines: Sequence[str
 
 
 def warnings_of_record(record: Any, engine: str, speedups: Mapping[str, float | None], whose: str = "") -> list[str]:
-    """Sentences on degenerate images, on what is slower quantized, and on quantized layers in floating point."""
+    """Sentences on degenerate images, on slower quantized parts, and on quantized layers in floating point."""
     words, fell_back = degenerate_images(record), at(record, "executed", "fell_back")
     sentences = [f"DEGENERATE: {whose}{words}."] if words else []
     sentences += [f"SLOWER: {whose}{what} {takes}." for what, each in speedups.items() if (takes := slower(each))]
@@ -51,19 +51,15 @@ def warnings_of(sweep: Sweep) -> list[str]:
     """Sentences on each recipe, each job without figures and each busy or unlike machine."""
     from sd_quant.files.checks import listing  # which imports torch
 
-    recipes = sweep.recipes
-    sentences = busy_while_timing(sweep) + unlike_most(sweep)
-    sentences += [
-        f"TIMED ALONE: {recipes.get(each['job'], each['job'])}: {each['reason']}."
-        for each in at(sweep.timing, "left_out") or []
-    ]
-    sentences += [
-        f"ONE ENGINE: {listing([recipes.get(job, job) for job in each['jobs']])}: their graphs differ in constants "
-        "alone, so their denoisers have one latency."
-        for block in at(sweep.timing, "blocks") or []
-        for each in block["subjects"]
-        if len(each["jobs"]) > 1
-    ]
+    recipes, sentences = sweep.recipes, busy_while_timing(sweep) + unlike_most(sweep)
+    for each in at(sweep.timing, "left_out") or []:
+        sentences.append(f"TIMED ALONE: {recipes.get(each['job'], each['job'])}: {each['reason']}.")
+    for jobs in (subject["jobs"] for block in at(sweep.timing, "blocks") or [] for subject in block["subjects"]):
+        if len(jobs) > 1:
+            sentences.append(
+                f"ONE ENGINE: {listing([recipes.get(job, job) for job in jobs])}: their graphs differ in constants "
+                "alone, so their denoisers have one latency."
+            )
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         recipe = recipes[job.name]
         speedups = {PROMPT_TO_IMAGE: row["image_speedup"], "the denoiser": row["denoiser_speedup"]}
@@ -100,19 +96,18 @@ def unlike_most(sweep: Sweep) -> list[str]:
     """Sentences on jobs of a sweep that ran with other versions or on another processor or GPU than most of them."""
     ran_with: dict[str, dict[str, list[str]]] = {}  # the jobs by fact and value
     for job in sweep.own:
+        if job.record is None:
+            continue
         machine = at(job.record, "environment", "machine") or {}
         processor = " ".join(filter(None, [machine.get("cpu"), *(machine.get("cpu_int8") or [])]))
         known = {"processor": processor, "GPUs": ", ".join(machine.get("gpus") or []) or "none"}
-        if job.record is not None:
-            for fact, value in ({**(at(job.record, "environment", "versions") or {})} | known).items():
-                ran_with.setdefault(fact, {}).setdefault(str(value), []).append(sweep.recipes[job.name])
+        for fact, value in ((at(job.record, "environment", "versions") or {}) | known).items():
+            ran_with.setdefault(fact, {}).setdefault(str(value), []).append(sweep.recipes[job.name])
     sentences = []
     for fact, jobs in ran_with.items():
         usual = max(jobs, key=lambda value: len(jobs[value]))
-        sentences += [
-            f"UNLIKE: {fitted(', '.join(others), 200)} ran with {fact} {value}, most jobs with {usual}; compare with "
-            "care."
-            for value, others in jobs.items()
-            if value != usual
-        ]
+        for value, others in jobs.items():
+            if value != usual:
+                unlike = f"{fitted(', '.join(others), 200)} ran with {fact} {value}, most jobs with {usual}"
+                sentences.append(f"UNLIKE: {unlike}; compare with care.")
     return sentences

@@ -22,8 +22,8 @@ from sd_quant.quantization.low_rank import with_adapter
 from sd_quant.quantization.recipe import Recipe, excluded
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import AutoCompared
+from sd_quant.report.table import write_csv
 from sd_quant.simulation.sensitivity import (
     Sensitivity,
     Switched,

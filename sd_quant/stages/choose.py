@@ -10,8 +10,8 @@ from sd_quant.files import write_text
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.percentile import ranges_by_step
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import AutoCompared
+from sd_quant.report.table import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, auto_compared, most_sensitive
 from sd_quant.stages.fit import Fitted, assign_chosen, fit, limit_of, measure_presets

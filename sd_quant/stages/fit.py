@@ -36,7 +36,7 @@ from sd_quant.quantization.budget import HALF, KEPT, Choice, Limit, Solved, is_w
 from sd_quant.quantization.formats import divides
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.csv_files import write_csv
+from sd_quant.report.table import write_csv
 from sd_quant.simulation.sensitivity import Switched
 from sd_quant.stages.assign import assign, assign_nearest, layers_of, measure_sensitivity
 from sd_quant.stages.chosen_by_images import ImageErrors, image_errors

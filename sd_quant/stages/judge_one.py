@@ -36,9 +36,9 @@ from sd_quant.numbers import relative_error
 from sd_quant.places import shown
 from sd_quant.progress import progress
 from sd_quant.report.candidates import HIGH_PRECISION
-from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import Hurting, ImageScores, Judged, JudgedPart, JudgedRuntime, Record, write_record
 from sd_quant.report.summary import PROVENANCE
+from sd_quant.report.table import write_csv
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages.compare import KeptOutputs, VariantOutputs, framework_images, save_pairs
 from sd_quant.stages.generate import generate, keep_prompts, sampling_of

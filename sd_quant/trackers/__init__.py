@@ -42,10 +42,7 @@ class Run:
 
 
 def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -> None:
-    """Log the run in ``directory`` with each tracker of ``names``, into the folder ``store``.
-
-    ``record`` is the run's ``metrics.json``. Raises nothing: a tracker that fails becomes a warning.
-    """
+    """Log the run in ``directory`` with each tracker into ``store``; a failure becomes a warning."""
     for name in names:
         try:
             log = pkgutil.resolve_name(TRACKERS[name])
@@ -71,7 +68,7 @@ def read_run(record: Mapping, directory: Path) -> Run:
 
 
 def _knobs(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Knobs by dotted name, as on the command line; what is no number becomes a short line of text."""
+    """Knobs by dotted name, as on the command line; other values than numbers become a short line of text."""
     for key, value in knobs.items():
         if isinstance(value, Mapping):
             yield from _knobs(value, f"{prefix}{key}.")

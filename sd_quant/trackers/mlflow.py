@@ -18,10 +18,7 @@ PATIENCE = 60  # seconds that a run waits for others to write
 
 
 def log(run: Run, store: Path) -> None:
-    """Log a run of the experiment ``sd-quant`` in ``store/mlflow.db``, its image in ``store/mlflow``.
-
-    Raises ImportError where MLflow is not installed, and whatever MLflow and its database raise.
-    """
+    """Log a run in ``store/mlflow.db``, its image in ``store/mlflow``. Raises ImportError and MLflow's own errors."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when MLflow is imported: it would call home
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient

@@ -13,10 +13,7 @@ from sd_quant.trackers import Run
 
 
 def log(run: Run, store: Path) -> None:
-    """Write event files into ``store/tensorboard/<run>``.
-
-    Raises ImportError where TensorBoard is not installed and OSError where nothing can be written.
-    """
+    """Write event files into ``store/tensorboard/<run>``. Raises ImportError and OSError."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(store / "tensorboard" / run.name) as writer:

@@ -18,7 +18,7 @@ from sd_quant.interface import Comparison, Quantized, Result
 from sd_quant.places import CONF, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
-from sd_quant.report.csv_files import write_csv
+from sd_quant.report.table import write_csv
 from sd_quant.stages import hand_over
 from sd_quant.stages.load import Loaded, with_recipe
 

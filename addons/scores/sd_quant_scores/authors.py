@@ -74,10 +74,7 @@ def reader_of(
     wanted: str,
     unused: Collection[str] = (),
 ) -> Read:
-    """A function that reads a parameter of ``network`` from the tensor of ``places``. Reads none itself.
-
-    Raises ArtifactError, with what is ``wanted``, unless ``tensors`` of ``path`` have the network's shapes.
-    """
+    """A reader of ``network``'s parameters from the tensors of ``places``. Raises ArtifactError for other shapes."""
     shapes = {
         places[name].key: places[name].layout.shape(tuple(each.shape)) for name, each in network.named_parameters()
     }

@@ -22,10 +22,9 @@ FILES = (("config.json",), ("model.safetensors",), ("preprocessor_config.json",)
 
 
 def dino_distance(weights: Path) -> Opener:
-    """Opens what gives 1 - cosine, 0 to 2, of the pooled features of each of two images.
+    """An opener of 1 - cosine, 0 to 2, of the pooled features (the class token's, normed) of each of two images.
 
-    ``weights``: a folder of transformers' Dinov2Model with its image processor. The pooled feature is the class token's
-    behind the last norm. Raises SdQuantError unless the folder is complete and DINOv2's; reads no weights.
+    ``weights``: a folder of transformers' Dinov2Model with its image processor. Raises SdQuantError for another folder.
     """
     check_folder(weights, DINO, *FILES)
     layers = config_of(weights, DINO, *KINDS).get("num_hidden_layers", 0)

@@ -61,11 +61,9 @@ class ImageReward(nn.Module):
 
 
 def image_reward(weights: Path) -> Opener:
-    """Opens ImageReward, of images and prompts.
+    """An opener of ImageReward, of images and prompts (truncated to 35 tokens, the last of which stays the separator).
 
-    ``weights``: a folder with ``ImageReward.pt`` and BERT's ``vocab.txt``. Prompts are truncated to 35 tokens, the last
-    of which stays the separator. Raises SdQuantError unless the folder has the tensors in their shapes and the
-    vocabulary; reads no weights.
+    ``weights``: a folder with ``ImageReward.pt`` and BERT's ``vocab.txt``. Raises SdQuantError for another folder.
     """
     check_folder(weights, IMAGE_REWARD, (WEIGHTS,), (VOCABULARY,))
     network, read = empty_image_reward(weights / WEIGHTS)
@@ -88,7 +86,7 @@ def image_reward(weights: Path) -> Opener:
 
 
 def empty_image_reward(path: Path) -> tuple[ImageReward, Read]:
-    """The network without weights, and what reads them from its file. Raises ArtifactError for another file."""
+    """The network without weights, and a reader of them from its file. Raises ArtifactError for another file."""
     with without_weights():
         network = ImageReward()
     tensors = stored_tensors(whole_file(path))
@@ -123,7 +121,7 @@ def bert_tokenizer(path: Path):
 
 
 def cropped(image: np.ndarray) -> Tensor:
-    """Pixels [3, SIZE, SIZE] from 0 to 1 of a uint8 image [H, W, 3]: the shorter side resized, the middle taken.
+    """The middle, fp32 [3, SIZE, SIZE] from 0 to 1, of a uint8 image [H, W, 3] whose shorter side is resized to SIZE.
 
     Bicubic in 8 bits, by Pillow; sizes and places are rounded as by torchvision.
     """

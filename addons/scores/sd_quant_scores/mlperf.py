@@ -41,11 +41,7 @@ NAMES_OF_DIGESTS = {  # the names of what PROTOCOL has by digest; all in text_to
 
 
 def verdict(entries: Mapping[str, Mapping], made: Mapping[str, Any]) -> dict:
-    """``{passes, reason}`` of the scores of one variant's images.
-
-    ``made`` says how they were made by the names of PROTOCOL, with the prompts and the path of FID's references, None
-    without any.
-    """
+    """``{passes, reason}`` of a variant's scores; ``made`` by the names of PROTOCOL, with prompts, FID's references."""
     clip, fid, references = entries["clip_score"], entries["fid"], made["fid_references"]
     judged = {
         "prompts": captions_sha256(made["prompts"]),
@@ -57,10 +53,7 @@ def verdict(entries: Mapping[str, Mapping], made: Mapping[str, Any]) -> dict:
 
 
 def mlperf_window(clip_score: float | None, fid: float | None, made: Mapping[str, Any]) -> dict:
-    """Whether both scores are inside the window: ``{passes, reason}``, None where the protocol differs.
-
-    ``made`` says how the images were made and scored, by the names of PROTOCOL.
-    """
+    """``{passes, reason}``: whether both scores are inside the window, None where ``made`` differs from PROTOCOL."""
     differing = [
         f"{name} {'are' if name.endswith('s') else 'is'} not {NAMES_OF_DIGESTS[name]}"
         if name in NAMES_OF_DIGESTS

@@ -34,12 +34,11 @@ NO_WORDS = "no prompt asks for words in quotes"
 
 
 def ocr(images: Images, prompts: Sequence[str]) -> dict:
-    """``{value, reason, values, exact, texts}``: how well the words that N prompts ask for are read in N images.
+    """``{value, reason, values, exact, texts}``: similarity of N images' words to the words that N prompts ask for.
 
-    Images are uint8 [N, H, W, 3], of any sizes. ``values`` are the mean similarities of each image's texts, 0 to 1,
-    None where its prompt asks for none, and ``value`` is their mean; ``exact`` is the share of all ``texts`` that are
-    read exactly. Where no prompt asks for words, or the reader is not installed, ``value`` is None and ``reason`` says
-    so.
+    Images are uint8 [N, H, W, 3], of any sizes. ``values`` are the mean similarities of each image's texts, 0 to 1, or
+    None, ``value`` is their mean, ``exact`` the share of all ``texts`` that are read exactly. Without texts or reader
+    ``value`` is None with a ``reason``.
     """
     asked = list(map(asked_texts, prompts))
     entry = {"value": None, "reason": None, "values": [None] * len(asked), "exact": None, "texts": sum(map(len, asked))}
@@ -77,10 +76,7 @@ def compared(text: str) -> str:
 
 
 def best_similarity(asked: str, words: Sequence[str]) -> float:
-    """The similarity of ``asked`` to the run of ``words`` that resembles it most; 0 without words.
-
-    Runs of more than twice its length have less than a half, as a single word may, and are not tried.
-    """
+    """The similarity of ``asked`` to the nearest run of ``words``, of at most twice its length; 0 without words."""
     text, pieces = compared(asked), [compared(word) for word in words]
     runs = {piece for piece in pieces}
     for start in range(len(pieces)):

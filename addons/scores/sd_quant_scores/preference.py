@@ -46,11 +46,10 @@ WIDTH = 1024  # of the features that are compared
 
 
 def pick_score(weights: Path) -> Opener:
-    """Opens PickScore, of images and prompts.
+    """An opener of PickScore, of images and prompts (truncated to 77 tokens, the last of which stays the end marker).
 
-    ``weights``: a folder with PickScore_v1, of transformers' CLIPModel with its tokenizer and image processor. Prompts
-    are truncated to 77 tokens, the last of which stays the end marker. Raises SdQuantError unless the folder is
-    complete and its configuration is PickScore's; reads no weights.
+    ``weights``: a folder of PickScore_v1: transformers' CLIPModel, tokenizer and image processor. Raises SdQuantError
+    for another folder.
     """
     vision = clip_config(weights, PICKSCORE).vision_config
     names = {"num_hidden_layers": "layers", "hidden_size": "width", "patch_size": "patch"}
@@ -76,10 +75,9 @@ def pick_score(weights: Path) -> Opener:
 
 
 def hps(weights: Path) -> Opener:
-    """Opens HPSv2 or HPSv2.1, by the file ``weights``, of images and prompts. The two versions cannot be compared.
+    """An opener of HPSv2 or HPSv2.1, by the file ``weights``, of images and prompts; the two cannot be compared.
 
-    Prompts are truncated to 77 tokens, the last of which stays the end marker. Raises SdQuantError unless the file has
-    the tensors of HPSv2 in their shapes; reads no weights.
+    Prompts are truncated to 77 tokens, the last of which stays the end marker. Raises SdQuantError for another file.
     """
     model, read = empty_hps(weights)
 
@@ -100,7 +98,7 @@ def hps(weights: Path) -> Opener:
 
 
 def empty_hps(weights: Path) -> tuple[Any, Read]:
-    """HPSv2's network without weights, and what reads them. Raises SdQuantError for another file."""
+    """HPSv2's network without weights, and a reader of them. Raises SdQuantError for another file."""
     from transformers import CLIPConfig, CLIPModel
 
     wanted = HPS.weights

@@ -1,8 +1,7 @@
 """Votes of several people, read from the files that ``votes.html`` saves, checked and counted.
 
-A file is refused as a whole if anything in it cannot have come from the page: a vote that is left out would change the
-count as silently as one that is made up. The checksum finds a file that was changed by hand or cut off; it is no
-signature, and whoever wants to cheat can.
+A file with a vote that cannot have come from the page is refused as a whole: leaving the vote out would change the
+count. The checksum finds a file that was changed by hand or cut off; it is no signature.
 """
 
 import json
@@ -18,10 +17,9 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import check_replaceable, read_regular, write_json
+from sd_quant.files import check_replaceable, read_regular, refusing, write_json
 from sd_quant.metrics.intervals import holm
-from sd_quant.report.csv_files import write_csv
-from sd_quant.report.table import Table, between, figure, table_of_texts
+from sd_quant.report.table import Table, between, figure, table_of_texts, write_csv
 from sd_quant.text import one_line, printable
 from sd_quant_votes.page import DAMAGED, EQUAL, PAGE, VOTE, Key, earlier_key, read_key, read_key_file
 from sd_quant_votes.statistics import Agreement, Preference, Vote, agreement, preference, votes_needed
@@ -43,7 +41,7 @@ class Cast(TypedDict):
 
 
 class File(TypedDict):
-    """The JSON file that the page saves for a voter; ``checksum`` is over what counts."""
+    """A voter's JSON file as the page saves it."""
 
     format: str
     page: str
@@ -64,7 +62,7 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Result:
-    """One comparison. ``more`` votes would tell, at the preference and the share of undecided votes that were seen."""
+    """One comparison. ``more`` votes would show a preference at the shares of its votes; None where none would."""
 
     a: str
     b: str
@@ -93,8 +91,8 @@ class Count:
 def count_votes(folder: Path, paths: Sequence[Path]) -> Count:
     """Count the votes of a folder's page, or of one that it has replaced.
 
-    Raises ConfigError when the folder has no page or a file of the count's name, or a voter's file is given twice,
-    ArtifactError for a file that is damaged, was changed or is of another page.
+    Raises ConfigError for a folder without a page or with files of the count's names, and for a session given twice,
+    ArtifactError for a file that is damaged, changed or of another page.
     """
     key = read_key(folder)
     ballots = [read_ballot(path) for path in paths]
@@ -121,15 +119,11 @@ def read_ballot(path: Path) -> Ballot:
     """Read a voter's file. Raises ArtifactError for one that is damaged, or was changed after the page had saved it."""
     from pydantic import TypeAdapter
 
-    try:
+    advice = "expected one as votes.html saves it; ask the voter to save it again"
+    with refusing(f"{path} is no whole file of votes", OSError, ValueError, RecursionError, advice=advice):
         content: File = TypeAdapter(File).validate_python(json.loads(read_regular(path, MOST_BYTES)), strict=True)
         if content["format"] != FORMAT or not content["page"].isalnum():
             raise ValueError(f"its format is {content['format']}")
-    except (OSError, ValueError, RecursionError) as error:  # pydantic's and json's are ValueErrors
-        raise ArtifactError(
-            f"{path} is no whole file of votes ({one_line(error, 200)}), expected one as votes.html saves it; ask the "
-            "voter to save it again"
-        ) from error
     if content["checksum"] != checksum(content):
         raise ArtifactError(
             f"{path} was changed after it was saved: its checksum is {one_line(content['checksum'], 20)}, expected "
@@ -180,18 +174,15 @@ def answer_of(vote: Cast, key: Key) -> int:
 
 
 def why_dropped(ballot: Ballot, key: Key) -> str | None:
-    """Why the voter is not counted, by ``sd_quant_votes.page.RULE``; None if the voter is."""
-    answers: dict[str, list[int]] = {DAMAGED: [], EQUAL: []}
+    """The breach of ``sd_quant_votes.page.RULE``, for which the voter is not counted; None without one."""
+    answers: dict[str, list[int]] = {VOTE: [], DAMAGED: [], EQUAL: []}
     for vote in ballot.votes:
-        if (kind := key["pairs"][vote["pair"]]["kind"]) != VOTE:
-            answers[kind].append(answer_of(vote, key))
+        answers[key["pairs"][vote["pair"]]["kind"]].append(answer_of(vote, key))
     if not answers[DAMAGED]:
         return "has voted on no pair with a damaged image"
-    missed = sum(answer != -1 for answer in answers[DAMAGED])
-    decided = sum(answer != 0 for answer in answers[EQUAL])
-    if missed:
+    if missed := sum(answer != -1 for answer in answers[DAMAGED]):
         return f"did not choose the whole image in {missed} of {len(answers[DAMAGED])} pairs with a damaged one"
-    if 2 * decided > len(answers[EQUAL]):
+    if 2 * (decided := sum(answer != 0 for answer in answers[EQUAL])) > len(answers[EQUAL]):
         return f"preferred one in {decided} of {len(answers[EQUAL])} pairs of equal images"
     return None
 
@@ -237,10 +228,10 @@ def agreement_of(votes: Sequence[tuple[Vote, str]]) -> Agreement:
 
 
 def more_votes(found: Preference, p: float | None, comparisons: int) -> int | None:
-    """How many more votes would show the preference that was seen; None where it is shown, or no number would.
+    """The number of further votes that would show the preference; None where it is shown, or no number would.
 
-    By the exact two-sided test with the level that one of ``comparisons`` has at first by Holm, if as many of the votes
-    decide as before, and votes are independent: of voters who judge the same prompts it takes some more.
+    By the exact two-sided test at Holm's first level of ``comparisons``, for the same share of undecided votes and
+    independent ones: voters who judge the same prompts need some more.
     """
     if found.share is None or p is None or p < ALPHA:
         return None
@@ -253,30 +244,24 @@ def more_votes(found: Preference, p: float | None, comparisons: int) -> int | No
 
 
 def votes_table(count: Count) -> Table:
-    """The comparisons, and sentences on voters and on how to read the figures."""
-    rows = [
-        [
-            f"{each.a} or {each.b}",
-            str(each.preference.votes),
-            str(each.preference.neither),
-            share_text(each.preference),
-            figure(each.p, "{:.3g}"),
-            each.verdict,
-            figure(each.more, "{:,}"),
-            figure(each.agreement.share, "{:.0f} %", 100),
-            figure(each.agreement.kappa, "{:.2f}"),
-        ]
-        for each in count.results
-        if each.preference.votes
-    ]
+    """The comparisons that have votes."""
+    rows = []
+    for each in count.results:
+        found = each.preference
+        share, low, high = (100 * end for end in found.share) if found.share else (None, None, None)
+        if found.votes:
+            rows.append([
+                f"{each.a} or {each.b}",
+                str(found.votes),
+                str(found.neither),
+                figure(share, "{:.0f} %" + between(low, high, "{:.0f}")),
+                figure(each.p, "{:.3g}"),
+                each.verdict,
+                figure(each.more, "{:,}"),
+                figure(each.agreement.share, "{:.0f} %", 100),
+                figure(each.agreement.kappa, "{:.2f}"),
+            ])  # fmt: skip
     return table_of_texts(TITLES, rows, "Blind votes")
-
-
-def share_text(found: Preference) -> str:
-    if found.share is None:
-        return figure(None, "")
-    share, low, high = (100 * each for each in found.share)
-    return f"{share:.0f} %{between(low, high, '{:.0f}')}"
 
 
 def notes(count: Count) -> list[str]:
@@ -305,27 +290,17 @@ def notes(count: Count) -> list[str]:
 
 def write_count(count: Count, folder: Path) -> list[Path]:
     """Write ``votes.csv`` and ``votes.json`` into the folder; returns their paths. Raises ResourceError."""
-    rows = [row_of(each) for each in count.results]
-    paths = [folder / name for name in KINDS]
-    write_csv(rows, paths[0])
+    rows, paths = [row_of(each) for each in count.results], [folder / name for name in KINDS]
+    voters = [
+        {"voter": name, "file": ballot.path.name, "session": ballot.session, "votes": len(ballot.votes),
+         "not_counted": count.dropped.get(name)}
+        for name, ballot in count.voters.items()
+    ]  # fmt: skip
     content = {
-        "schema_version": 1,
-        "page": count.page,
-        "rule": count.rule,
-        "voters": [
-            {
-                "voter": name,
-                "file": ballot.path.name,
-                "session": ballot.session,
-                "votes": len(ballot.votes),
-                "not_counted": count.dropped.get(name),
-            }
-            for name, ballot in count.voters.items()
-        ],
-        "agreement": count.agreement._asdict(),
-        "comparisons": rows,
-        "notes": notes(count),
-    }
+        "schema_version": 1, "page": count.page, "rule": count.rule, "voters": voters,
+        "agreement": count.agreement._asdict(), "comparisons": rows, "notes": notes(count),
+    }  # fmt: skip
+    write_csv(rows, paths[0])
     write_json(paths[1], content)
     return paths
 

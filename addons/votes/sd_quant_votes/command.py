@@ -28,7 +28,7 @@ pairs    how many to show, 1 to {MOST_DRAWN}; default: {MOST_PAIRS}"""
 
 
 def split(words: list[str]) -> tuple[str, list[str], dict[str, str]]:
-    """The folder, the voters' files and the knobs. Raises ConfigError for what does not go together."""
+    """The folder, the voters' files and the knobs. Raises ConfigError for files beside knobs, and for neither."""
     folder, *others = words
     pieces = {word: word.partition("=") for word in others}
     knobs = {name: value for name, _, value in pieces.values() if name in KNOBS}

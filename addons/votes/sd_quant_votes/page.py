@@ -1,10 +1,9 @@
 """``votes.html``: pairs of images without names, for people to vote on, and ``votes_key.json``, which has the names.
 
 Nothing in the page says which image is which: ids are random, pixels are encoded anew and without loss, and random
-bytes behind the files make those of a pair equally long, and no two the same. Whoever compares the pixels with the
-folder's images can find out; the page keeps nobody honest who does not want to be. A page is drawn once, by a seed that
-the key has. It stays as long as the images do, so that a report that is made again does not make votes worthless. The
-road not taken is JPEG: its loss is as visible as what is judged.
+bytes behind the files make those of a pair equally long. Whoever compares the pixels with the folder's images can find
+out. A page is drawn once, by a seed that the key has, and stays as long as the images do, so that a report that is made
+again does not make votes worthless. The road not taken is JPEG: its loss is as visible as what is judged.
 """
 
 import base64
@@ -23,13 +22,13 @@ from PIL import Image
 from typing_extensions import TypedDict
 
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.files import digest, read_regular, write_json, write_text
+from sd_quant.files import digest, read_regular, refusing, write_json, write_text
 from sd_quant.knobs import near
 from sd_quant.report.gallery import NOT_AN_IMAGE
 from sd_quant.report.page import model_name, rendered
 from sd_quant.report.record import VARIANTS, at, read_object
 from sd_quant.report.summary import Job, Sweep
-from sd_quant.text import one_line, printable
+from sd_quant.text import printable
 
 PAGE, KEY = "votes.html", "votes_key.json"
 MOST_PAIRS = 64  # a quarter of an hour
@@ -77,10 +76,9 @@ class Key(TypedDict):
 
 
 def write_votes(sweep: Sweep) -> Path | None:
-    """Write the page and its key into the sweep's folder, unless there is one of the same images.
+    """Write the page and its key, unless there is one of the same images; its path, None without anything to vote on.
 
-    Returns the page's path, None where there is nothing to vote on. Of an earlier page the number of pairs and what is
-    compared are kept. Raises ResourceError when the disk is full.
+    The number of pairs and the comparison of an earlier page are kept. Raises ResourceError when the disk is full.
     """
     try:
         earlier = read_key(sweep.directory)
@@ -94,10 +92,9 @@ def write_votes(sweep: Sweep) -> Path | None:
 
 
 def draw_votes(sweep: Sweep, against: Job | None = None, most_pairs: int = MOST_PAIRS) -> Path | None:
-    """Draw pairs anew and write the page and its key; returns the page's path, None where there is nothing to vote on.
+    """Write a page of new pairs and its key, beside an earlier one's; its path, None without anything to vote on.
 
-    The images of all recipes are compared with full precision's, or with those of the job ``against``. An earlier
-    page's key is kept beside the new one. Raises ResourceError when the disk is full.
+    Images of all recipes beside full precision's, or the job ``against``'s. Raises ResourceError when the disk is full.
     """
     page, comparisons, drawn = draw(sweep, against, most_pairs, seed := secrets.randbits(63))
     data, pairs = embedded(drawn, seed)
@@ -141,18 +138,15 @@ def read_key_file(path: Path) -> Key:
     """Raises ArtifactError when the file is no key."""
     from pydantic import TypeAdapter
 
-    try:
+    advice = "take it from the folder in which the page was made"
+    with refusing(f"{path} is damaged", OSError, ValueError, advice=advice):  # pydantic's are ValueErrors
         key = TypeAdapter(Key).validate_python(read_object(path), strict=True)
         if not key["page"].isalnum():  # it becomes part of a file's name
             raise ValueError(f"its page is {key['page']}")
         for name, pair in key["pairs"].items():
-            known = pair["comparison"] in range(len(key["comparisons"])) if pair["kind"] == VOTE else True
+            known = pair["kind"] != VOTE or pair["comparison"] in range(len(key["comparisons"]))
             if pair["kind"] not in (VOTE, EQUAL, DAMAGED) or not known:
                 raise ValueError(f"pair {name} is of no comparison")
-    except (OSError, ValueError) as error:  # pydantic's are ValueErrors
-        raise ArtifactError(
-            f"{path} is damaged ({one_line(error, 200)}); take it from the folder in which the page was made"
-        ) from error
     return key
 
 
@@ -181,10 +175,7 @@ def named(against: str, sweep: Sweep) -> Job:
 
 
 def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> tuple[str, list[Compared], list[Pair]]:
-    """The page's digest, what it compares, and its pairs: first those that test the voter, then random prompts.
-
-    There are as many prompts for each comparison.
-    """
+    """The page's digest, its comparisons, and its pairs, as many for each; those that test the voter come first."""
     chance, names = random.Random(seed), sweep.recipes
     others = [job for job in sweep.done if job is not against][:most]
     first = names[against.name] if against else FULL_PRECISION
@@ -212,14 +203,12 @@ def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> tuple[str, 
 
 def pairs_of(number: int, job: Job, against: Job | None) -> Iterator[Pair]:
     """The pairs of a comparison, whose files may not be there."""
-    prompts = [str(prompt) for prompt in at(job.record, "prompts") or []]
-    theirs = prompts if against is None else [str(prompt) for prompt in at(against.record, "prompts") or []]
-    full, quantized = VARIANTS
+    first, variant = (job, VARIANTS[0]) if against is None else (against, VARIANTS[1])
+    prompts, theirs = ([str(prompt) for prompt in at(each.record, "prompts") or []] for each in (job, first))
     for index, (prompt, other) in enumerate(zip(prompts, theirs, strict=False)):
         if prompt == other:
-            file = f"{index:04d}.png"
-            a = job.directory / "images" / full if against is None else against.directory / "images" / quantized
-            yield Pair(VOTE, number, prompt, index, a / file, job.directory / "images" / quantized / file)
+            a, b = first.directory / "images" / variant, job.directory / "images" / VARIANTS[1]
+            yield Pair(VOTE, number, prompt, index, a / f"{index:04d}.png", b / f"{index:04d}.png")
 
 
 def is_usable(pair: Pair, found: dict[Path, tuple[str, tuple[int, int]]]) -> bool:
@@ -242,10 +231,7 @@ def is_usable(pair: Pair, found: dict[Path, tuple[str, tuple[int, int]]]) -> boo
 
 
 def embedded(pairs: Sequence[Pair], seed: int) -> tuple[list[dict], dict[str, Shown]]:
-    """The pairs as the page's script gets them, in random order, and as the key has them, by id.
-
-    A damaged file's pair is left out, and what is beyond ``MOST_BYTES``.
-    """
+    """The pairs for the page's script, in random order, and for the key, by id; none damaged or beyond MOST_BYTES."""
     chance = random.Random(f"{seed} ids")
     shown: dict[str, Shown] = {}
     data: list[dict] = []

@@ -72,10 +72,7 @@ def exact(wins: int, votes: int, confidence: float = 0.95) -> tuple[Interval, fl
 
 
 def resampled(votes: Sequence[Vote], confidence: float = 0.95) -> tuple[Interval, float]:
-    """The share of wins among decided votes, with the interval and the two-sided p of one half by resampling.
-
-    Voters and prompts are drawn with replacement, independently; a vote counts as often as both were drawn.
-    """
+    """The share of wins among decided votes and the two-sided p of one half, by resampling voters and prompts."""
     voters, prompts, _ = zip(*votes, strict=True)
     places = [{name: place for place, name in enumerate(dict.fromkeys(names))} for names in (voters, prompts)]
     cast = np.zeros([len(names) for names in places])
@@ -121,10 +118,7 @@ def agreement(votes: Sequence[tuple[Hashable, Hashable, int]]) -> Agreement:
 
 
 def votes_needed(share: float, alpha: float = 0.05, power: float = 0.8) -> int | None:
-    """The fewest decided votes from which on the exact one-sided test of one half has the power, if ``share`` is true.
-
-    The power of an exact test is no smooth curve: from this number on it stays above. None where ``MOST`` do not do.
-    """
+    """The fewest decided votes from which on the exact one-sided test of one half has the power; None for over MOST."""
     from scipy.stats import binom  # late: half a second
 
     votes = np.arange(1, MOST + 1)

@@ -60,16 +60,16 @@ def test_a_candidate_is_worth_its_bits_if_no_smaller_one_is_as_close(folder):
 
 
 @pytest.mark.parametrize(
-    ("beside", "fused", "other", "expected"),
+    ("fused", "other", "expected"),
     [
-        (30.0, 33.0, {}, "b with the LoRAs fused is closer than a with them beside it, by 3.0 dB ("),
-        (30.0, 28.0, {}, "a with the LoRAs beside it is closer than b with them fused, by 2.0 dB ("),
-        (30.0, 30.0, {}, "a with the LoRAs beside it and b with them fused cannot be told apart."),
-        (30.0, 33.0, {"formats": {"Q8_0": 100}}, None),
+        (33.0, {}, "b with the LoRAs fused is closer than a with them beside it, by 3.0 dB ("),
+        (28.0, {}, "a with the LoRAs beside it is closer than b with them fused, by 2.0 dB ("),
+        (30.0, {}, "a with the LoRAs beside it and b with them fused cannot be told apart."),
+        (33.0, {"formats": {"Q8_0": 100}}, None),
     ],
 )
-def test_which_is_closer_with_the_loras_is_said_of_those_with_the_same_formats(folder, beside, fused, other, expected):
-    sweep = folder(a=(beside, 4.5), b=(fused, 4.6))
+def test_which_is_closer_with_the_loras_is_said_of_those_with_the_same_formats(folder, fused, other, expected):
+    sweep = folder(a=(30.0, 4.5), b=(fused, 4.6))
     for name, bits, more in (("a", 4.5, {"loras": "beside"}), ("b", 4.6, {"loras": "fused"} | other)):
         change_record(sweep.directory / name, {"judged": judged(bits) | more})
     sweep = read_sweep(sweep.directory)

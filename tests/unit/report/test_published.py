@@ -7,7 +7,6 @@ import yaml
 from sd_quant.errors import ConfigError
 from sd_quant.places import HOME
 from sd_quant.report.published import published_tables, read_figures, read_published
-from sd_quant.report.rebuild import handed_over_tables
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import as_markdown
 from sd_quant.report.timing import Timed
@@ -45,7 +44,18 @@ def test_the_pages_own_layout_stands_before_the_wider_table_and_names_the_format
         "Framework against FP8 engine", "Framework against FP8 engine, beside NeMo's documentation",
         "Unquantized engine against FP8 engine", "Unquantized engine against FP8 engine, beside NeMo's documentation",
     ]  # fmt: skip
-    assert "fp32 beside FP8 here" in wider.caption
+    for text in (
+        "at guidance_scale 1.5 here",
+        "2 cores here, NVIDIA H100 there",
+        "steps: 5 here",
+        "64x64 here",
+        "openvino 2026.4 here, TensorRT 9.3.0 there",
+        "fp32 beside FP8 here, fp16 beside INT8 there",
+    ):
+        assert text in wider.caption
+    assert r"\<b\>CPU" in as_markdown(wider)
+    failed = Job("a", Path(), {}, "failed", "x")
+    assert tables(failed) == tables(job(1, 1.0, 1.0, 1.0), published=None) == []
 
 
 def test_nemos_own_speed_ups_follow_from_its_figures():
@@ -57,15 +67,33 @@ def test_nemos_own_speed_ups_follow_from_its_figures():
     assert [line[3] for line in unquantized.rows] == ["1.250x"] * 3
 
 
-def test_a_page_may_have_speed_ups_alone():
-    page = page_of({1: {"over_framework": 1.72}, 2: {"over_unquantized": 1.2}})
-    framework, unquantized = tables(job(1, 100.0, 50.0, 40.0), job(2, 100.0, 50.0, 40.0), published=page)
-    assert [line[4:] for line in framework.rows] == [["–", "–", "1.72x"], ["–", "–", "–"]]
-    assert [line[4:] for line in unquantized.rows] == [["–", "–", "–"], ["–", "–", "1.2x"]]
-
-
 def page_of(batches: dict) -> dict:
     return read_figures(yaml.safe_load(NEMO.read_text()) | {"batches": batches})
+
+
+@pytest.mark.parametrize(
+    ("batches", "jobs", "expected"),  # the published columns of each table's lines
+    [
+        ({1: {"over_framework": 1.72}, 2: {"over_unquantized": 1.2}}, [(1, "int8"), (2, "int8")],
+         [[["–", "–", "1.72x"], ["–"] * 3], [["–"] * 3, ["–", "–", "1.2x"]]]),
+        ({1: {"unquantized": 3545, "quantized": {"INT8": 2479}}}, [(1, "int8"), (1, "fp8")],
+         [[["3,545.00", "2,479.00", "1.430x"]], [["3,545.00", "–", "–"]]]),
+        ({1: {"unquantized": 35, "quantized": 20}}, [(8, "int8")], [[["–"] * 3]]),
+    ],
+)  # fmt: skip
+def test_a_page_may_have_speed_ups_alone_figures_by_format_and_no_such_batch(batches, jobs, expected):
+    found = tables(*(job(batch, 100.0, 50.0, 40.0, fmt) for batch, fmt in jobs), published=page_of(batches))
+    assert [[line[4:] for line in table.rows] for table in found] == expected
+
+
+def test_a_speed_up_over_the_unquantized_engine_has_its_interval_and_says_where_it_is_none():
+    timed = Timed("block", [10.0, 10.2, 10.1, 10.3] * 10, [8.0, 8.3, 8.1, 8.0] * 10, rest=0.1, image_ms=50.0)
+    slower = job(8, None, 50.0, 60.0)
+    framework, unquantized = tables(replace(job(1, 100.0, 50.0, 40.0), timed=timed), slower)
+    interval = timed.image_speedup()
+    assert [line[3] for line in framework.rows] == ["2.500x", "–"]
+    reach = f" ± {(interval.high - interval.low) / 2:.3f}"
+    assert [line[3] for line in unquantized.rows] == [f"1.250x{reach}", "0.833x (slower)"]
 
 
 def test_the_article_has_a_ratio_for_each_format_over_the_compiled_framework_in_the_engines_rounds():
@@ -79,39 +107,6 @@ def test_the_article_has_a_ratio_for_each_format_over_the_compiled_framework_in_
     assert int8.rows[0][1:4] == ["88.89", "40.00", "2.222x ± 0.037"]  # 20 ms against 9
     (alone,) = tables(job(1, 100.0, 50.0, 40.0), published=page)
     assert alone.rows[0][1:4] == ["–", "40.00", "–"]
-
-
-def test_milliseconds_may_be_by_format_too():
-    page = page_of({1: {"unquantized": 3545, "quantized": {"INT8": 2479}}})
-    int8, fp8 = tables(*(job(1, 100.0, 50.0, 40.0, fmt) for fmt in ("int8", "fp8")), published=page)
-    assert (int8.rows[0][4:], fp8.rows[0][4:]) == (["3,545.00", "2,479.00", "1.430x"], ["3,545.00", "–", "–"])
-
-
-def test_a_speed_up_over_the_unquantized_engine_has_its_interval():
-    timed = Timed("block", [10.0, 10.2, 10.1, 10.3] * 10, [8.0, 8.3, 8.1, 8.0] * 10, rest=0.1, image_ms=50.0)
-    framework, unquantized = tables(replace(job(1, 100.0, 50.0, 40.0), timed=timed))
-    assert framework.rows[0][3] == "2.500x"
-    interval = timed.image_speedup()
-    assert unquantized.rows[0][3] == f"1.250x ± {(interval.high - interval.low) / 2:.3f}"
-
-
-def test_what_differs_is_said():
-    [table, _] = tables(job(1, 100.0, 50.0, 40.0))
-    for text in ("at guidance_scale 1.5 here",
-                 "2 cores here, NVIDIA H100 there", "openvino 2026.4 here, TensorRT 9.3.0 there", "steps: 5 here",
-                 "64x64 here", "fp32 beside INT8 here, fp16 beside INT8 there"):  # fmt: skip
-        assert text in table.caption
-    assert r"\<b\>CPU" in as_markdown(table)
-
-
-def test_a_slower_engine_and_a_batch_that_nobody_published():
-    framework, unquantized = tables(job(8, None, 50.0, 60.0))
-    assert framework.rows == [["8", "–", "60.00", "–", "–", "–", "–"]]
-    assert unquantized.rows == [["8", "50.00", "60.00", "0.833x (slower)", "–", "–", "–"]]
-
-
-def test_no_tables_without_figures():
-    assert tables(Job("a", Path(), {}, "failed", "x")) == tables(job(1, 1.0, 1.0, 1.0), published=None) == []
 
 
 @pytest.mark.parametrize(
@@ -133,14 +128,3 @@ def test_another_file_is_refused(change, tmp_path):
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(other))
         with pytest.raises(ConfigError, match=r"^published names x.yaml, which is not like"):
             read_published(tmp_path / "x.yaml", "x.yaml")
-
-
-def test_what_jobs_have_handed_over_stands_in_one_table(small_sweep):
-    assert handed_over_tables(small_sweep) == []
-    entry = {"quantized": 95, "of": 150, "fidelity": None, "bytes": {"a": 2**20}}
-    jobs = [
-        replace(job, record=job.record and {**job.record, "hand_over": {"gguf": entry}}) for job in small_sweep.jobs
-    ]
-    (table,) = handed_over_tables(replace(small_sweep, jobs=jobs))
-    assert table.rows == [[f"level={level}", "gguf", "95 of 150", "–", "–", "1.0 MiB"] for level in "1234"]
-    assert len(table.titles) == len(table.rows[0])

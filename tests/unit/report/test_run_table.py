@@ -1,9 +1,14 @@
+"""The closing table of a run, and of a sweep."""
+
 import re
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from sd_quant.metrics.intervals import mean_interval
 from sd_quant.report.readings import Number, number_at, quotient
+from sd_quant.report.rebuild import handed_over_tables
 from sd_quant.report.record import ABSENT
 from sd_quant.report.run_table import handed_over_table, run_table
 from sd_quant.report.summary import sweep_table
@@ -61,28 +66,29 @@ def test_memory_of_parts_is_added_up_only_where_all_of_it_is_known():
 
 
 def test_the_compiled_framework_is_a_second_baseline():
-    made = record()
-    made["latency"]["torch_compiled"] = {"image": {"1": {"full_precision": {"p50_ms": 100.0}}}}
-    table = run_table(made)
+    table = run_table(
+        with_values(record(), {"latency.torch_compiled": {"image": {"1": {"full_precision": {"p50_ms": 100.0}}}}})
+    )
     assert row(table, "torch_compiled, full") == ["1", "100", "ms"]  # its name goes on in the next line
     assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "2.50x", "1.50x"]
     assert "one call, torch_compiled" not in table and "torch  torch_compiled  precision" in table
 
 
-def test_each_null_is_a_dash_with_its_reason():
-    table = run_table(record())
+def test_each_null_is_a_dash_with_its_reason_and_each_mark_is_explained_once():
+    table = run_table(record() | {"plans": {"unet_xl": {"attention": "it takes no unsigned codes"}}})
     notes = {line.split()[0]: line.partition(" ")[2] for line in table.splitlines() if line.startswith("[")}
-
-    def reason(cells: list[str]) -> str:
-        return notes[cells[cells.index("–") + 1]]
-
-    assert reason(row(table, "vae", "size")) == "not quantized"
-    assert reason(row(table, "vae", "one call")) == "not quantized"
-    assert reason(row(table, "clip1", "size")) == "not in the record"
+    unexplained = {"unet_xl": ("size", "MiB", "attention is in high precision: it takes no unsigned codes")}
+    for part, (after, before, reason) in (unexplained | {
+        "vae": ("size", "–", "not quantized"), "clip1": ("size", "–", "not in the record"),
+    }).items():  # fmt: skip
+        cells = row(table, part, after)
+        assert notes[next(mark for cell, mark in pairwise(cells) if cell == before and mark in notes)] == reason
     assert notes[row(table, "PSNR")[4]] == "1 of 8 images: identical"  # a number whose mean leaves images out
     assert len(set(notes.values())) == len(notes)
     identical = run_table(with_values(record(), {"fidelity.psnr.values": [24.3, 24.5, None]}))
-    assert row(identical, "PSNR") == ["24.31", "dB", "[3]", "24.26", "dB"]  # no interval without them
+    assert row(identical, "PSNR")[:2] == ["24.31", "dB"]  # no interval without them
+    assert number_at({"reason": "the run's own"}, "peak_memory_bytes") == (None, ABSENT)
+    assert quotient(Number(3.0), Number(None, "b")) == (None, "b") and quotient(Number(3.0), Number(0)).value is None
 
 
 SLOWER = with_values(
@@ -100,6 +106,9 @@ SLOWER = with_values(
          ("SLOWER: unet_xl at batch 2 on openvino takes 1.25 times as long quantized as unquantized.",
           "SLOWER: prompt to image at batch 1 on openvino takes 1.25 times as long")),
         *(({"latency.openvino.unet_xl.2.speedup": speedup}, ()) for speedup in (1.0, 0.996)),  # two decimals show 1
+        ({"latency.openvino.unet_xl.2.rounds": {"others": 0.4, "steal": 0.0, "reference_spread": 0.1}},
+         ("BUSY: while unet_xl was timed on openvino, other processes took 40% of the processors' time",)),
+        ({"latency.openvino.unet_xl.2.rounds": {"others": 0.01, "steal": 0.0, "reference_spread": 0.1}}, ()),
         ({"executed": {"count": 1, "of": 3, "fell_back": ["conv1", "conv2"]}},
          ("FLOAT: openvino computes 2 of 3 quantized layers in floating point; metrics.json names",)),
     ],
@@ -138,17 +147,41 @@ def test_reasons_cannot_steer_the_terminal():
     assert table.splitlines()[0] == "failed: layer  [2J  evil SLOWER: nothing"
 
 
-def test_a_speed_up_stands_beside_how_far_it_may_be_off_and_a_busy_machine_is_called_so():
-    call = {
-        "full_precision": {"p50_ms": 20.0}, "quantized": {"p50_ms": 16.0}, "speedup": 1.25,
-        "speedup_interval": [1.22, 1.27], "rounds": {"others": 0.4, "steal": 0.0, "reference_spread": 0.1},
-    }  # fmt: skip
-    text = run_table({"latency": {"openvino": {"unet_xl": {"2": call}}}})
-    assert "1.25x ± 0.03" in text
-    assert "BUSY: while unet_xl was timed on openvino, other processes took 40% of the processors' time" in text
-    call["speedup_interval"], call["rounds"]["others"] = {"value": None, "reason": "too few rounds"}, 0.01
-    text = run_table({"latency": {"openvino": {"unet_xl": {"2": call}}}})
-    assert "1.25x\n" in text and "BUSY" not in text
+@pytest.mark.parametrize(
+    ("ends", "cell"), [([1.22, 1.27], "2.00x ± 0.78"), ({"value": None, "reason": "too few rounds"}, "2.00x\n")]
+)
+def test_a_speed_up_stands_beside_its_interval(ends, cell):
+    assert cell in run_table(with_values(record(), {"latency.openvino.unet_xl.2.speedup_interval": ends}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "cells"),
+    [
+        ({}, slice(2, None), ["{}", "–", "1.0 MiB"]),
+        ({"fidelity": None}, 2, "–"),
+        ({"fidelity": {"psnr": {"values": [30.0]}}}, 2, "30.0 dB"),
+        ({"text": {"psnr": {"values": [30.0, None, 32.0, 37.0]}}}, slice(2, 4), ["{}", "{}"]),
+        ({"parts": {"clip1": {"quantized": 12, "of": 12}}}, 1, "95 of 150, clip1 12 of 12"),
+    ],
+)
+def test_what_was_handed_over_has_an_interval(changes, place, cells):
+    psnr = {"psnr": {"values": [30.0, None, 32.0, 37.0]}}
+    entry = {"quantized": 95, "of": 150, "bytes": {"a": 2**20, "b": None}, "fidelity": psnr} | changes
+    shown = f"33.0 ± {mean_interval([30.0, 32.0, 37.0]).reach:.1f} dB"
+    [row] = handed_over_table({"gguf": entry}).rows
+    assert row[place] == ([each.format(shown) for each in cells] if isinstance(cells, list) else cells)
+    assert "gguf" in run_table(record() | {"hand_over": {"gguf": entry}})
+
+
+def test_jobs_exports_stand_in_one_table(small_sweep):
+    assert handed_over_tables(small_sweep) == [] and handed_over_table(None).rows == []
+    entry = {"quantized": 95, "of": 150, "fidelity": None, "bytes": {"a": 2**20}}
+    jobs = [
+        replace(job, record=job.record and {**job.record, "hand_over": {"gguf": entry}}) for job in small_sweep.jobs
+    ]
+    (table,) = handed_over_tables(replace(small_sweep, jobs=jobs))
+    assert table.rows == [[f"level={level}", "gguf", "95 of 150", "–", "–", "1.0 MiB"] for level in "1234"]
+    assert len(table.titles) == len(table.rows[0])
 
 
 def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(small_sweep):
@@ -167,30 +200,3 @@ def test_tables_fit_a_terminal_of_80_columns_and_part_no_figure(small_sweep):
     table = lines[: lines.index("")]
     assert max(map(len, table)) == 80 and sum(" ± 0.64 " in line and "x ± 0.0" in line for line in table) == 4
     assert "prompts.txt,alpha=0.5" in table
-
-
-def test_a_plan_that_keeps_attention_in_high_precision_says_so():
-    table = run_table(record() | {"plans": {"unet_xl": {"attention": "it takes no unsigned codes"}}})
-    (marked,) = [line for line in table.splitlines() if "attention is in high precision: it takes no" in line]
-    assert f"MiB {marked.partition(' ')[0]}" in next(line for line in table.splitlines() if line.startswith("unet_xl"))
-
-
-def test_what_was_handed_over_has_an_interval():
-    images = {"psnr": {"values": [30.0, None, 32.0, 37.0]}}
-    entry = {"quantized": 95, "of": 150, "bytes": {"a": 2**20, "b": None}, "fidelity": images}
-    interval = mean_interval([30.0, 32.0, 37.0])
-    shown = f"33.0 ± {interval.high - 33:.1f} dB"
-    assert handed_over_table({"gguf": entry}).rows == [["gguf", "95 of 150", shown, "–", "1.0 MiB"]]
-    assert handed_over_table({"gguf": entry | {"fidelity": None}}).rows[0][2] == "–"
-    assert handed_over_table({"gguf": entry | {"fidelity": {"psnr": {"values": [30.0]}}}}).rows[0][2] == "30.0 dB"
-    assert handed_over_table({"gguf": entry | {"text": images}}).rows[0][2:4] == [shown, shown]
-    parts = {"clip1": {"quantized": 12, "of": 12}, "vae": {"quantized": 0, "of": 29}}
-    assert handed_over_table({"a": entry | {"parts": parts}}).rows[0][1] == "95 of 150, clip1 12 of 12, vae 0 of 29"
-    assert handed_over_table(None).rows == []
-    assert "handed over" not in run_table(record())
-    assert "gguf         95 of 150" in run_table(record() | {"hand_over": {"gguf": entry}})
-
-
-def test_the_runs_own_reason_is_not_a_numbers_and_nothing_is_divided_by_zero():
-    assert number_at({"reason": "the run's own"}, "peak_memory_bytes") == (None, ABSENT)
-    assert quotient(Number(3.0), Number(None, "b")) == (None, "b") and quotient(Number(3.0), Number(0)).value is None

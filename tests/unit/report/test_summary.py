@@ -9,9 +9,9 @@ from pyarrow import parquet
 from sd_quant.cache import locked
 from sd_quant.errors import ArtifactError
 from sd_quant.files import write_json
-from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, WAS_CANCELLED, read_sweep, write_parquet, write_summary
+from sd_quant.report.table import write_csv
 
 from .sweeps import change_record, write_job, write_plan
 
@@ -88,14 +88,6 @@ def test_the_three_files_agree(folder):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "stored"), [([7, 2**63 - 1], [7, 2**63 - 1]), ([7, 2**64 - 1], ["7", f"{2**64 - 1}"])]
-)
-def test_a_seed_may_be_larger_than_parquets_numbers(tmp_path, seeds, stored):
-    write_parquet([{"seed": seed} for seed in seeds], tmp_path / "a.parquet")
-    assert [row["seed"] for row in parquet.read_table(tmp_path / "a.parquet").to_pylist()] == stored
-
-
-@pytest.mark.parametrize(
     ("text", "why"), [("\udcff", ""), ('{"status": "done", "sizes_bytes": {"vae": 7}}', "sizes_bytes.vae is 7")]
 )
 def test_a_damaged_record_is_an_unfinished_job(folder, text, why):
@@ -129,9 +121,15 @@ def test_text_that_starts_a_formula_is_disarmed(tmp_path):
         assert [row["name"] for row in csv.DictReader(file)] == [f"'{formula}" for formula in formulas]
 
 
-def test_a_table_has_the_columns_of_all_its_rows_in_order_of_first_appearance(tmp_path):
-    rows = [{"name": "a", "bytes_int8": 8}, {"name": "b", "bytes_int4": 4, "bytes_int8": 8}]
+def test_a_table_has_the_columns_of_all_its_rows_and_a_seed_may_be_larger_than_parquets_numbers(tmp_path):
+    """Columns are in order of first appearance."""
+    rows = [{"name": "a", "int8": 8, "seed": 7}, {"name": "b", "int4": 4, "int8": 8, "seed": 2**63 - 1}]
     write_csv(rows, tmp_path / "a.csv")
-    assert (tmp_path / "a.csv").read_bytes() == b"name,bytes_int8,bytes_int4\r\na,8,\r\nb,8,4\r\n"
-    write_parquet(rows, tmp_path / "a.parquet")
-    assert parquet.read_table(tmp_path / "a.parquet").to_pylist() == [rows[0] | {"bytes_int4": None}, rows[1]]
+    lines = [b"name,int8,seed,int4", b"a,8,7,", b"b,8,9223372036854775807,4", b""]
+    assert (tmp_path / "a.csv").read_bytes() == b"\r\n".join(lines)
+    for seed, stored in ((2**63 - 1, [7, 2**63 - 1]), (2**64 - 1, ["7", f"{2**64 - 1}"])):
+        rows[1]["seed"] = seed
+        write_parquet(rows, tmp_path / "a.parquet")
+        first, second = parquet.read_table(tmp_path / "a.parquet").to_pylist()
+        assert [first.pop("seed"), second.pop("seed")] == stored
+        assert (first, second) == ({"name": "a", "int8": 8, "int4": None}, {"name": "b", "int8": 8, "int4": 4})

@@ -13,7 +13,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.interchange.holding import adapted
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.report.csv_files import write_csv
+from sd_quant.report.table import write_csv
 from sd_quant.stages import hand_over, session
 from tests.pasting import AWKWARD, words_of
 from tests.presets import job as composed_job

@@ -1,14 +1,72 @@
+"""Trackers. MLflow brings twenty packages, so most tests do without; where it is installed, it is asked itself."""
+
 import logging
 import math
+import os
 import pkgutil
+import sqlite3
 import sys
+from collections import namedtuple
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sd_quant import trackers
 from sd_quant.trackers import LONGEST_TEXT, read_run, track
 
 pytestmark = pytest.mark.commit
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    folder = tmp_path / "multirun" / "0"
+    (folder / "images").mkdir(parents=True)
+    Image.new("RGB", (40, 20), "red").save(folder / "images" / "grid.png")
+    return folder
+
+
+@pytest.fixture
+def record() -> dict:
+    times = {
+        "full_precision": {"p50_ms": 15.05, "n": 20, "warmup": 3, "samples_ms": [15.0, 15.1]},
+        "quantized": {"p50_ms": None, "reason": "not quantized"},
+        "speedup": {"value": 1.35, "reason": None},
+    }
+    return {
+        "schema_version": 1,
+        "status": "done",
+        "knobs": {
+            "quant_level": 3.0,
+            "alpha": "auto",
+            "keep": None,
+            "snapshots": [32, 64],
+            "infer": {"width": 64, "prompts": ["\x1b[31mred\x1b[0m\n" * 100], "static": False},
+        },
+        "sizes_bytes": {"unet_xl": {"onnx_quantized": 9_700_000, "plan": {"value": None, "reason": "no plan"}}},
+        "latency": {"openvino": {"unet_xl": {"2": times}}},
+        "fidelity": {
+            "psnr": {"mean": 35.0, "min": 32.4, "worst_index": 3, "values": [35.0, 32.4], "reason": None},
+            "latent_sqnr_db": [40.0, None, 25.1],
+            "latent_sqnr_reason": "identical",
+            "other": {"value": 3.2, "reason": None, "images": 64, "features": 1280},
+        },
+        "peak_memory_bytes": 1_460_000_000,
+        "stages": {"load": {"seconds": 0.4, "peak_memory_bytes": 5_000_000}},
+    }
+
+
+@pytest.fixture
+def metrics() -> dict[str, float]:
+    """Of the record."""
+    return {
+        "fidelity/psnr/mean": 35.0, "fidelity/psnr/min": 32.4, "fidelity/other": 3.2,
+        "latency/openvino/unet_xl/2/full_precision/p50_ms": 15.05, "latency/openvino/unet_xl/2/speedup": 1.35,
+        "sizes_bytes/unet_xl/onnx_quantized": 9_700_000.0, "peak_memory_bytes": 1_460_000_000.0,
+        "stages/load/seconds": 0.4, "stages/load/peak_memory_bytes": 5_000_000.0,
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -60,3 +118,115 @@ def test_without_its_package_the_warning_says_what_to_install(
         monkeypatch.setitem(sys.modules, module, None)
     track([tracker], record, directory, tmp_path)
     assert f"pip install 'sd-quant[{tracker}]'" in caplog.messages[0]
+
+
+def test_tensorboard_has_knobs_numbers_series_and_image(record, directory, metrics, tmp_path, caplog):
+    track(["tensorboard"], record, directory, tmp_path / "store")
+    assert not caplog.messages
+    events = EventAccumulator(str(tmp_path / "store/tensorboard/multirun/0"))
+    events.Reload()
+    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert found.pop("fidelity/latent_sqnr_db") == [(1, 40.0), (3, pytest.approx(25.1))]
+    assert found == {name: [(0, pytest.approx(value))] for name, value in metrics.items()}
+    image = events.Images("images/grid")[0]
+    assert (image.width, image.height) == (40, 20)
+    start = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"quant_level" in start and b"infer.prompts" in start
+
+
+Param = namedtuple("Param", "key value")
+Metric = namedtuple("Metric", "key value timestamp step")
+
+
+class Client:
+    """What sd_quant.trackers.mlflow calls of MlflowClient, writing down what it is told."""
+
+    known: dict = {}
+    runs: dict = {}
+    full = False
+
+    def __init__(self, uri: str):
+        self.uri = uri
+
+    def get_experiment_by_name(self, name):
+        return SimpleNamespace(experiment_id=self.known[name][0]) if name in self.known else None
+
+    def create_experiment(self, name, artifact_location):
+        assert name not in self.known
+        self.known[name] = ("7", artifact_location)
+        return "7"
+
+    def create_run(self, experiment_id, run_name):
+        assert experiment_id == "7"
+        run_id = str(len(self.runs))
+        self.runs[run_id] = {"name": run_name, "uri": self.uri, "params": [], "metrics": [], "images": []}
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id, start_time=1))
+
+    def log_batch(self, run_id, metrics=(), params=()):
+        assert len(metrics) <= 1000 and len(params) <= 100
+        self.runs[run_id]["metrics"] += metrics
+        self.runs[run_id]["params"] += params
+
+    def log_artifact(self, run_id, path, folder):
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.runs[run_id]["images"].append((path, folder))
+
+    def set_terminated(self, run_id, status):
+        self.runs[run_id]["status"] = status
+
+
+@pytest.fixture
+def client(monkeypatch) -> type[Client]:
+    modules = {name: ModuleType(name) for name in ("mlflow", "mlflow.entities", "mlflow.tracking")}
+    modules["mlflow.entities"].Metric, modules["mlflow.entities"].Param = Metric, Param
+    modules["mlflow.tracking"].MlflowClient = fresh = type("Fresh", (Client,), {"known": {}, "runs": {}})
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "")  # so that it is put back afterwards
+    monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY")
+    return fresh
+
+
+def test_mlflow_is_told_knobs_numbers_series_and_image(client, record, directory, metrics, tmp_path, caplog):
+    store = tmp_path / "store"
+    record["knobs"] |= {f"knob{index}": index for index in range(250)}  # more than MLflow takes at once
+    for _ in range(2):
+        track(["mlflow"], record, directory, store)
+    assert not caplog.messages
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert client.known == {"sd-quant": ("7", (store / "mlflow").as_uri())}
+    assert [run["name"] for run in client.runs.values()] == ["multirun/0"] * 2
+    run = client.runs["1"]
+    assert run["uri"] == f"sqlite:///{store}/mlflow.db"
+    params = {param.key: param.value for param in run["params"]}
+    assert (params["alpha"], params["quant_level"], params["knob249"]) == ("auto", "3.0", "249")
+    logged = [(metric.key, metric.step, metric.value) for metric in run["metrics"]]
+    series = [("fidelity/latent_sqnr_db", 1, 40.0), ("fidelity/latent_sqnr_db", 3, 25.1)]
+    assert sorted(logged) == sorted([(name, 1, value) for name, value in metrics.items()] + series)
+    assert run["images"] == [(str(directory / "images/grid.png"), "images")]
+    assert run["status"] == "FINISHED"
+
+
+def test_a_run_that_mlflow_could_not_log_in_full_says_so(client, record, directory, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(client, "full", True)
+    track(["mlflow"], record, directory, tmp_path)
+    assert client.runs["0"]["status"] == "FAILED"
+    assert "the tracker mlflow was not told of this run: OSError" in caplog.messages[0]
+
+
+def test_mlflow_itself_keeps_it(record, directory, metrics, tmp_path, caplog):
+    pytest.importorskip("mlflow")
+    store = tmp_path / "store"
+    track(["mlflow"], record, directory, store)
+    assert not [each for each in caplog.records if each.name.startswith("sd_quant")]
+    database = sqlite3.connect(store / "mlflow.db")
+    found = dict(database.execute("select key, value from latest_metrics"))
+    assert found == pytest.approx(metrics | {"fidelity/latent_sqnr_db": 25.1})
+    assert ("alpha", "auto") in database.execute("select key, value from params").fetchall()
+    assert database.execute("select name, status from runs").fetchall() == [("multirun/0", "FINISHED")]
+    assert len(list((store / "mlflow").rglob("grid.png"))) == 1
+    database.execute("begin exclusive")
+    track(["mlflow"], record, directory, store)
+    database.close()
+    assert "database is locked" in caplog.messages[-1]

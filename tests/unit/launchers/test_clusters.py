@@ -1,20 +1,130 @@
-"""What is made of Slurm's answers; a real one stands behind ``tests/cli/cluster``."""
+"""Sweeps on clusters: GPUs that are too old for a job, Ray and Slurm; real ones stand behind ``tests/cli/cluster``."""
 
 import json
 import logging
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 from submitit.core.utils import UncompletedJobError
 
-from sd_quant.errors import ResourceError
+from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.launchers import slurm
+from sd_quant.launchers.gpus import Need, need_of, places_too_old
+from sd_quant.launchers.ray import KIND, has_room, launched, result_of, told, wanted
+from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, SWEEP
+from tests.presets import job
 
 pytestmark = pytest.mark.commit
+
+ADA = Need(89, True)
+
+
+@pytest.mark.parametrize(("name", "old"), [
+    ("a100", True), ("NVIDIA A100-SXM4-80GB", True), ("nvidia_a100_80gb_pcie", True), ("V100", True), ("A10", True),
+    ("l40s", False), ("NVIDIA-H100-80GB-HBM3", False), ("geforce_rtx_4090", False), ("B200", False),
+    ("bigmem", False), ("", False), ("rtx_6000", False),
+])  # fmt: skip
+def test_a_gpu_is_known_by_a_word_of_its_name(name, old):
+    assert ADA.too_old(name) is old
+    assert not Need().too_old(name)
+
+
+@pytest.mark.parametrize(("overrides", "expected"), [
+    (["quantize=fp8", "infer=tensorrt_rtx"], Need(89, True)),
+    (["quantize=int8", "infer=tensorrt_rtx"], Need(75, True)),
+    (["quantize=nvfp4", "infer=tensorrt_rtx"], Need(100, True)),
+    (["quantize=fp8", "infer=auto"], Need(89, False)),
+    (["quantize=fp8", "infer=openvino"], Need()),
+    (["quantize=fp8", "infer=torch_native"], Need(89, True)),
+    (["quantize=int8", "infer=torch_native"], Need(80, True)),
+    (["quantize=int8_weight_only", "infer=torch_native"], Need(0, True)),
+])  # fmt: skip
+def test_a_job_needs_what_its_engine_takes_for_its_formats(overrides, expected):
+    assert need_of(job(*overrides)) == expected
+
+
+def test_of_several_formats_the_newest_decides():
+    mixed = SimpleNamespace(
+        formats=lambda: {"inputs": {"int8", "fp8"}}, infer=SimpleNamespace(engine="torch_native", chosen_because=None)
+    )
+    assert need_of(mixed) == Need(89, True)
+
+
+def test_a_place_is_too_old_where_all_its_gpus_are():
+    places = {"n1": {"a100"}, "n2": {"a100", "h100"}, "n3": set(), "n4": {"ours"}}
+    needs = {"a": ADA, "b": need_of(object()), "c": Need(75, True)}  # b has no formats
+    assert places_too_old(needs, places) == {"a": ["n1"], "b": [], "c": []}
+
+
+def test_a_gpu_that_no_place_has_is_refused_where_it_is_required():
+    places = {"n1": {"a100"}, "n2": {"t4", "v100"}, "n3": set()}
+    with pytest.raises(ConfigError, match=r"^job b takes a GPU of compute capability 8\.9, .* has a100, t4, v100;"):
+        places_too_old({"a": Need(), "b": ADA}, places)
+    assert places_too_old({"b": Need(89)}, places) == {"b": []}, "by another engine it runs anywhere"
+    assert places_too_old({"b": ADA}, {"n3": set()}) == {"b": []}, "nothing is known of GPUs"
+
+
+# Ray
+
+NODE = {"CPU": 8.0, "GPU": 1.0, "memory": 5e9, "object_store_memory": 2e9, "node:10.0.0.1": 1.0, "big": 2.0}
+
+
+@pytest.mark.parametrize(("remote", "fit"), [
+    ({}, True), ({"num_gpus": 1, "num_cpus": 8}, True), ({"num_gpus": 2}, False), ({"num_cpus": 9}, False),
+    ({"resources": {"big": 2}}, True), ({"resources": {"small": 1}}, False),
+])  # fmt: skip
+def test_a_job_fits_where_all_that_it_asks_for_is(remote, fit):
+    assert has_room(remote, NODE) is fit
+
+
+def test_what_is_there_is_told_without_rays_own_marks():
+    assert told(NODE) == "8 CPU, 1 GPU, 2 big"
+    assert told({}) == "0 CPU, 0 GPU"
+    assert told(wanted({"num_gpus": 0.5})) == "1 CPU, 0.5 GPU"
+
+
+@pytest.mark.parametrize(("name", "theirs", "expected"), [
+    ("a", None, None), ("b", None, {KIND: "!in(A100,T4)"}), ("b", {"zone": "x"}, {KIND: "!in(A100,T4)", "zone": "x"}),
+    ("b", {KIND: "H100"}, {KIND: "H100"}),
+])  # fmt: skip
+def test_a_job_is_kept_from_gpus_that_are_too_old_for_it(tmp_path, name, theirs, expected):
+    (tmp_path / SWEEP).write_text(json.dumps({"jobs": [{"name": "a"}, {"name": "b"}]}))
+    remote = OmegaConf.create({"num_gpus": 1} | ({"label_selector": theirs} if theirs else {}))
+    job = SimpleNamespace(hydra=SimpleNamespace(job=SimpleNamespace(num="ab".index(name))))
+    found = launched(lambda *given: given, tmp_path, {"b": ["A100", "T4"]}, "context", remote, job, "task", "state")
+    assert found[0] == name and found[1][0] == "context" and found[1][2:] == (job, "task", "state")
+    assert found[1][1] == {"num_gpus": 1} | ({"label_selector": expected} if expected else {})
+
+
+def test_a_job_that_ray_gives_up_is_one_that_failed(monkeypatch, tmp_path):
+    """And one whose process died after its last word is done."""
+
+    class Died(Exception):
+        pass
+
+    def get(task):
+        raise Died("The worker died.\n  more")
+
+    fake = SimpleNamespace(get=get, exceptions=SimpleNamespace(RayError=Died))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    (tmp_path / "a").mkdir()
+    result = result_of(tmp_path, ("a", None))
+    assert result.status == JobStatus.FAILED
+    reason = "Ray's task for it has ended: The worker died. more"
+    assert json.loads((tmp_path / "a" / FAILURE).read_text()) == {"status": "failed", "reason": reason, "exit_code": 4}
+    (tmp_path / "a" / RECORD).touch()
+    assert result_of(tmp_path, ("a", None)).status == JobStatus.COMPLETED
+    fake.get = lambda task: task
+    assert result_of(tmp_path, ("a", "its result")) == "its result"
+
+
+# Slurm
 
 
 @pytest.fixture
@@ -37,8 +147,8 @@ def squeue(monkeypatch, tmp_path):
 @pytest.fixture
 def queue() -> slurm.Queue:
     found = slurm.Queue()
-    for job in ("7_0", "7_1", "8"):
-        found.register_job(job)
+    for number in ("7_0", "7_1", "8"):
+        found.register_job(number)
     return found
 
 

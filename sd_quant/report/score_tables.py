@@ -1,0 +1,197 @@
+"""Tables of scores beside full precision's own: the noise floor, scores that were asked for, scores by category.
+
+The noise floor is full precision computed another way, on the same prompts (``sd_quant.stages.noise_floor``). A recipe
+that is nearer to the reference than a way, prompt by prompt, cannot be told from full precision that was computed this
+way. None of the ways is the right one: another batch changes one level of one pixel, bf16 what a person may find with a
+magnifier, and both are called full precision. So each is shown under its name.
+
+Of a score by a network or photographs the difference from full precision on the same prompts decides, with its
+interval: prompts differ by far more than a recipe moves the score of one. By category it shows what a mean hides.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from sd_quant.errors import SdQuantError
+from sd_quant.metrics import NAMED, NOT_ASKED, SCORES, Against, Score, score_named, scores_against
+from sd_quant.metrics.intervals import Interval, paired_interval, recorded
+from sd_quant.report.readings import names, number_at, score_of
+from sd_quant.report.record import VARIANTS, at
+from sd_quant.report.summary import Job, Sweep
+from sd_quant.report.table import DASH, Table, plus_minus, table_of_texts
+
+PSNR = SCORES["psnr"]
+QUANTIZED = VARIANTS[1]
+FLOOR = "The noise floor: full precision computed another way"
+FLOOR_CAPTION = (
+    "PSNR of each recipe's images less that of full precision's own in another way, prompt by prompt, with the mean's "
+    "interval at 95 %. Above the floor a difference is the arithmetic's."
+)
+WORDS = {  # for the ways of which a name says little
+    "runtime": "the unquantized engine",
+    "batch": "another batch",
+    "threads": "another number of threads",
+    "isa": "a lower class of processor",
+}
+ASKED = "Scores that were asked for, less full precision's"
+ASKED_CAPTION = (
+    "The mean difference from full precision's images over prompts, with its interval at 95 %; of FID the distance "
+    "itself. An interval that holds 0 tells nothing apart."
+)
+BY_CATEGORY = (
+    "Mean over the prompts of each category, with its interval at 95 %. In brackets the paired difference to full "
+    "precision with its own interval; better and worse only where it differs after Holm's correction over the "
+    "categories, at 5 % for all of them together."
+)
+
+
+# The noise floor
+
+
+def words_of(way: str) -> str:
+    """``another batch``; a precision is its own name."""
+    return WORDS.get(way, way)
+
+
+def ways(record: Any) -> list[str]:
+    """The ways of which the record has images, lowest PSNR first, those with identical images last."""
+    found = [way for way in names(record, "noise_floor") if at(record, "noise_floor", way, PSNR.key)]
+    return sorted(found, key=lambda way: ((mean := mean_of(record, way)) is None, mean))
+
+
+def mean_of(record: Any, way: str) -> float | None:
+    return number_at(record, "noise_floor", way, PSNR.key, "mean").value
+
+
+def beyond(record: Any, way: str) -> Interval | None:
+    """PSNR of the recipe's images less that of the way's, over prompts; images of one prompt count as their mean.
+
+    Identical images count as the best that is not. None where all of the way's are, or not both are known.
+    """
+    floor = at(record, "noise_floor", way, PSNR.key, "values") or []
+    own = score_of(record, PSNR).values
+    if len(own) != len(floor) or not any(floor):
+        return None
+    best = max(value for value in (*own, *floor) if value is not None)
+    prompts = at(record, "prompts") or []
+    groups = prompts if len(prompts) == len(own) else range(len(own))
+    own, floor = ([best if value is None else value for value in values] for values in (own, floor))
+    return paired_interval(own, floor, groups)
+
+
+def floor_lines(jobs: Sequence[Job]) -> dict[str, float]:
+    """The mean PSNR of each way, lowest first; of several jobs' floors the lowest. Without identical images."""
+    found = dict[str, float]()
+    for record, way in ((job.record, way) for job in jobs for way in ways(job.record)):
+        if (mean := mean_of(record, way)) is not None:
+            found[way] = min(mean, found.get(way, mean))
+    return dict(sorted(found.items(), key=lambda each: each[1]))
+
+
+def floor_table(record: Any) -> Table:
+    """A line for each way: its scores, and the place of the recipe's images; reasons as notes."""
+    scores, lines, notes = scores_against(Against.IMAGES), [], []
+    for way in ways(record):
+        entry = at(record, "noise_floor", way)
+        mean, worst = (at(entry, PSNR.key, name) for name in ("mean", "min"))
+        means = {score: at(entry, score.key, "mean") for score in scores[1:]}
+        others = (DASH if value is None else score.text(value) for score, value in means.items())
+        psnr = ["identical" if mean is None else PSNR.text(mean), DASH if worst is None else PSNR.text(worst)]
+        lines.append([words_of(way), *psnr, *others, told(beyond(record, way))])
+    for way in names(record, "noise_floor"):
+        if reason := at(record, "noise_floor", way, "reason"):
+            notes.append(f"no noise floor by {words_of(way)}: {reason}")
+        if reason := at(record, "noise_floor", way, PSNR.key, "reason"):
+            notes.append(f"noise floor by {words_of(way)}: {reason}")
+    titles = ["full precision again, by", PSNR.title, "worst", *(score.title for score in scores[1:]), "the recipe"]
+    return table_of_texts(titles, lines, notes=notes)
+
+
+def told(difference: Interval | None) -> str:
+    """``20.1 ± 0.9 dB below it``, and ``from it`` where the interval holds 0."""
+    if difference is None:
+        return DASH
+    place = "above" if difference.low > 0 else "below" if difference.high < 0 else "from"
+    reach = "" if difference.reach is None else f" ± {difference.reach:.1f}"
+    return f"{abs(difference.value):.1f}{reach} dB {place} it"
+
+
+def floor_tables(sweep: Sweep) -> list[Table]:
+    """A table of the sweep's recipes against each way, if it has a floor."""
+    jobs = [job for job in sweep.jobs if ways(job.record)]
+    columns, means = list(dict.fromkeys(way for job in jobs for way in ways(job.record))), floor_lines(jobs)
+    floors = [f"{means[way]:.1f} dB" if way in means else "identical" for way in columns]
+    titles = ["recipe", *(f"{words_of(way)}, {floor}" for way, floor in zip(columns, floors, strict=True))]
+    lines = [[sweep.recipes[job.name], *(told(beyond(job.record, way)) for way in columns)] for job in jobs]
+    return [table_of_texts(titles, lines, FLOOR, FLOOR_CAPTION)] if jobs else []
+
+
+# Scores by networks and photographs
+
+
+def asked(record: Any) -> list[Score]:
+    """The scores whose files the run's knobs name."""
+    entries = at(record, "text_scores", QUANTIZED) or {}
+    return shown(key for key in NAMED if key in entries and at(entries, key, "reason") != NOT_ASKED)
+
+
+def shown(keys: Iterable[str]) -> list[Score]:
+    """The scores of these keys, without those of an add-on that is not installed here or not for this package."""
+    scores = []
+    for key in keys:
+        with suppress(SdQuantError):
+            scores.append(score_named(key))
+    return scores
+
+
+def difference_text(score: Score, record: Any) -> str:
+    """``-0.02 [-0.05, 0.01]``; of a single prompt without an interval; empty where there is no difference."""
+    if (difference := at(record, "text_scores", QUANTIZED, score.key, "difference")) is None:
+        return ""
+    mean, low, high = (difference.get(name) for name in ("mean", "low", "high"))
+    ends = "" if low is None or high is None else f" [{score.format.format(low)}, {score.format.format(high)}]"
+    return f"{score.format.format(mean)}{ends}"
+
+
+def score_tables(sweep: Sweep) -> list[Table]:
+    """A line for each recipe, if any was scored."""
+    scored = [(job, found) for job in sweep.jobs if (found := asked(job.record))]
+    scores = shown(key for key in NAMED if any(key == score.key for _, found in scored for score in found))
+
+    def cell(score: Score, record: Any) -> str:
+        value = at(record, "text_scores", QUANTIZED, score.key, "value")
+        return difference_text(score, record) or (DASH if value is None else score.text(value))
+
+    lines = [[sweep.recipes[job.name], *(cell(score, job.record) for score in scores)] for job, _ in scored]
+    titles = ["recipe", *(score.title for score in scores)]
+    return [table_of_texts(titles, lines, ASKED, ASKED_CAPTION)] if scores else []
+
+
+def category_tables(sweep: Sweep) -> list[Table]:
+    """A table for each score that has categories, a column a recipe."""
+    tables = []
+    for score in shown(dict.fromkeys((*SCORES, *NAMED))):
+        entries = {job.name: at(job.record, "by_category", score.key) for job in sweep.jobs}
+        found = {name: entry for name, entry in entries.items() if entry}
+        lines = []
+        for category in sorted({category for entry in found.values() for category in entry}):
+            own = [entry.get(category) for entry in found.values()]
+            most = max(entry["prompts"] for entry in own if entry)
+            lines.append([category, str(most), *(category_cell(score, entry) for entry in own)])
+        if lines:
+            titles = ["category", "prompts", *(sweep.recipes[name] for name in found)]
+            tables.append(table_of_texts(titles, lines, f"{score.heading}, by category", BY_CATEGORY))
+    return tables
+
+
+def category_cell(score: Score, entry: Any) -> str:
+    """``33.41 ± 1.20``, and where full precision has the score too ``0.71 ± 0.10 (-0.05 ± 0.02, worse)``."""
+    if not entry:
+        return DASH
+    text = plus_minus(recorded(entry["mean"], entry.get("interval")), score.format)
+    if (difference := entry.get("difference")) is None:
+        return text
+    verdict = ", better" if (difference > 0) == score.more_is_better else ", worse"
+    differs_by = plus_minus(recorded(difference, entry.get("difference_interval")), score.format)
+    return f"{text} ({differs_by}{verdict if entry.get('differs') else ''})"
