@@ -259,7 +259,8 @@ def preset(options: argparse.Namespace, name: str) -> dict:
 def handed_over(options: argparse.Namespace, target: str) -> dict:
     """Export the model to another tool at level 3."""
     from sd_quant.interchange import TARGETS
-    from sd_quant.stages.hand_over import rows_of, write_folder
+    from sd_quant.stages.target_folder import write_folder
+    from sd_quant.stages.targets import rows_of
 
     checkpoint, folder = open_nemo(options.checkpoint), emptied(options.work / "hand_over")
     recipe = recipe_of(HANDED_OVER[target], f"quant_level={HIGHEST}")

@@ -57,13 +57,15 @@ from sd_quant.shell import without_interpolation
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
 from sd_quant.stages.choose import choose, rows_of_layers
+from sd_quant.stages.consumer import measured_by
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.generate import generate, recipe_sampling, sampling_of
-from sd_quant.stages.hand_over import check_servers, measured_by, rows_of, write_target
 from sd_quant.stages.load import Loaded, with_recipe
 from sd_quant.stages.open_parts import open_simulated
-from sd_quant.stages.results import count_layers
+from sd_quant.stages.run_record import count_layers
 from sd_quant.stages.session import Session, open_session
+from sd_quant.stages.target_folder import write_target
+from sd_quant.stages.targets import check_servers, rows_of
 from sd_quant.stages.variants import Assignments, torch_variant
 from sd_quant.sweep import in_texts
 from sd_quant.text import counted
@@ -188,7 +190,8 @@ class Model:
         with TemporaryDirectory() as folder:
             chosen = choose(loaded, statistics, Path(folder), nullcontext)
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
-        return Quantized(self, label, job, loaded, chosen.assignment, knobs, chosen.parts)
+        assignment = (parts := dict(chosen.assignments)).pop(loaded.denoiser)
+        return Quantized(self, label, job, loaded, assignment, knobs, parts)
 
     def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
         """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``.
@@ -247,7 +250,7 @@ class Quantized:
 
     def layers(self) -> list[dict[str, object]]:
         """A row for each layer, as in ``layers.csv``: role, format, scales, alpha, errors, why it is not quantized."""
-        return rows_of_layers(self.assignment, self.parts)
+        return rows_of_layers(self.assignments)
 
     @property
     def weight_bytes(self) -> int:
@@ -329,9 +332,7 @@ class Quantized:
             "  # statistics: of model.calibrate",
             f"quantized.hand_over({called(target, str(folder))})",
         ]
-        write_target(
-            TARGETS[target], self.loaded, self.assignments, held, self.job, directory, "\n".join(code), measure
-        )
+        write_target(TARGETS[target], self.loaded, self.assignments, held, directory, "\n".join(code), measure)
         return directory
 
     def save_modelopt(self, path: str | Path) -> Path:

@@ -187,14 +187,12 @@ def most_sensitive(
     assignment: dict[str, LayerAssignment],
     directory: Path,
     shared: Shared | None = None,
-    part: str = "",
+    end: str = "",
 ) -> tuple[Sensitivity, list[str]]:
     """Measure the sensitivity of all layers; returns it and the names of the ``loaded.kept`` most sensitive ones.
 
-    Writes ``sensitivity.csv`` and its plot to ``directory``, of another denoiser with the name of its ``part``.
-    ``shared`` as for ``measure_sensitivity``.
+    Writes ``sensitivity<end>.csv`` and its plot to ``directory``. ``shared`` as for ``measure_sensitivity``.
     """
-    end = f"_{part}" if part else ""
     sensitivity = measure_sensitivity(
         loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale, shared
     )

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.export.onnx_file import share_weights
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import atomic_path, sha256, temporary_folder
+from sd_quant.inference.samplers import WEIGHTS_ALONE
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.progress import progress
@@ -48,18 +49,18 @@ def delivered_files(checkpoint: Checkpoint, assignments: Mapping[str, Assignment
 
 
 def files_of_a_run(
-    checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path, precise: bool = False
+    checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path, letters: Collection[str] = ()
 ) -> list[File]:
     """``delivered_files``, each behind its unquantized twin where it is quantized: both have one graph.
 
-    With ``precise`` the denoiser has a file for steps with unquantized inputs too. It comes last, because the process
-    that traces ahead begins with it.
+    With WEIGHTS_ALONE among the ``letters`` of precise steps the denoiser has a file for these too. It comes last,
+    because the process that traces ahead begins with it.
     """
     files = []
     for file in reversed(delivered_files(checkpoint, assignments, directory)):
         twin = File(file.part, directory / "full_precision", {}, delivered=False)
         files += [twin, file] if file.part in assignments else [file]
-        if precise and file.part == checkpoint.family.DENOISER:
+        if WEIGHTS_ALONE in letters and file.part == checkpoint.family.DENOISER:
             files.append(replace(file, assignment=weights_alone(file.assignment), suffix=PRECISE))
     return files
 

@@ -135,10 +135,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The chosen assignment, with the costs and errors of all candidates."""
+    """The chosen assignments, with the costs and errors of all candidates."""
 
-    assignment: dict[str, LayerAssignment]  # of the denoiser
-    parts: dict[str, dict[str, LayerAssignment]]  # of the others that are quantized
+    assignments: Made  # of the parts of which a layer is quantized, the denoiser first
     limited: Limited
     solved: Solved
 
@@ -419,10 +418,10 @@ def fit(loaded: Loaded, statistics: Statistics, limited: Limited, measured: Meas
     plain = partial(plain_choices, offers, limits)
     solved = solve(units, limits, measure, apart, measured.uniform, plain)
     chosen = solved.candidates[solved.taken].labels
-    labels, parts = by_part(offers, chosen), dict(assignments_of(chosen))
+    labels = by_part(offers, chosen)
     rows = [row for part, offer in offers.items() for row in rows_of(offer, labels[part], measured.errors[part])]
     write_csv(rows, directory / "budget.csv")
-    return Fitted(parts.pop(loaded.denoiser), parts, limited, solved)
+    return Fitted(assignments_of(chosen), limited, solved)
 
 
 def limits_of(limited: Limited) -> list[Limit]:

@@ -10,27 +10,38 @@ from collections.abc import Callable
 
 import torch
 
-from sd_quant.config import Infer
 from sd_quant.engines import RUNTIMES
 from sd_quant.inference.timed_calls import part_call, samples_per_call
-from sd_quant.metrics.memory import memory_taken
+from sd_quant.metrics.memory import StageTimer, memory_taken
 from sd_quant.models.checkpoint import contracts_of
 from sd_quant.progress import progress
 from sd_quant.report.record import PartMemory
+from sd_quant.stages.closing import in_sweep
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
 
 
-def memory_of_parts(
-    variants: Variants, infer: Infer, restart: Callable[[], object]
-) -> dict[str, dict[str, PartMemory]]:
+def memory_of_run(variants: Variants, wanted: bool, step: StageTimer) -> dict:
+    """The record's ``memory``, measured in a ``step`` of its own where it is ``wanted`` and can be."""
+    reason = None if step.resets else "/proc/self/clear_refs cannot be written"
+    if in_sweep(variants.directory):
+        reason = "a sweep opens no engine once more for each job; a run alone measures it"
+    if not wanted:
+        reason = "memory_of_parts is false"
+    if reason is not None:
+        return {"reason": reason}
+    with step("memory"):
+        return memory_of_parts(variants, step.restart_peak)
+
+
+def memory_of_parts(variants: Variants, restart: Callable[[], object]) -> dict[str, dict[str, PartMemory]]:
     """The record's ``memory`` by part and variant, for the call that latency is measured of, and of precise steps.
 
     Closes all engines. ``restart`` resets the process's peak.
     """
     checkpoint = variants.loaded.checkpoint
-    contracts, sampling = contracts_of(checkpoint), sampling_of(infer)
-    on_gpu = torch.cuda.is_available() and RUNTIMES[infer.engine].device != "cpu"
+    contracts, sampling = contracts_of(checkpoint), sampling_of(variants.loaded.infer)
+    on_gpu = torch.cuda.is_available() and RUNTIMES[variants.engine].device != "cpu"
 
     def of(name: str, part: str) -> PartMemory:
         if part in variants.loaded.denoisers and name == QUANTIZED and variants.simulated is not None:

@@ -13,24 +13,25 @@ from sd_quant.config import Judge
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import Rounds
-from sd_quant.stages import judge, judge_one
+from sd_quant.stages import judge, judge_one, judged_figures
 from sd_quant.stages.judge import judge_all
-from sd_quant.stages.judge_one import judged_entry, judged_runtime
-from sd_quant.stages.subjects import OtherPart, OwnLibrary, Subject
+from sd_quant.stages.judge_one import judged_entry
+from sd_quant.stages.judged_figures import FRAMEWORK, LIBRARY, QUANTIZED, judged_runtime
+from sd_quant.stages.third_party import OwnLibrary, Subject, SubjectPart
 
 pytestmark = pytest.mark.commit
 
 
 def subject(name: str = "a.gguf", runtime: OwnLibrary | None = None, **more) -> Subject:
-    return Subject(name, Path(name), {}, "gguf", "GGUF 3", 4_000_000, more.pop("rows", []), None, {}, runtime)
+    denoiser = SubjectPart("gguf", "GGUF 3", 4_000_000, 4.0, more.pop("rows", []), None)
+    return Subject(name, Path(name), {}, {"unet": denoiser, **more}, {}, runtime)
 
 
 def baseline(**more) -> SimpleNamespace:
     session = SimpleNamespace(checkpoint=None, parameters={"unet": 8_000_000})
     usual = {"judge": SimpleNamespace(runtimes=True, layers=3), "together": True, "session": session, "prompts": [],
-             "categories": None,
-             "infer": None, "timing": None, "denoiser": "unet", "variant": lambda *_: None,
-             "outputs": lambda directory: None}  # fmt: skip
+             "infer": SimpleNamespace(categories=lambda: None), "timing": None, "denoiser": "unet",
+             "variant": lambda *_: None, "outputs": lambda: None}  # fmt: skip
     return SimpleNamespace(**usual | more)
 
 
@@ -60,17 +61,17 @@ def test_a_library_that_fails_is_a_finding_and_no_end(monkeypatch):
     def fail(*_):
         raise Strange("a kernel\nis missing")
 
-    monkeypatch.setattr(judge_one, "pipeline_of", fail)
+    monkeypatch.setattr(judged_figures, "pipeline_of", fail)
     found = judged_runtime(subject(runtime=OwnLibrary("SDNQ", None)), baseline(), images(7), None)
     assert found["name"] == "SDNQ" and found["reason"].startswith("it failed with Strange(") and "ms" not in found
     assert "\n" not in found["reason"]
 
 
 def test_a_library_is_compared_with_our_reading_and_timed_beside_torch(answering):
-    samples = {judge_one.FRAMEWORK: [20.0 + index % 3 for index in range(40)], judge_one.QUANTIZED: [10.0] * 40}
-    answering(judge_one, pipeline_of=None, sampling_of=None, generate=images(8))
-    answering(judge_one, denoiser_rounds=Rounds(samples, {}, 0, "narrow", {}))
-    pool = dict.fromkeys(("unet", judge_one.LIBRARY), SimpleNamespace(device=torch.device("cpu")))
+    samples = {FRAMEWORK: [20.0 + index % 3 for index in range(40)], QUANTIZED: [10.0] * 40}
+    answering(judged_figures, pipeline_of=None, sampling_of=None, generate=images(8))
+    answering(judged_figures, denoiser_rounds=Rounds(samples, {}, 0, "narrow", {}))
+    pool = dict.fromkeys(("unet", LIBRARY), SimpleNamespace(device=torch.device("cpu")))
     found = judged_runtime(subject(runtime=OwnLibrary("SDNQ", None)), baseline(), images(7), pool)
     assert found["ms"] == 10 and found["torch_ms"] == 21 and 1.9 < found["speedup_interval"][0] < found["speedup"] < 2.2
     assert found["agreement"]["values"] == pytest.approx([20 * np.log10(255)] * 2, abs=1e-3)  # each pixel is off by 1
@@ -104,7 +105,7 @@ def test_a_candidate_that_fails_leaves_why_and_the_others_go_on(monkeypatch, tmp
     monkeypatch.setattr(judge, "mark_of", lambda *_: "mark")
     monkeypatch.setattr(judge, "judge_one", judge_one)
     with pytest.raises(ArtifactError, match="not finite"):
-        judge_all([subject(name) for name in "abc"], baseline(), tmp_path)
+        judge_all([subject(name) for name in "abc"], baseline(directory=tmp_path))
     assert judged == ["a", "c"]
     failure = json.loads((tmp_path / "b/failure.json").read_text())
     assert failure == {"status": "failed", "reason": "b has a scale that is not finite", "exit_code": 3}
@@ -116,9 +117,9 @@ def test_a_candidate_is_never_where_its_results_are(given, tmp_path, monkeypatch
     (tmp_path / "a.gguf").mkdir()
     path = tmp_path / given
     rules = SimpleNamespace(named=lambda: {"a.gguf": path}, trust_runs=False)
-    here = baseline(facts={}, model=None, cache=None)
+    here = baseline(directory=tmp_path)
     with pytest.raises(ConfigError, match="and the folder of its results, .*, lie in each other; set hydra.run.dir"):
-        judge.subjects_of(rules, here, tmp_path)
+        judge.subjects_of(rules, here)
 
 
 @pytest.mark.parametrize(("there", "said"), [
@@ -145,7 +146,7 @@ def test_results_are_not_written_into_a_folder_of_somebody(tmp_path, monkeypatch
     (tmp_path / "a").mkdir()
     (tmp_path / "a/config.yaml").touch()
     with pytest.raises(ConfigError, match="which holds config.yaml that no job has written"):
-        judge_all([subject("a")], baseline(), tmp_path)
+        judge_all([subject("a")], baseline(directory=tmp_path))
     assert (tmp_path / "a/config.yaml").exists()
 
 
@@ -153,6 +154,9 @@ def test_results_are_not_written_into_a_folder_of_somebody(tmp_path, monkeypatch
 class Knobs:
     layers: int = 3
     candidates: tuple = ("a.gguf",)
+
+    def categories(self) -> None:
+        return None
 
 
 def test_what_decides_a_verdict_decides_whether_it_is_found_again():
@@ -174,9 +178,9 @@ def test_what_decides_a_verdict_decides_whether_it_is_found_again():
 def test_other_parts_have_rows_and_an_entry_of_their_own():
     row = {"name": "clip1:layer", "format": "int8", "bits": 8.5}
     plain = {"name": "clip1:other", "format": "high precision", "bits": 16.0}
-    part = OtherPart("diffusers_sdnq", "SDNQ", 1000, 10.0, [row, plain], None, lambda: {"clip1:layer": 0.01})
-    candidate = replace(subject(), others={"clip1": part})
-    assert judge_one.keys_of_others(candidate) == {"clip1": "theirs clip1"}
+    part = SubjectPart("diffusers_sdnq", "SDNQ", 1000, 10.0, [row, plain], None, lambda: {"clip1:layer": 0.01})
+    candidate = subject(clip1=part)
+    assert judged_figures.keys_of(candidate) == {"unet": "theirs", "clip1": "theirs clip1"}
     rows = judge_one.rows_with_others([{"name": "a", "role": "conv", "weight_error": 0.1}], candidate)
     assert [each["name"] for each in rows] == ["a", "clip1:layer", "clip1:other"]
     assert [each["weight_error"] for each in rows] == [0.1, 0.01, None] and "role" not in rows[1]

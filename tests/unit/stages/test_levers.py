@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant.config import Infer
-from sd_quant.stages import compare, levers
-from sd_quant.stages.compare import CallsOfAnImage
+from sd_quant.stages import levers, shared
 from sd_quant.stages.levers import check_levers, steps_in_time
+from sd_quant.stages.shared import CallsOfAnImage
 from tests.presets import job
 from tests.refusals import refused
 
@@ -27,7 +27,7 @@ def test_the_control_takes_no_less_time(speedup, rest, steps):
 
 
 def test_half_calls_count_by_their_time():
-    assert CallsOfAnImage(10, 4).share({compare.HALF: 0.75}, 20) == pytest.approx(13 / 20)
+    assert CallsOfAnImage(10, 4).share({shared.HALF: 0.75}, 20) == pytest.approx(13 / 20)
     assert CallsOfAnImage(20, in_a_step=2.0).share({}, 10) == 1
     precise = CallsOfAnImage(20, precise={"h": 4, "f": 1})
     assert precise.share({"h": 1.5, "f": 2.0}, 20) == pytest.approx(23 / 20)
@@ -65,9 +65,6 @@ def test_a_lever_that_the_model_cannot_have_is_refused(tiny, infer, family, leve
 
 def test_a_recipe_of_bits_alone_has_no_levers(infer):
     assert not infer.pulls_levers
-    assert levers.compared(None, SimpleNamespace(of_an_image=CallsOfAnImage(20)), None, infer, None, {}, None) is None
-    assert levers.scheduled(None, SimpleNamespace(infer=infer), None, None) == (
-        infer,
-        {"chosen": None, "precise": None},
-    )
+    assert levers.compared(None, SimpleNamespace(of_an_image=CallsOfAnImage(20)), infer, {}, None) is None
+    assert levers.scheduled(None, SimpleNamespace(infer=infer), None) == (infer, {"chosen": None, "precise": None})
     assert replace(infer, sampler_steps=12).pulls_levers

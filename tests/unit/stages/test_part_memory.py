@@ -36,12 +36,13 @@ def measured(monkeypatch, simulated: str | None = None, **beside: str):
     monkeypatch.setattr(part_memory, "samples_per_call", lambda *call: 1)
     monkeypatch.setattr(part_memory, "memory_taken", taken)
     variants = SimpleNamespace(
-        loaded=SimpleNamespace(checkpoint=None, denoisers=["unet_xl"]), assignments={"unet_xl": {}, "clip1": {}},
+        loaded=SimpleNamespace(checkpoint=None, denoisers=["unet_xl"], infer=INFER), engine=INFER.engine,
+        assignments={"unet_xl": {}, "clip1": {}},
         engines={"full_precision": Variant(pool, full), "quantized": quantized}, pool=pool, simulated=simulated,
         together=True,
     )  # fmt: skip
     pool["left open"]
-    found = part_memory.memory_of_parts(variants, INFER, lambda: None)
+    found = part_memory.memory_of_parts(variants, lambda: None)
     assert not pool.engines
     return found, opened[1:]
 

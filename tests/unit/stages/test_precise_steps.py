@@ -60,15 +60,15 @@ def test_the_controls_take_the_time_that_they_are_given(answering, monkeypatch):
     monkeypatch.setattr(stage, "final_latents", lambda *given: made.append(given[-1].steps))
     loaded = SimpleNamespace(checkpoint=None, denoiser="unet", guidance_scale=5.0)
     variants = SimpleNamespace(
-        loaded=loaded, engines={"full_precision": {}}, assignment={}, together=True,
+        loaded=loaded, engines={"full_precision": {}}, assignment={}, together=True, shared=None,
         simulation=lambda part: SimpleNamespace(module=None),
     )  # fmt: skip
     calls, sampling = SimpleNamespace(calls={}), Sampling(20, 5.0, 64, 64, 1, 0, schedule="ignored")
-    found = controls_of(variants, ["a"], sampling, 2.0, None, calls)
+    found = controls_of(variants, ["a"], sampling, 2.0, calls)
     for share in (0.04, 0.3, 0.6):
         found[KEPT](share)([0])
         found[FEWER](share)([0])
     assert made == [["a", "b", "c", "d"], 10, ["c", "d"], 13, ["d"], 16]
     assert found[KEPT](1.0) is found[FEWER](1.0) is None, "full precision itself takes no more"
     variants.together = False
-    assert controls_of(variants, ["a"], sampling, 2.0, None, calls).keys() == {FEWER}
+    assert controls_of(variants, ["a"], sampling, 2.0, calls).keys() == {FEWER}

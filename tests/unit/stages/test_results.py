@@ -8,7 +8,8 @@ import torch
 from onnx.helper import make_graph, make_model, make_node
 
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages.results import count_layers, count_smoothing, same_steps, sizes
+from sd_quant.stages.results import same_steps
+from sd_quant.stages.run_record import count_layers, count_smoothing, sizes
 
 pytestmark = pytest.mark.commit
 

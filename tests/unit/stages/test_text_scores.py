@@ -15,9 +15,8 @@ from sd_quant.metrics import SCORES, network_scores, text_image
 from sd_quant.metrics.categories import by_category
 from sd_quant.metrics.text_image import fid
 from sd_quant.stages.generate import generate, sampling_of
-from sd_quant.stages.results import values_against_prompts
+from sd_quant.stages.results import text_scores, values_against_prompts
 from sd_quant.stages.session import open_unchecked
-from sd_quant.stages.text_scores import text_scores
 from sd_quant_scores import inception, mlperf, ocr
 from sd_quant_scores.mlperf import PROTOCOL, captions_sha256, git_blob
 from tests.presets import infer_job
@@ -39,7 +38,7 @@ def test_what_was_not_asked_for_is_null_with_the_reason():
 
 def test_words_are_read_where_that_is_switched_on(monkeypatch):
     monkeypatch.setattr(ocr, "reader", lambda: lambda image: ["OPEN"] if image.any() else [])
-    monkeypatch.setattr("sd_quant.stages.text_scores.how_made", lambda *_: {})
+    monkeypatch.setattr("sd_quant.stages.results.how_made", lambda *_: {})
     prompts = ["a door with 'OPEN' on it", "a cat"]
     variants = {"full_precision": np.full((2, 64, 64, 3), 9, np.uint8), "quantized": np.zeros((2, 64, 64, 3), np.uint8)}
     found = text_scores(metrics_of(ocr=True), None, None, prompts, variants)
@@ -210,7 +209,7 @@ def test_each_variant_has_its_difference_from_full_precision_prompt_by_prompt(mo
         return {"value": 1.0, "reason": None, "values": scored[int(images[0, 0, 0, 0])]}
 
     monkeypatch.setattr(network_scores, "score_images", entry)
-    monkeypatch.setattr("sd_quant.stages.text_scores.how_made", lambda *arguments: {})
+    monkeypatch.setattr("sd_quant.stages.results.how_made", lambda *arguments: {})
     small_dino(tmp_path)
     (tmp_path / "hps.pt").touch()
     metrics = metrics_of(hps_weights=str(tmp_path / "hps.pt"), dino_weights=str(tmp_path))
