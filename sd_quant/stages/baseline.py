@@ -13,8 +13,8 @@ from sd_quant.stages.compare import framework_images
 from sd_quant.stages.consumer import Scores
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.resources import Needs, by_torch, part_needs, workload_of
-from sd_quant.stages.session import Session, cache_of, open_session
-from sd_quant.stages.shared import Shared, VariantOutputs
+from sd_quant.stages.session import Session, open_session
+from sd_quant.stages.shared import Shared, VariantOutputs, cache_of
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,9 @@ def choose(
     step: Callable[[str], AbstractContextManager],
     shared: Shared | None = None,
 ) -> Chosen:
-    """Choose the assignments, in stages that ``step`` times.
+    """Choose the assignments, in stages that ``step`` times. Raises ConfigError for a budget that cannot be met.
 
     Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
-
-    ``shared`` as for ``measure_sensitivity``. Raises ConfigError for a budget that cannot be met.
     """
     denoiser, fitted, sensitivity, auto = loaded.denoiser, None, None, None
     if loaded.labels is not None:
@@ -132,10 +130,7 @@ def record_of_run(run: Path) -> Mapping[str, Any]:
 
 
 def decided(table: Path) -> list[dict[str, str]]:
-    """The rows of a ``layers.csv`` without the errors, whose last digit depends on how many threads add them up.
-
-    Raises ArtifactError when it is none.
-    """
+    """The rows of a ``layers.csv`` but for errors, whose last digit depends on threads. Raises ArtifactError."""
     try:
         lines = read_regular(table).decode("utf-8").splitlines()
         return [{name: value for name, value in row.items() if "error" not in name} for row in csv.DictReader(lines)]

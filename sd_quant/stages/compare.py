@@ -5,22 +5,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from sd_quant.config import Infer
 from sd_quant.engines.base import Engine
-from sd_quant.errors import ConfigError
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import MOST_TEXT, open_regular
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import ByBatch, Generated, Tensors, in_turn
 from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, engine_of_letter
 from sd_quant.inference.watched import WatchedVariant
+from sd_quant.metrics.images import Images, joined
 from sd_quant.models.checkpoint import Checkpoint, denoisers_of, samples_per_image
 from sd_quant.report.images import comparison_grid, save_animations, save_images
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, image_names, recipe_sampling, sampling_of
 from sd_quant.stages.shared import CallsOfAnImage, Shared, VariantOutputs, flat, tree_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
+from sd_quant.text import one_line
 
 SAMPLED = 4  # calls of the denoiser that are kept
 COUNTED = "counted"
@@ -82,10 +87,7 @@ def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, Calls
 
 
 def counted(checkpoint: Checkpoint, totals: Mapping[str, Sequence[int]], infer: Infer, batches: int) -> CallsOfAnImage:
-    """The calls by which an image is made.
-
-    ``totals`` are all calls and all samples in them, by the denoiser's letter and by other denoiser.
-    """
+    """The calls by which an image is made; ``totals``: all calls and samples in them, by letter and other denoiser."""
     denoiser, *others = denoisers_of(checkpoint)
     each = {name: calls // batches for name, (calls, _) in totals.items()}
     by_denoiser = {part: each.pop(part) for part in others}
@@ -179,3 +181,17 @@ def save_pairs(
         if frame is not None:
             save_animations(images, frame, directory / "images" / name, image_names(prompts))
     comparison_grid(full, quantized, directory / "images" / "grid.png", prompts, label)
+
+
+def images_of_run(run: Path, prompts: list[str]) -> Images:
+    """The full-precision images that a run has left. Raises ArtifactError where one is missing or no PNG."""
+    images, names = [], image_names(prompts)
+    for file in (run / "images" / FULL_PRECISION / f"{name}.png" for name in names):
+        try:
+            with open_regular(file, MOST_TEXT) as opened, Image.open(opened, formats=["PNG"]) as image:
+                images.append(np.asarray(image.convert("RGB")))
+        except Exception as error:  # whatever the bytes lead the decoder to
+            raise ArtifactError(
+                f"{file} is not an image of the run ({one_line(error, 100)}); give another run, or images=false"
+            ) from None
+    return joined(images)

@@ -8,31 +8,25 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
 from torch import Tensor, nn
 
 from sd_quant.config import Infer
 from sd_quant.engines.pool import Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.errors import ArtifactError
-from sd_quant.files import MOST_TEXT, open_regular
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.samplers import engine_of_letter
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.denoiser import weights_alone, with_denoiser
 from sd_quant.metrics.fidelity import image_scores
-from sd_quant.metrics.images import Images, joined
+from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, in_place
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.report.record import ImageScores
-from sd_quant.stages.generate import generate, image_names, sampling_of
+from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.open_parts import open_changed, open_torch
 from sd_quant.stages.resources import by_torch, workload_of
 from sd_quant.stages.session import Session
 from sd_quant.stages.targets import TEXT, Assignments, Rows, cuts_padding
-from sd_quant.stages.variants import FULL_PRECISION
-from sd_quant.text import one_line
 
 Scores = dict[str, ImageScores]  # by name
 # What quantization and the text change, of a result, the paths of ``write_folder``, with these assignments
@@ -42,8 +36,7 @@ Measure = Callable[[ForeignFormat, Assignments, Mapping[str, Path]], tuple[Score
 def measured_by(loaded: Session, infer: Infer, reference: Images) -> Measure:
     """Measure results against the ``reference``, images of the same ``infer`` in full precision.
 
-    A file is given full precision's text, so that its figure is of quantization alone, as ``judge``'s is; what the
-    consumer's text changes is a figure of its own.
+    A file is given full precision's text, as by ``judge``; what its consumer's text changes is another figure.
     """
     checkpoint, denoiser = loaded.checkpoint, loaded.denoiser
     text = cache(partial(text_fidelity, loaded, infer, reference))
@@ -91,28 +84,10 @@ def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
     return fidelity_of(session, infer, reference, {session.denoiser: open_denoiser}, f"{CONTEXT_LENGTH} tokens")
 
 
-def images_of_run(run: Path, prompts: list[str]) -> Images:
-    """The full-precision images that a run has left. Raises ArtifactError where one is missing or no PNG."""
-    images, names = [], image_names(prompts)
-    for file in (run / "images" / FULL_PRECISION / f"{name}.png" for name in names):
-        try:
-            with open_regular(file, MOST_TEXT) as opened, Image.open(opened, formats=["PNG"]) as image:
-                images.append(np.asarray(image.convert("RGB")))
-        except Exception as error:  # whatever the bytes lead the decoder to
-            raise ArtifactError(
-                f"{file} is not an image of the run ({one_line(error, 100)}); give another run, or images=false"
-            ) from None
-    return joined(images)
-
-
 def open_consumed(
     checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path, precise: bool = False
 ) -> TorchEngine:
-    """The ``checkpoint``'s denoiser as the target's consumer computes it, or a part in its place.
-
-    It is read back from the ``result``, or, of a graph, simulated: see ``exported_parts.simulate_graph``. In a
-    ``precise`` step its inputs are not quantized.
-    """
+    """The denoiser as the target's consumer computes it, a graph simulated; ``precise``: inputs unquantized."""
     if target.runtime is None:
         denoiser = target.module.read(result, checkpoint)
         own = weights_alone(denoiser) if precise else denoiser

@@ -52,10 +52,9 @@ def export_trt(job: ExportJob, directory: Path) -> None:
 
 
 def export_unquantized(job: ExportJob, out: Path) -> dict[str, Path]:
-    """Write the ONNX file of each part of the model's checkpoint, unquantized; returns their paths by part.
+    """Write the unquantized ONNX file of each part; returns the paths. Raises what ``open_session`` raises.
 
-    The folder also gets the model's knobs, so that ``infer.py run=`` takes it for a run's. One weight is in memory at a
-    time. Raises what opening the checkpoint raises, and ResourceError when memory or disk are too small.
+    The folder also gets the model's knobs, so that ``infer.py run=`` takes it for a run's.
     """
 
     def needs(session: Session) -> Needs:
@@ -110,10 +109,7 @@ def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) ->
 
 
 def build_run_plans(variants: Variants, trt: Trt) -> dict[str, PlanReport]:
-    """Build the plans of a run's parts, and of their unquantized twins if the run's engine loads plans.
-
-    Returns the reports by part, without the twins'; none where the knobs name no library.
-    """
+    """Build the plans of a run, and of unquantized twins if its engine loads plans; reports by part, without twins'."""
     if trt.library == "none":
         return {}
     loaded, infer, directory, cache = variants.loaded, variants.loaded.infer, variants.directory, variants.shared.cache

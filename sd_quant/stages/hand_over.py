@@ -7,19 +7,18 @@ The road not taken is to keep the assignment in the run's folder: with chosen co
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from sd_quant.cache import locked
-from sd_quant.config import HandOverJob, QuantizeJob, recipe_of_run
+from sd_quant.config import HandOverJob, recipe_of_run
 from sd_quant.devices import threads
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.result_folder import check_free
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.places import input_path, shown
 from sd_quant.report.record import HandedOver, at
 from sd_quant.report.run_table import handed_over_table
@@ -27,7 +26,8 @@ from sd_quant.report.summary import LOCK
 from sd_quant.report.table import as_text
 from sd_quant.shell import literal
 from sd_quant.stages.choose import chosen_again, record_of_run
-from sd_quant.stages.consumer import images_of_run, measured_by
+from sd_quant.stages.compare import images_of_run
+from sd_quant.stages.consumer import measured_by
 from sd_quant.stages.job_folder import HAND_OVER, remove_unfinished
 from sd_quant.stages.resources import Needs, simulation_needs
 from sd_quant.stages.session import Session, open_session
@@ -72,13 +72,11 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
     print("\n".join([*as_text(handed_over_table(written)), "", f"folders, each with a README.md: {shown(directory)}"]))
 
 
-def rows_of_run(
-    job: QuantizeJob, checkpoint: Checkpoint, assignments: Assignments, directory: Path
-) -> dict[str, Assignments]:
-    """``rows_of`` the job's targets. Raises ConfigError for a folder of theirs in ``directory`` that is not ours."""
-    rows = rows_of(job.hand_over, assignments, checkpoint)
+def rows_of_run(variants: Variants, targets: Collection[str]) -> dict[str, Assignments]:
+    """``rows_of`` a run for these targets. Raises ConfigError for a folder of theirs in it that is not ours."""
+    rows = rows_of(targets, variants.assignments, variants.loaded.checkpoint)
     for name in rows:
-        check_free(directory / HAND_OVER / name)
+        check_free(variants.directory / HAND_OVER / name)
     return rows
 
 

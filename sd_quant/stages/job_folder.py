@@ -50,10 +50,7 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
-    """The versions, the machine and the hashes of the inputs that the job starts from, as ``provenance`` has them.
-
-    Where presets of the user's own may be among the overrides, so is the folder in which Hydra finds them.
-    """
+    """The job's versions, machine and hashes of inputs, and its overrides with the folder of own presets."""
     file = directory / ".hydra" / "overrides.yaml"
     overrides = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else []
     own = ",".join(literal(f"file://{folder}") for folder in GROUPS if folder != CONF)

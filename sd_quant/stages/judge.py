@@ -84,10 +84,7 @@ def check_candidates(model: Model, judge: Judge) -> None:
 
 
 def judge_sweep(directory: Path) -> None:
-    """Judge the candidates of a sweep in its folder, by the model and the images of its first finished job.
-
-    Nothing happens where there are none, or no job is done.
-    """
+    """Judge a sweep's candidates in its folder, by the model and images of its first finished job."""
     stated = at(read_object(directory / SWEEP), "judge")
     done = [job for job in read_sweep(directory).own if job.status == DONE]
     if not done or not at(stated, "candidates"):
@@ -98,10 +95,7 @@ def judge_sweep(directory: Path) -> None:
 
 
 def subjects_of(judge: Judge, baseline: Baseline) -> list[Subject]:
-    """Open every candidate. Raises what the first that cannot be opened raises.
-
-    Raises ConfigError for a candidate that lies in the folder of its results, or contains it.
-    """
+    """Open every candidate. Raises what readers raise, and ConfigError for one inside or around its results' folder."""
     for name, path in judge.named().items():
         folder, given = (baseline.directory / name).resolve(), path.resolve()
         if folder == given or folder in given.parents or given in folder.parents:

@@ -15,18 +15,10 @@ from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.csv_files import write_csv
 from sd_quant.report.record import Hurting, Judged, JudgedPart, JudgedRuntime, Record, write_record
 from sd_quant.report.summary import PROVENANCE
+from sd_quant.stages import judged_figures
 from sd_quant.stages.baseline import Baseline
 from sd_quant.stages.compare import save_pairs
 from sd_quant.stages.generate import generate, keep_prompts, sampling_of
-from sd_quant.stages.judged_figures import (
-    LIBRARY,
-    PRECISE,
-    THEIRS,
-    judged_runtime,
-    keys_of,
-    layer_rows,
-    network_outputs,
-)
 from sd_quant.stages.results import shared_entries
 from sd_quant.stages.shared import VariantOutputs
 from sd_quant.stages.third_party import Subject
@@ -37,27 +29,27 @@ HURTING = 10  # layers that a record names
 
 def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, mark: str, folder: Path) -> None:
     """Measure one candidate and write images, layers and, last, the record with its ``mark`` into its ``folder``."""
-    step, keys = StageTimer(), keys_of(subject)
+    step, keys = StageTimer(), judged_figures.keys_of(subject)
     opened = {key: subject.parts[part].open for part, key in keys.items()}
     if subject.runtime is not None:
-        opened[LIBRARY] = subject.runtime.open
+        opened[judged_figures.LIBRARY] = subject.runtime.open
     if subject.open_precise is not None:
-        opened[PRECISE] = subject.open_precise
+        opened[judged_figures.PRECISE] = subject.open_precise
     pool = baseline.engines(opened)
     try:
         with step("images"):
-            precise = {engine_of_letter(baseline.denoiser, WEIGHTS_ALONE): PRECISE}
+            precise = {engine_of_letter(baseline.denoiser, WEIGHTS_ALONE): judged_figures.PRECISE}
             theirs = pipeline_of(baseline.session.checkpoint, baseline.variant(pool, keys | precise))
             sampling = dataclasses.replace(sampling_of(baseline.infer), schedule=subject.schedule)
             generated = generate(theirs, baseline.prompts, sampling, subject.name)
             comparison = VariantOutputs(reference.images | {QUANTIZED: generated})
             save_pairs(comparison, baseline.prompts, subject.name, folder)
         with step("layers"):
-            outputs = network_outputs(pool[THEIRS], reference, baseline)
-            rows, network_error = layer_rows(subject, baseline, reference, pool, outputs)
+            outputs = judged_figures.network_outputs(pool[judged_figures.THEIRS], reference, baseline)
+            rows, network_error = judged_figures.layer_rows(subject, baseline, reference, pool, outputs)
             write_csv(rows_with_others(rows, subject), folder / "layers.csv")
         with step("runtime"):
-            runtime = judged_runtime(subject, baseline, generated, pool)
+            runtime = judged_figures.judged_runtime(subject, baseline, generated, pool)
     finally:
         pool.close()
     facts = baseline.facts | {"inputs": baseline.facts["inputs"] | {"candidate": subject.file}}

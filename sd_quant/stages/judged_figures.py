@@ -7,12 +7,12 @@ of the file is right, and it is timed in the same rounds as torch in full precis
 import logging
 import math
 import statistics
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.inference.loading import pipeline_of
@@ -69,7 +69,9 @@ def layer_rows(
     return rows, relative_error(expected, outputs)
 
 
-def network_outputs(engine: Engine, reference: VariantOutputs, baseline: Baseline) -> Tensor:
+def network_outputs(
+    engine: Callable[..., Mapping[str, Tensor]], reference: VariantOutputs, baseline: Baseline
+) -> Tensor:
     """The denoiser's outputs, flat and with guidance applied, for the calls that were kept of torch's pipeline."""
     outputs = []
     for inputs in reference.calls.values():

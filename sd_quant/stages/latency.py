@@ -1,14 +1,10 @@
 """Latency of the three variants of the model, of each part and from prompt to image.
 
-Where memory holds both engines, they are timed in the same rounds and openings. Torch has rounds of its own: its
-threads spin for a while after each call and take processors from the next engine, which makes the ratio of the engines
-two to three times as noisy. The compiled baseline is timed in the rounds of the engines all the same, because it is
-compared with them, and on a GPU nothing spins. Images are made by both engines in turn, and the record says where their
-speed-up contradicts that of the rounds. Where memory does not hold both engines, they are timed one after the other and
-the time of an image is the sum of its parts' times; the record says so.
-
-A job of a sweep whose unquantized engines another job has timed takes their latencies from its record and times
-nothing: the sweep times all engines together when the jobs have ended, and fills in what the job lacks.
+Where memory holds both engines, they are timed in the same rounds and openings, and make images in turn: the record
+says where the speed-up of images contradicts that of the rounds. Else they are timed one after the other, and the time
+of an image is the sum of its parts' times. Torch has rounds of its own: its threads spin for a while after each call
+and take processors from the next engine, which makes the ratio of the engines two to three times as noisy. The compiled
+baseline is timed in the rounds of the engines all the same, because it is compared with them.
 """
 
 import logging
@@ -198,10 +194,7 @@ def rounds_of_group(
     variants: Variants, group: Sequence[str], timed: Collection[str], infer: Infer, stopping: Stopping,
     calls: Mapping[str, int],
 ) -> list[Rounds]:  # fmt: skip
-    """Time rounds of the parts of a ``group`` by the engines, of those ``timed`` by the quantized one too.
-
-    Torch has rounds of its own: its threads spin behind a call.
-    """
+    """Time a ``group`` of parts by the engines, those ``timed`` quantized too; torch apart, as its threads spin."""
     engines = variants.engines
     by_variant = {FULL_PRECISION: group, QUANTIZED: timed, COMPILED_FRAMEWORK: engines.get(COMPILED_FRAMEWORK, ())}
     turns = [[(name, part) for name, parts in by_variant.items() for part in group if part in parts]]
@@ -219,10 +212,9 @@ def rounds_of_group(
 def part_rounds(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, stopping: Stopping, calls: Mapping[str, int]
 ) -> Rounds:
-    """Time rounds of a part's call by each engine, ``<name>/<part>``, the reference first.
+    """Time rounds of a part's call by each engine, ``<name>/<part>``, the reference first; ``calls``: of an image.
 
-    ``calls`` are those of each denoiser in an image. Where engines have a budget of time, the machine is probed too,
-    but not for the framework, which has no interval.
+    With a budget of time the machine is probed too, but not for the framework, which has no interval.
     """
     sampling, contracts = sampling_of(infer), contracts_of(checkpoint)
     parts = {name: name.rpartition("/")[2] for name in engines}
@@ -284,10 +276,7 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
 
 
 def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
-    """The speed-up of whole images, from milliseconds, and whether it agrees with the one that rounds ``found``.
-
-    They agree where their intervals overlap.
-    """
+    """The speed-up of whole images, from milliseconds, and whether its interval overlaps the ``found`` one's."""
     whole = compared(full, quantized)
     ends = [each["speedup_interval"] for each in (found, whole)]
     agree = any(isinstance(each, dict) for each in ends) or max(low for low, _ in ends) <= min(high for _, high in ends)
@@ -307,10 +296,7 @@ def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequen
 
 
 def image_entry(image: ImageTimes, added_up: ImageTimes) -> dict:
-    """The record's latency of an image, without a figure where its denoiser's time contradicts that of the rounds.
-
-    ``image`` is ``added_up`` where no whole images were made.
-    """
+    """The record's latency of an image; no figure where its denoiser's time contradicts ``added_up``'s."""
     if image.rounds is None:
         return {"p50_ms": image.totals[0], "rest": image.rest, "composed": FROM_PARTS}
     found = statistics_of(image.totals, WARMUP_IMAGES, wall_clock.__name__) | {"rest": image.rest}

@@ -63,10 +63,9 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
 
 
 def scheduled(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[Infer, Levers]:
-    """The job's ``infer`` with the schedule that its knobs ask for, and how it was chosen; as it is without.
+    """The job's ``infer`` with the schedule of its knobs, and how it was chosen; ``calls``: see ``with_precise_steps``.
 
-    ``calls`` as for ``with_precise_steps``. The errors of single steps by reuse are the same for all recipes and
-    shares; the cache keeps them, and what was chosen.
+    The errors of single steps by reuse are the same for all recipes and shares; the cache keeps them, and the choice.
     """
     infer, precise = with_precise_steps(variants, job, calls)
     if infer.reuse is None:
@@ -150,10 +149,7 @@ def compared(
 
 
 def steps_in_time(image: Mapping, share: float, steps: int) -> int:
-    """The fewest of ``steps`` for which full precision takes no less time than the recipe's image.
-
-    Where the recipe was not timed, the steps that have as many calls: ``share`` of all.
-    """
+    """The fewest ``steps`` of full precision in no less time than the recipe's image, untimed by ``share``."""
     speedup, rest = image.get("speedup"), image[FULL_PRECISION].get("rest")
     if not isinstance(speedup, float) or rest is None:
         return max(1, math.ceil(share * steps))

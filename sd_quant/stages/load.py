@@ -118,10 +118,7 @@ def load(model: Model, infer: Infer, quantize: Quantize, needs: Callable[[Loaded
 
 
 def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) -> Loaded:
-    """Check the knobs against the checkpoint's structure and find the layers that the recipe quantizes.
-
-    Raises ConfigError for knobs or a recipe that do not fit.
-    """
+    """The layers that the recipe quantizes. Raises ConfigError for knobs or a recipe that do not fit the checkpoint."""
     session.check(model, infer, recipe)
     loaded, others = with_denoiser(session, model, infer, recipe), dict[str, Loaded]()
     for part in other_denoisers(session, model, recipe):
@@ -201,10 +198,7 @@ def check_no_convolutions(part: str, adapted: Sequence[str]) -> None:
 
 
 def offered_in(recipe: Quantize, family: str, linears: Collection[str], alone: Collection[str]) -> dict[str, Offered]:
-    """The presets that layers may have; of the job's own the weights of the linears ``alone`` are quantized alone.
-
-    What a preset excludes it still quantizes where a file names it.
-    """
+    """The presets that layers may have; the job's own quantizes weights alone in the linears ``alone``."""
     excluded, patterns = recipe.patterns("exclude", family), recipe.patterns("weights_alone", family)
     return {
         label: Offered(
@@ -234,10 +228,7 @@ def check_offered(
 
 
 def presets_of_parts(session: Session, given: Mapping[str, str], alone: str | None = None) -> dict[str, str]:
-    """The presets of other parts than denoisers, with text encoders by name. Raises ConfigError for a wrong part.
-
-    ``alone`` is the only denoiser that is quantized, where ``model.denoiser`` names one.
-    """
+    """The presets of other parts than denoisers; ``alone``: model.denoiser. Raises ConfigError for a wrong part."""
     denoisers = {session.denoiser, *session.checkpoint.family.DENOISERS}
     others = [part for part in exported(session.parts) if part not in denoisers]
     named = {TEXT_ENCODERS: [part for part in others if session.parts[part].component.startswith("text_encoder")]}

@@ -49,10 +49,7 @@ CLASS_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INST
 
 
 def noise_floor(ways: Sequence[str], variants: Variants, framework: VariantOutputs) -> dict[str, dict[str, Any]]:
-    """The scores of each way's images against torch's by way, or the ``reason`` why it has none.
-
-    The entry of RUNTIME is empty: the record has these scores already.
-    """
+    """The scores of each way's images against torch's, or its ``reason``; RUNTIME's are in the record already."""
     theirs, floor = framework.images[FRAMEWORK], dict[str, dict[str, Any]]()
     for way in ways_of(ways):
         reason = why_not_made(way, variants.loaded)
@@ -158,10 +155,9 @@ def in_precision(loaded: Loaded, infer: Infer, by_batch: ByBatch) -> Generated:
 
 
 def with_other_threads(variants: Variants, make: Callable[[ByBatch], Generated], theirs: Generated) -> Generated:
-    """Images by half of the threads, or by two instead of one.
+    """Images by half of the threads, or by two instead of one; by all where those are the reference's to the bit.
 
-    While a worker traces or builds, or in the job that filled the cache, the reference may have had that number. So
-    where images are the reference's to the bit, they are made with all threads.
+    The reference may have had that number: beside a worker that traces, or in the job that filled the cache.
     """
 
     def with_threads(number: int, by_batch: ByBatch) -> Generated:

@@ -35,10 +35,7 @@ def latency_of_run(
 
 
 def count_run(latency: dict, part: str, job: QuantizeJob, shared: Shared, fingerprint: str) -> None:
-    """Widen the intervals of a run's speed-ups by what this machine's occasions differ, and count it as one of them.
-
-    ``latency`` is the record's, ``part`` the denoiser. An engine that leaves no file is known by the ``fingerprint``.
-    """
+    """Widen a run's speed-up intervals by how this machine's occasions differ, and count it as one."""
     engine, batch = job.infer.engine, job.infer.batch_size
     (samples,) = latency[engine][part]
     timed = rounds_of("run", latency, engine, part, samples, batch)

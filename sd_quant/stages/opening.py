@@ -62,10 +62,7 @@ def check_runtimes(job: QuantizeJob) -> None:
 
 
 def opened(job: QuantizeJob, directory: Path) -> Loaded:
-    """Open the checkpoint with the job's recipe, checked by all that later steps need.
-
-    Writes the knobs, the prompts that were drawn and what was observed to ``directory``.
-    """
+    """Open the checkpoint, checked by all that later steps need. Writes knobs, drawn prompts, observations."""
     torch.set_num_threads(threads())
     say_choice(job.infer)
     if refused := job.why_no_plans():

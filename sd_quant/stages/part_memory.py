@@ -35,10 +35,7 @@ def memory_of_run(variants: Variants, wanted: bool, step: StageTimer) -> dict:
 
 
 def memory_of_parts(variants: Variants, restart: Callable[[], object]) -> dict[str, dict[str, PartMemory]]:
-    """The record's ``memory`` by part and variant, for the call that latency is measured of, and of precise steps.
-
-    Closes all engines. ``restart`` resets the process's peak.
-    """
+    """The record's ``memory`` by part and variant, for the timed call and precise steps. Closes all engines."""
     checkpoint = variants.loaded.checkpoint
     contracts, sampling = contracts_of(checkpoint), sampling_of(variants.loaded.infer)
     on_gpu = torch.cuda.is_available() and RUNTIMES[variants.engine].device != "cpu"

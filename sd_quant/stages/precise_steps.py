@@ -53,10 +53,9 @@ def choosing_sampling(job: QuantizeJob, rows: Sequence[Row]) -> Sampling:
 
 
 def with_precise_steps(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[Infer, PreciseChosen | None]:
-    """The job's ``infer`` with the schedule that ``precise_steps`` asks for, and how it was chosen.
+    """The job's ``infer`` with the schedule of ``precise_steps``, and how it was chosen, which the cache keeps.
 
-    ``calls`` are those of the network in calibration. What was measured and chosen is kept in the cache. Raises
-    ConfigError for a target that no number of steps reaches.
+    ``calls`` are those of calibration. Raises ConfigError for a target that no number of steps reaches.
     """
     infer, wanted = job.infer, job.infer.precise
     if wanted is None or not infer.chooses_precise:
@@ -96,10 +95,7 @@ def with_precise_steps(variants: Variants, job: QuantizeJob, calls: Statistics) 
 
 
 def wanted_schedules(infer: Infer, products: Tensor, step_time: float | None) -> list[str]:
-    """The schedules among which the recipe's engines decide, for what ``precise_steps`` asks.
-
-    Raises ConfigError for a target that no number of steps reaches.
-    """
+    """The schedules for ``precise_steps``, among which engines decide. Raises ConfigError for a target out of reach."""
     wanted, steps = infer.precise, len(products) - 1
     assert wanted is not None
     count = wanted.count
@@ -183,10 +179,9 @@ def choose_steps(
 def controls_of(
     variants: Variants, prompts: Sequence[str], sampling: Sampling, full_cost: float, calls: Statistics
 ) -> Mapping[str, Control]:
-    """What else takes a share of time more than the recipe, by name.
+    """What else takes a share of time more than the recipe, by name; full precision costs ``full_cost`` of its calls.
 
-    A call of full precision costs ``full_cost`` calls of the recipe. Layers are kept in the simulation, where memory
-    has room for it; their time is taken to be in proportion to their multiplications.
+    Layers are kept in the simulation, if memory has room; their time is taken to be as their multiplications.
     """
     checkpoint, denoiser, steps = variants.loaded.checkpoint, variants.loaded.denoiser, sampling.steps_taken
     unquantized, plain = variants.engines[FULL_PRECISION], replace(sampling, schedule=None)

@@ -6,20 +6,11 @@ from pathlib import Path
 from sd_quant.cache import locked
 from sd_quant.config import QuantizeJob
 from sd_quant.report.summary import LOCK
+from sd_quant.stages import job_folder
 from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
-from sd_quant.stages.job_folder import (
-    check_no_other_run,
-    check_own,
-    check_still_there,
-    facts_of,
-    fingerprint_of,
-    finished,
-    remove_leftovers,
-)
 from sd_quant.stages.opening import check_runtimes
 from sd_quant.stages.run import run
-from sd_quant.stages.session import cache_of
-from sd_quant.stages.shared import Shared
+from sd_quant.stages.shared import Shared, cache_of
 
 LOG = logging.getLogger(__name__)
 
@@ -31,22 +22,22 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     processes with one directory the second waits for the first.
     """
     check_runtimes(job)
-    check_own(directory)
+    job_folder.check_own(directory)
     attempted = (directory / LOCK).exists()
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
-        facts = facts_of(job, directory)
-        wanted = fingerprint_of(job, facts)
-        record = finished(directory, wanted)
+        facts = job_folder.facts_of(job, directory)
+        wanted = job_folder.fingerprint_of(job, facts)
+        record = job_folder.finished(directory, wanted)
         if record is not None:
             LOG.info(DONE_BEFORE)
             return closing_words(record, directory)
         if not in_sweep(directory):  # a sweep's folder holds its own jobs alone
-            check_no_other_run(job, directory, wanted)
+            job_folder.check_no_other_run(job, directory, wanted)
         if attempted:
-            remove_leftovers(directory)
+            job_folder.remove_leftovers(directory)
         try:
             record = run(job, Shared(facts, directory, cache_of(job.cache)), wanted)
         except Exception:
-            check_still_there(directory)  # else that is why
+            job_folder.check_still_there(directory)  # else that is why
             raise
         return closing_words(record, directory)

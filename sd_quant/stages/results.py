@@ -39,8 +39,7 @@ def shared_entries(
 ) -> dict[str, Any]:  # fmt: skip
     """The entries that the record of a run and that of a judged checkpoint share.
 
-    ``full`` and ``quantized`` are the images of both, ``facts`` what the job started from, ``step`` its stages,
-    ``calls`` those of each of several denoisers in an image.
+    ``full`` and ``quantized`` are images, ``facts`` what the job started from, ``calls`` those of each denoiser.
     """
     prompts, categories = infer.prompt_list(), infer.categories()
     scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents))
@@ -88,10 +87,9 @@ def same_steps(full: Latents, quantized: Latents) -> tuple[Latents, Latents]:
 def text_scores(
     metrics: Metrics, infer: Infer, checkpoint: Checkpoint, prompts: list[str], variants: Mapping[str, Images]
 ) -> dict:
-    """The record's text scores of each variant's images, or the reason why there are none.
+    """The record's text scores of each variant's images (full precision's first), or the reason why there are none.
 
-    ``variants`` has images by variant, one for each of the ``prompts``, full precision's first. Each of the others has
-    its ``difference`` from that with an interval at 95 %, prompt by prompt, for every score that has ``values``.
+    Each of the others has its ``difference`` from full precision with an interval at 95 %, prompt by prompt.
     """
     asked = {
         knob: [input_path(given)] if isinstance(given, str) else [] for knob, given in asdict(metrics).items() if given
@@ -135,8 +133,7 @@ def scores_of(
 ) -> dict[str, dict]:
     """Each score of one variant's images, with the reason where nobody asked for it or an add-on has failed.
 
-    ``reference`` are full precision's images, which some scores compare them with; ``asked`` has the knobs of
-    ``metrics`` that are given, each with its file or without one.
+    ``asked`` has the knobs of ``metrics`` that are given, each with its file or without one.
     """
     given = {
         Against.PROMPTS: [images, prompts], Against.REFERENCE: [images, list(reference)], Against.PHOTOGRAPHS: [images]

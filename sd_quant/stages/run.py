@@ -34,8 +34,8 @@ def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
     chosen = choose(loaded, statistics, shared.directory, step, shared)
     calls = replace(statistics, layers={}, parts={})
     del statistics  # Hessians may take gigabytes
-    rows = rows_of_run(job, loaded.checkpoint, chosen.assignments, shared.directory)
     variants = variants_of(loaded, chosen.assignments, shared, simulated, job.compiled_baseline)
+    rows = rows_of_run(variants, job.hand_over)  # refused before anything is exported
     with step("images"):
         framework = framework_images(loaded.checkpoint, variants.engines[FRAMEWORK], job.infer, shared)
         floor = noise_floor(job.noise_floor, variants, framework)

@@ -60,10 +60,7 @@ class Results:
 
 
 def written_record(job: QuantizeJob, results: Results, step: StageTimer, fingerprint: str) -> Record:
-    """Write the run's record, the facts that it started from, and what trackers have of it; returns the record.
-
-    Raises SdQuantError where the run's folder was removed.
-    """
+    """Write the run's record, its facts and trackers' copies. Raises SdQuantError where the folder was removed."""
     directory = results.variants.directory
     check_still_there(directory)
     record = record_of(job, results, step, fingerprint)
@@ -167,10 +164,7 @@ def count_layers(assignment: Mapping[Any, LayerAssignment]) -> Layers:
 
 
 def count_smoothing(assignment: Mapping[str, LayerAssignment], onnx_path: Path) -> dict[str, int]:
-    """The number of smoothed layers, and of the multiplications that the exported graph has for them.
-
-    Where there is none, the simulation multiplies in front of each layer that is not folded.
-    """
+    """Smoothed and folded layers, and the exported graph's multiplications for them; 0 where there is no graph."""
     nodes = onnx.load(onnx_path, load_external_data=False).graph.node if onnx_path.exists() else ()
     return {
         "smoothed_layers": sum(

@@ -15,14 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd_quant.cache import Cache
-from sd_quant.config import Infer
+from sd_quant.calibration.store import content_digest
+from sd_quant.config import CacheFolder, Infer
 from sd_quant.engines import RUNTIMES
 from sd_quant.files import digest, read_regular, sha256, temporary_folder
 from sd_quant.inference.parity import Outputs
 from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors
 from sd_quant.models.checkpoint import Checkpoint, key_of
+from sd_quant.places import output_path
+from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.record import weights_sha256
+from sd_quant.simulation.sensitivity import Measure
 from sd_quant.source import source_digest
+from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.generate import sampling_of
 
 FOUND, BATCH = "found.json", "batch.safetensors"
@@ -41,10 +46,7 @@ class CallsOfAnImage:
     by_denoiser: Mapping[str, int] = field(default_factory=dict)  # of each, where the pipeline has several
 
     def share(self, costs: Mapping[str, float], steps: int) -> float:
-        """The time of these calls as a share of the whole ones of ``steps`` of the recipe.
-
-        ``costs`` are those of a call of each precise letter, and of HALF a call, in whole ones.
-        """
+        """The calls' time as a share of whole ones of ``steps``; ``costs`` of letters and HALF are in whole calls."""
         more = sum(count * (costs[letter] - 1) for letter, count in self.precise.items())
         return (self.whole + self.half * costs.get(HALF, 1.0) + more) / (self.in_a_step * steps)
 
@@ -101,6 +103,18 @@ class Shared:
             self.cache.provide_all(kind, origins, Path(temporary), write)
             return {name: json.loads(read_regular(Path(temporary) / name / FOUND))["found"] for name in origins}
 
+    def measure_of(
+        self, assignment: Mapping[str, LayerAssignment], calls: Mapping[str, Tensor], guidance_scale: float
+    ) -> Measure:
+        """A measure of errors of the network with this assignment, on these ``calls``, that other jobs take part in."""
+        origin = self.made_of("simulation.sensitivity", "stages.open_parts") | {
+            "modelopt": self.facts["versions"].get("nvidia-modelopt"),
+            "assignment": assignment_digest(assignment),
+            "calls": content_digest("", "", calls),
+            "guidance_scale": guidance_scale,
+        }
+        return partial(self.measured, origin)
+
     def measured(
         self,
         origin: Mapping[str, Any],
@@ -126,10 +140,7 @@ class Shared:
         engine: Mapping[str, Any] = {},
         sampling: Sampling | None = None,
     ) -> VariantOutputs:
-        """What ``make`` returns, or what the cache has for the same model, machine, images and ``engine``.
-
-        ``sampling`` is the reference's by default.
-        """
+        """What ``make`` returns, or what the cache has for the same model, machine, ``sampling`` and ``engine``."""
         origin = self.origin(checkpoint, infer.prompt_list(), infer, engine, sampling or sampling_of(infer))
         made = cache(lambda: make(partial(self.divided, origin)))
         if not self.cache.holds("images", origin):
@@ -182,6 +193,11 @@ class Shared:
             "precision": infer.precision,
             **engine,
         }
+
+
+def cache_of(folder: CacheFolder) -> Cache:
+    """The cache that the knobs name; one that keeps nothing where they name none."""
+    return Cache(output_path(folder.dir) if folder.dir else None, folder.limit_gb * 1e9)
 
 
 def pack(made: VariantOutputs) -> dict[str, Tensor]:

@@ -23,54 +23,48 @@ from sd_quant.places import shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.provenance import versions
 from sd_quant.report.record import HandedOver
+from sd_quant.stages import targets
 from sd_quant.stages.consumer import Measure
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.targets import (
-    Assignments,
-    absent,
-    computed_inputs,
-    left_out,
-    lost,
-    quantized_in,
-    sampled,
-    stacked,
-    widened,
-)
 
 PACKAGES = ("sd-quant", "torch", "diffusers", "transformers", "nvidia-modelopt")
 KNOBS = (
     "format", "quant_level", "attention", "alpha", "smoothing", "per_token", "rotation", "keep", "budget", "fit",
     "assignment", "parts", "calib_size", "n_steps",
 )  # fmt: skip
+count = targets.quantized_in
 ROUGHLY = 1e5  # bytes below which a card does not name a file
 
 
 def write_target(
     target: ForeignFormat,
     loaded: Loaded,
-    assignments: Assignments,
-    held: Assignments,
+    assignments: targets.Assignments,
+    held: targets.Assignments,
     folder: Path,
     command: str,
     measure: Measure | None,
     run: Path | None = None,
 ) -> HandedOver:
-    """Write a target's ``folder``, whole or not at all, with its card, and return the facts of it.
+    """Write a target's ``folder``, whole or not at all, with its card; returns its facts.
 
-    ``held`` are the target's of the ``assignments`` of ``loaded``, in a ``run`` or from Python by the lines
-    ``command``. ``measure`` is that of ``measured_by``.
+    ``held`` are the target's of the ``assignments``, in a ``run`` or from Python by the lines ``command``.
     """
     checkpoint, parts = loaded.checkpoint, loaded.checkpoint.parts()
     assignment, rows, described_part = assignments[loaded.denoiser], held[loaded.denoiser], denoiser_part(checkpoint)
     ends = (ends_of(loaded.infer.given_schedule) or (0, 0)) if target.policy else (0, 0)
     written: HandedOver = {
         "folder": shown(folder),
-        "quantized": quantized_in(rows),
-        "of": quantized_in(assignment),
-        "inputs": computed_inputs(rows, target),
-        "lost": lost(assignment, rows),
+        "quantized": count(rows),
+        "of": count(assignment),
+        "inputs": targets.computed_inputs(rows, target),
+        "lost": targets.lost(assignment, rows),
         "parts": {
-            part: {"quantized": quantized_in(held[part]), "of": quantized_in(own), "lost": lost(own, held[part])}
+            part: {
+                "quantized": targets.quantized_in(held[part]),
+                "of": targets.quantized_in(own),
+                "lost": targets.lost(own, held[part]),
+            }
             for part, own in assignments.items()
             if part != loaded.denoiser
         },
@@ -79,7 +73,7 @@ def write_target(
         "bytes": {},
     }
     with atomic_path(folder) as place:
-        own = sampled(checkpoint, loaded.model.family)
+        own = targets.sampled(checkpoint, loaded.model.family)
         result = write_folder(place, target, checkpoint, held, written_marks(own), ends)
         if measure is not None:
             written["fidelity"], written["text"] = measure(target, held, result)
@@ -96,8 +90,12 @@ def write_target(
             "components": {part: parts[part].component for part in written["parts"]},
             "run": run and shown(run),
             "command": command,
-            "left_out": [*left_out(target, checkpoint), *widened(assignment, rows), *stacked(target, rows)],
-            "absent": absent(checkpoint),
+            "left_out": [
+                *targets.left_out(target, checkpoint),
+                *targets.widened(assignment, rows),
+                *targets.stacked(target, rows),
+            ],
+            "absent": targets.absent(checkpoint),
             "servers": servers_of(
                 target, checkpoint, rows, {parts[part].component: each for part, each in held.items()}
             ),
@@ -124,19 +122,19 @@ def write_folder(
     folder: Path,
     target: ForeignFormat,
     checkpoint: Checkpoint,
-    held: Assignments,
+    held: targets.Assignments,
     marks: Mapping[str, Readable] | None = None,
     precise_ends: tuple[int, int] = (0, 0),
 ) -> dict[str, Path]:
-    """Write what the target's consumer opens into ``folder``, with ``marks`` of how the checkpoint samples.
+    """Write what the target's consumer opens into ``folder``; returns the paths for its reader, by quantized part.
 
-    ``precise_ends`` are the numbers of first and last steps that are precise, of a target that says so.
-
-    Returns the path that the format's reader opens, of each part that is quantized in it.
+    ``marks`` say how the checkpoint samples, ``precise_ends`` how many first and last steps are precise.
     """
     folder.mkdir(exist_ok=True)
     parts, denoiser = checkpoint.parts(), checkpoint.family.DENOISER
-    quantized = {part: parts[part].component for part, rows in held.items() if part == denoiser or quantized_in(rows)}
+    quantized = {
+        part: parts[part].component for part, rows in held.items() if part == denoiser or targets.quantized_in(rows)
+    }
     rows: dict[str, dict[str, LayerAssignment]] = {}  # by component, which two parts may share
     for part, component in quantized.items():
         rows.setdefault(component, {}).update(held[part])

@@ -50,10 +50,7 @@ def check_schedule(targets: Collection[str], infer: Infer) -> None:
 
 
 def rows_of(targets: Collection[str], assignments: Assignments, checkpoint: Checkpoint) -> dict[str, Assignments]:
-    """The rows of each part's assignment as each target holds them.
-
-    Raises ConfigError if a target holds none of a denoiser's.
-    """
+    """Each part's rows as each target holds them. Raises ConfigError for a target that holds none of a denoiser's."""
     denoisers = denoisers_of(checkpoint)
     return {
         name: {
@@ -117,11 +114,12 @@ def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
     ]
 
 
-def left_out(target: ForeignFormat, checkpoint: Checkpoint) -> list[str]:
-    """The parts of the pipeline that the target's result lacks, in words."""
+def left_out(target: ForeignFormat, checkpoint: Checkpoint, assignment: Rows, rows: Rows) -> list[str]:
+    """What of the pipeline and of the recipe's ``assignment`` the target's result lacks, in words."""
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
     nets = ["ControlNets, which are added to it as to any checkpoint"] * bool(getattr(checkpoint, "controlnets", ()))
-    return [*target.left_out, *([text] if cuts_padding(target, checkpoint) else []), *nets]
+    cut = [text] * cuts_padding(target, checkpoint)
+    return [*target.left_out, *cut, *nets, *widened(assignment, rows), *stacked(target, rows)]
 
 
 def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:

@@ -120,11 +120,7 @@ def subject_part(
 
 
 def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
-    """The schedule of a third-party checkpoint that makes its first and last steps precise.
-
-    None without such, and for one step alone, with which servers warm up.
-    Raises ConfigError where there are fewer ``steps`` than these.
-    """
+    """The schedule of precise first and last steps; None without, and for one step. Raises ConfigError."""
     first, last = denoiser.precise_ends
     if first + last > steps:
         raise ConfigError(

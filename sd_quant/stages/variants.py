@@ -25,16 +25,9 @@ from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment, weights_alone
 from sd_quant.simulation.native import share_weights
+from sd_quant.stages import open_parts
 from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.open_parts import (
-    module_of,
-    open_compiled,
-    open_file,
-    open_simulated,
-    open_torch,
-    open_torch_engine,
-)
 from sd_quant.stages.resources import Needs, by_torch, workload_of
 from sd_quant.stages.session import Session
 from sd_quant.stages.shared import Shared
@@ -125,7 +118,7 @@ def variants_of(
     def opened(key: str | Path | Native | Simulated) -> Engine:
         engine = open_engine(loaded.checkpoint, infer, assignments, key)
         if isinstance(key, Native) and key.weights_alone and together:
-            share_weights(module_of(engine), module_of(pool[replace(key, weights_alone=False)]))
+            share_weights(open_parts.module_of(engine), open_parts.module_of(pool[replace(key, weights_alone=False)]))
         return engine
 
     pool = loaded.engines(opened, together)
@@ -147,10 +140,7 @@ def why_simulated(loaded: Loaded, formats: Mapping[str, Collection[str]]) -> str
 
 
 def torch_variant(session: Session, infer: Infer, assignments: Assignments) -> Variant:
-    """All parts by torch, simulated where a part has an assignment. Its pool has to be closed.
-
-    Where memory does not hold all of them, one part is open at a time.
-    """
+    """All parts by torch, simulated where they have an assignment; one at a time if memory is short."""
     keys: dict[str, object] = {part: Simulated(part) if part in assignments else part for part in session.parts}
     keys |= keys_of_letters(session.denoiser, keys[session.denoiser], session.denoiser, infer.precise_letters)
     together = session.together(by_torch(workload_of(infer)))
@@ -193,14 +183,14 @@ def open_engine(
 ) -> Engine:
     """Open the engine of a key; torch quantizes a part by its assignment."""
     if isinstance(key, Path):
-        return open_file(key, infer)
+        return open_parts.open_file(key, infer)
     if isinstance(key, str):
-        return open_torch(checkpoint, infer, key)
+        return open_parts.open_torch(checkpoint, infer, key)
     if isinstance(key, Native) and key.compiled:
-        return open_compiled(checkpoint, infer, key.part)
+        return open_parts.open_compiled(checkpoint, infer, key.part)
     assignment = assignments.get(key.part, {})
     if key.weights_alone:
         assignment = weights_alone(assignment)
     if isinstance(key, Native):
-        return open_torch_engine(checkpoint, infer, key.part, assignment if key.quantized else None)
-    return open_simulated(checkpoint, assignment, key.part)
+        return open_parts.open_torch_engine(checkpoint, infer, key.part, assignment if key.quantized else None)
+    return open_parts.open_simulated(checkpoint, assignment, key.part)

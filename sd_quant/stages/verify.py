@@ -29,10 +29,9 @@ from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Varia
 
 
 def verify(variants: Variants, comparison: VariantOutputs) -> dict:
-    """The record's ``parity``. Writes ModelOpt's checkpoint of the simulation, if that can hold the recipe.
+    """The record's ``parity``. Raises SdQuantError for an engine that differs from torch by more than is tolerated.
 
-    Closes all engines where memory does not hold them together. Raises SdQuantError when an engine differs from torch
-    by more than is tolerated.
+    Writes ModelOpt's checkpoint of the simulation, if that can hold the recipe. Closes engines where memory is short.
     """
     loaded, outputs = variants.loaded, comparison.outputs
     contracts = contracts_of(loaded.checkpoint)

@@ -14,7 +14,7 @@ from sd_quant.interchange import gguf
 from sd_quant.report.published import read_published
 from sd_quant.report.summary import last_text, read_sweep
 from sd_quant.stages.choose import decided
-from sd_quant.stages.consumer import images_of_run
+from sd_quant.stages.compare import images_of_run
 
 pytestmark = pytest.mark.commit
 

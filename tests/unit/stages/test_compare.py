@@ -1,8 +1,9 @@
-"""Which call of the denoiser the engines are compared on."""
+"""Which calls of the denoiser engines are compared on, and what jobs share: in entries that know what they are of."""
 
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from sd_quant.cache import Cache
 from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.stages import compare, shared
+from sd_quant.stages.shared import TOGETHER, Shared
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 pytestmark = pytest.mark.commit
@@ -58,30 +60,24 @@ def faked(monkeypatch):
     return checkpoint, {name: dict.fromkeys(("unet", "vae"), Adding(number)) for name, number in VARIANTS.items()}
 
 
-def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
-    """Not on the first call, of pure noise: both engines get the inputs that the framework's had there."""
+def backwards(batches, make, also):
+    return [make(place) for place in reversed(range(len(batches)))][::-1]
+
+
+@pytest.mark.parametrize("by_batch", [compare.in_turn, backwards])
+def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch, by_batch):
+    """Not on the first call, of pure noise: both engines get the inputs that the framework's had there.
+
+    Each batch brings the calls that are kept of it, whoever makes it and in whichever order.
+    """
     checkpoint, engines = faked(monkeypatch)
-    infer = of(["a cat"] * 8, steps=20)
-    found = compare.compare_framework(checkpoint, engines[FRAMEWORK], infer)
+    by_batch, infer = Mock(side_effect=by_batch), of(["a cat"] * 8, steps=20)
+    found = compare.compare_framework(checkpoint, engines[FRAMEWORK], infer, by_batch)
     assert {part: inputs["x"].item() for part, inputs in found.inputs.items()} == {"unet": 10, "vae": 50}
-    assert [inputs["x"].item() for inputs in found.calls.values()] == [2, 7, 12, 17]
+    assert {name: inputs["x"].item() for name, inputs in found.calls.items()} == {"2": 2, "47": 7, "92": 12, "137": 17}
     outputs = {part: output["out"].item() for part, output in found.outputs[FRAMEWORK].items()}
     assert outputs == {"unet": 10.25, "vae": 50.25}
-
-
-def test_each_batch_brings_the_calls_that_are_kept_of_it(monkeypatch):
-    """Whoever makes it, and in whichever order."""
-    checkpoint, engines = faked(monkeypatch)
-    asked = []
-
-    def backwards(batches, make, also):
-        asked.extend(also)
-        return [make(place) for place in reversed(range(len(batches)))][::-1]
-
-    found = compare.compare_framework(checkpoint, engines[FRAMEWORK], of(["a cat"] * 8, steps=20), backwards)
-    assert found.inputs["unet"]["x"].item() == 10
-    assert {name: inputs["x"].item() for name, inputs in found.calls.items()} == {"2": 2, "47": 7, "92": 12, "137": 17}
-    assert asked == [[0, 2, 10], [], [47], [], [92], [], [137], []]
+    assert by_batch.call_args.args[2] == [[0, 2, 10], [], [47], [], [92], [], [137], []]
 
 
 @pytest.mark.parametrize("first", [[0, 1, 2], [4, 5, 6], range(7), []], ids=str)
@@ -254,3 +250,41 @@ def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expecte
     found = compare.counted(checkpoint, of_letters, infer, 2)
     assert found.in_a_step == 2
     assert (found.whole, found.half) == expected and found.precise == {"h": 1}
+
+
+FACTS = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
+CHOICES = {f"layer{number}": [f"layer{number}"] for number in range(40)}
+
+
+@pytest.fixture
+def jobs(tmp_path) -> Shared:
+    return Shared(FACTS, tmp_path, Cache(tmp_path / "cache", 1e9))
+
+
+def test_errors_are_measured_once_whoever_asks(jobs, tmp_path):
+    asked = []
+
+    def error(quantized):
+        asked.append(tuple(quantized))
+        return 1 / (3 + len(asked))  # no round number
+
+    first = jobs.measured({"of": "one"}, CHOICES, error)
+    assert asked == [(name,) for name in CHOICES] and list(first) == list(CHOICES)
+    assert list(first.values()) == [1 / (4 + number) for number in range(40)], "to the bit"
+    entries = len(list((tmp_path / "cache" / "sensitivities").glob("[!.]*")))
+    assert TOGETHER <= entries <= 2 * TOGETHER, "enough for several processes, and not an entry each"
+    assert jobs.measured({"of": "one"}, CHOICES, error) == first and len(asked) == 40
+    jobs.measured({"of": "another"}, CHOICES, error)
+    assert len(asked) == 80
+
+
+def test_a_choice_is_known_by_its_layers(jobs):
+    """The curve of another recipe has the same names of points."""
+    assert jobs.measured({}, {"1": ["a", "b"]}, len) == {"1": 2}
+    assert jobs.measured({}, {"1": ["a"]}, len) == {"1": 1}
+
+
+def test_what_is_found_is_json(jobs):
+    made = {"products": [[1.5, None]], "schedule": "cre"}
+    assert jobs.found("schedules", {"a": 1}, lambda: made) == made
+    assert jobs.found("schedules", {"a": 1}, lambda: pytest.fail("it is in the cache")) == made

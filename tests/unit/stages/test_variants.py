@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages import session, variants
+from sd_quant.stages import open_parts, session, variants
 from sd_quant.stages.session import Session
 from sd_quant.stages.variants import Native, Simulated, keys_of, keys_of_letters
 from tests.presets import job
@@ -57,8 +57,8 @@ def test_each_variant_has_its_own_file_of_what_is_quantized(
 def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_memory(monkeypatch):
     asked = []
     monkeypatch.setattr(session, "fits", lambda memory, what, gpu: asked.append((memory, gpu)) or True)
-    monkeypatch.setattr(variants, "open_torch_engine", lambda checkpoint, infer, part, assignment: ("as it is", part))
-    monkeypatch.setattr(variants, "open_compiled", lambda checkpoint, infer, part: ("compiled", part))
+    monkeypatch.setattr(open_parts, "open_torch_engine", lambda checkpoint, infer, part, assignment: ("as it is", part))
+    monkeypatch.setattr(open_parts, "open_compiled", lambda checkpoint, infer, part: ("compiled", part))
     shared = SimpleNamespace(directory=RUN)
     with_it, without = (variants.variants_of(Opened(None), {}, shared, None, baseline) for baseline in (True, False))
     assert "compiled_framework" not in without.engines and with_it.engines["compiled_framework"].keys() == {"unet"}
@@ -90,8 +90,10 @@ def test_precise_steps_have_the_recipes_weights_or_the_unquantized_engine(own, p
 
 def test_torch_quantizes_no_inputs_in_a_precise_step(monkeypatch):
     layer = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
-    monkeypatch.setattr(variants, "open_simulated", lambda checkpoint, assignment, part: assignment["layer"])
-    monkeypatch.setattr(variants, "open_torch_engine", lambda checkpoint, infer, part, assignment: assignment["layer"])
+    monkeypatch.setattr(open_parts, "open_simulated", lambda checkpoint, assignment, part: assignment["layer"])
+    monkeypatch.setattr(
+        open_parts, "open_torch_engine", lambda checkpoint, infer, part, assignment: assignment["layer"]
+    )
     for kind in (Simulated("unet"), Native("unet", True)):
         opened = [
             variants.open_engine(None, None, {"unet": {"layer": layer}}, key)
@@ -106,7 +108,7 @@ def test_torch_shares_the_weights_of_a_precise_step_if_both_networks_are_open(mo
     monkeypatch.setattr(Opened, "infer", job("infer=torch_native", "infer.precise_steps=last1").infer)
     monkeypatch.setattr(session, "fits", lambda *sizes: together)
     monkeypatch.setattr(variants, "open_engine", lambda checkpoint, infer, assignments, key: key)
-    monkeypatch.setattr(variants, "module_of", lambda engine: engine)
+    monkeypatch.setattr(open_parts, "module_of", lambda engine: engine)
     monkeypatch.setattr(variants, "share_weights", lambda *networks: joined.append(networks))
     shared = SimpleNamespace(directory=RUN)
     precise = variants.variants_of(opened, {"unet": {}}, shared, None).engines["quantized"]["unet/h"]
