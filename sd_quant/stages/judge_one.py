@@ -90,13 +90,16 @@ def judged_entry(
         for part, own in subject.parts.items()
     }
     denoiser = parts.pop(next(iter(parts)))
-    denoiser["bits"] = 8 * denoiser["stored_bytes"] / baseline.session.parameters[baseline.denoiser]
     return Judged(
-        **denoiser,
         name=subject.name,
         path=shown(subject.path),
+        reader=denoiser["reader"],
+        maker=denoiser["maker"],
         loras=subject.loras,
         schedule=subject.schedule,
+        bits=8 * denoiser["stored_bytes"] / baseline.session.parameters[baseline.denoiser],
+        stored_bytes=denoiser["stored_bytes"],
+        formats=denoiser["formats"],
         inputs=dict(Counter(row["inputs"] for row in rows)),
         network_error=network_error,
         hurting=[cast(Hurting, {name: row[name] for name in get_type_hints(Hurting)}) for row in hurting[:HURTING]],

@@ -68,7 +68,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     if not (directory / SWEEP).exists():
         raise ArtifactError(f"{directory} holds no {SWEEP}; give the folder of a sweep")
     here, sweep = machine(), read_sweep(directory)
-    timing = read(Timing, at(read_object(directory / SWEEP), "timing"), "timing.")
+    timing = read(Timing, at(read_object(directory / SWEEP), "timing") or {}, "timing.")
     workloads, left_out = dict[str, EngineGroup](), list[LeftOut]()
     for job in sweep.jobs:
         if job.status != DONE or job.judged or at(job.record, "simulated"):
