@@ -11,7 +11,7 @@ from sd_quant.report.occasions import count_occasion, history_of
 from sd_quant.report.provenance import versions
 from sd_quant.report.record import IMAGE, weights_sha256
 from sd_quant.report.timing import CALL, of_conditions, rounds_of
-from sd_quant.stages.closing import in_sweep
+from sd_quant.stages.job_folder import in_sweep
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.shared import CallsOfAnImage, Shared
 from sd_quant.stages.variants import Variants

@@ -7,7 +7,6 @@ from sd_quant.cache import locked
 from sd_quant.config import QuantizeJob
 from sd_quant.report.summary import LOCK
 from sd_quant.stages import job_folder
-from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
 from sd_quant.stages.opening import check_runtimes
 from sd_quant.stages.run import run
 from sd_quant.stages.shared import Shared, cache_of
@@ -29,9 +28,9 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         wanted = job_folder.fingerprint_of(job, facts)
         record = job_folder.finished(directory, wanted)
         if record is not None:
-            LOG.info(DONE_BEFORE)
-            return closing_words(record, directory)
-        if not in_sweep(directory):  # a sweep's folder holds its own jobs alone
+            LOG.info(job_folder.DONE_BEFORE)
+            return job_folder.closing_words(record, directory)
+        if not job_folder.in_sweep(directory):  # a sweep's folder holds its own jobs alone
             job_folder.check_no_other_run(job, directory, wanted)
         if attempted:
             job_folder.remove_leftovers(directory)
@@ -40,4 +39,4 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         except Exception:
             job_folder.check_still_there(directory)  # else that is why
             raise
-        return closing_words(record, directory)
+        return job_folder.closing_words(record, directory)

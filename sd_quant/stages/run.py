@@ -16,11 +16,10 @@ from sd_quant.stages.levers import compared, scheduled
 from sd_quant.stages.noise_floor import noise_floor
 from sd_quant.stages.occasions import latency_of_run
 from sd_quant.stages.opening import opened
-from sd_quant.stages.part_memory import memory_of_run
 from sd_quant.stages.run_record import Results, written_record
 from sd_quant.stages.shared import Shared
 from sd_quant.stages.variants import FRAMEWORK, variants_of, why_simulated
-from sd_quant.stages.verify import executed_layers, verify
+from sd_quant.stages.verify import executed_layers, memory_of_run, verify
 
 
 def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:

@@ -98,7 +98,9 @@ def read_from(latency: dict) -> Timed:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_each_number_is_of_its_own_variant(checkpoint, clocked, together):
+    """The compiled framework's, of 2 s, is a second baseline in the rounds of the engines."""
     variants = clocked.variants()
+    variants["compiled_framework"] = {"unet_xl": clocked.taking(2.0)}
     found = compared(checkpoint, variants, together)
 
     unet = found["openvino"]["unet_xl"]["2"]  # guidance doubles the batch
@@ -118,6 +120,11 @@ def test_each_number_is_of_its_own_variant(checkpoint, clocked, together):
     assert unet["rounds"]["together"] == together
     assert found["openvino"]["vae"]["1"]["quantized"] == {"p50_ms": None, "reason": "not quantized"}
     assert "speedup" not in found["openvino"]["vae"]["1"]
+    compiled = found["torch_compiled"]
+    assert compiled.keys() == {"unet_xl", "image"} and compiled["unet_xl"]["2"]["full_precision"]["p50_ms"] == 2000
+    # both text encoders and the VAE by the unquantized engine, two steps of the compiled denoiser
+    assert compiled["image"]["1"]["full_precision"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 2000)
+    assert read_from(found).image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -191,20 +198,6 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
     })  # fmt: skip
     assert read.image_speedup().value == found["image"]["1"]["speedup"] == pytest.approx(15 / image)
     assert read.denoiser_speedup().value == pytest.approx(10 / (image - 5)), "of the mean of an image's calls"
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_the_compiled_framework_is_a_second_baseline_in_the_rounds_of_the_engines(checkpoint, clocked, together):
-    """4 s of the unquantized engine, 1 s of the quantized one, 2 s of the compiled framework."""
-    variants = clocked.variants()
-    variants["compiled_framework"] = {"unet_xl": clocked.taking(2.0)}
-    found = compared(checkpoint, variants, together)
-    assert found["torch_compiled"].keys() == {"unet_xl", "image"}
-    assert found["torch_compiled"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 2000
-    # both text encoders and the VAE by the unquantized engine, two steps of the compiled denoiser
-    assert found["torch_compiled"]["image"]["1"]["full_precision"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 2000)
-    assert found["openvino"]["unet_xl"]["2"]["speedup"] == pytest.approx(4)
-    assert read_from(found).image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))
 
 
 def test_whole_images_are_made_in_turn_and_the_record_says_whether_they_agree(checkpoint, clocked, caplog):

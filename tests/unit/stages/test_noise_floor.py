@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,13 +79,9 @@ def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monk
 
 
 def test_a_way_that_fails_leaves_the_others_and_says_why(tiny, monkeypatch):
-    def overflows(pipeline, prompts, sampling, description, by_batch):
-        raise SdQuantError("torch gave a latent that is not finite")
-
-    monkeypatch.setattr(stage, "generate", overflows)
-    assert floor_of(tiny, "fp16", "runtime") == {
-        "fp16": {"reason": "torch gave a latent that is not finite"}, "runtime": {}
-    }  # fmt: skip
+    error = SdQuantError("torch gave a latent that is not finite")
+    monkeypatch.setattr(stage, "generate", Mock(side_effect=error))
+    assert floor_of(tiny, "fp16", "runtime") == {"fp16": {"reason": str(error)}, "runtime": {}}
 
 
 REFUSED = [

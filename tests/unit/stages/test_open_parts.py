@@ -12,7 +12,7 @@ from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ResourceError
 from sd_quant.metrics.memory import MemoryTaken
-from sd_quant.stages import open_parts, part_memory
+from sd_quant.stages import open_parts, verify
 from tests.presets import job
 
 pytestmark = pytest.mark.commit
@@ -111,9 +111,9 @@ def measured(monkeypatch, simulated: str | None = None, **beside: str):
     full = {part: f"full {part}" for part in OPENED}
     quantized = Variant(pool, full | {"clip1": "int8 clip1"} | beside)
     contract = SimpleNamespace(shapes_for=lambda *size: {"x": (1,)}, dtypes={"x": torch.float32})
-    monkeypatch.setattr(part_memory, "contracts_of", lambda checkpoint: dict.fromkeys(OPENED, contract))
-    monkeypatch.setattr(part_memory, "samples_per_call", lambda *call: 1)
-    monkeypatch.setattr(part_memory, "memory_taken", taken)
+    monkeypatch.setattr(verify, "contracts_of", lambda checkpoint: dict.fromkeys(OPENED, contract))
+    monkeypatch.setattr(verify, "samples_per_call", lambda *call: 1)
+    monkeypatch.setattr(verify, "memory_taken", taken)
     variants = SimpleNamespace(
         loaded=SimpleNamespace(checkpoint=None, denoisers=["unet_xl"], infer=INFER), engine=INFER.engine,
         assignments={"unet_xl": {}, "clip1": {}},
@@ -121,7 +121,7 @@ def measured(monkeypatch, simulated: str | None = None, **beside: str):
         together=True,
     )  # fmt: skip
     pool["left open"]
-    found = part_memory.memory_of_parts(variants, lambda: None)
+    found = verify.memory_of_parts(variants, lambda: None)
     assert not pool.engines
     return found, opened[1:]
 

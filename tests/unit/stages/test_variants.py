@@ -52,6 +52,10 @@ def test_each_variant_has_its_own_file_of_what_is_quantized(
     assert found == {
         "framework": {part: part for part in PARTS}, "full_precision": full_precision, "quantized": quantized
     }  # fmt: skip
+    loaded.denoisers = PARTS  # all of which are simulated where one has no engine
+    assert not simulated or keys_of(loaded, assigned, RUN, True)["quantized"] == {
+        each: Simulated(each) for each in PARTS
+    }
 
 
 def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_memory(monkeypatch):
@@ -66,11 +70,6 @@ def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_m
     (memory, gpu), (memory_without, gpu_without) = asked
     assert sum(memory.values()) - sum(memory_without.values()) == 4e9  # fp32
     assert sum(gpu.values()) - sum(gpu_without.values()) == 2e9  # fp16
-
-
-def test_all_quantized_denoisers_are_simulated_where_one_has_no_engine():
-    loaded = SimpleNamespace(parts=dict.fromkeys(PARTS, EXPORTED), denoisers=PARTS, infer=job().infer)
-    assert keys_of(loaded, PARTS, RUN, True)["quantized"] == {part: Simulated(part) for part in PARTS}
 
 
 @pytest.mark.parametrize(
