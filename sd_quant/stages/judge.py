@@ -1,9 +1,8 @@
 """Third-party checkpoints, and runs of ours, judged by one rule: the same prompts, seeds and full precision.
 
-Each candidate gets a folder like a job of a sweep, so whatever shows a sweep shows candidates too: its images beside
-those in full precision, ``layers.csv`` with the error of each layer, and a record. All candidates are opened before
-anything is computed, so that an unknown file is refused at once. One network is open at a time where memory does not
-hold two.
+Each candidate gets a folder like a job of a sweep, so whatever shows a sweep shows candidates too. All candidates are
+opened before anything is computed, so that an unknown file is refused at once. One network is open at a time where
+memory does not hold two.
 """
 
 import dataclasses

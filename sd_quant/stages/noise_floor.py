@@ -1,12 +1,9 @@
 """The noise floor: full precision against itself, the same model computed another way.
 
-Another batch, number of threads, precision, engine or processor class gives slightly other images of the same prompts,
-seeds and sampling. A recipe whose images are nearer to the reference than these cannot be told from full precision
-computed that way. Each way makes images anew, by torch, except RUNTIME, whose images every job has. They are kept in
-the cache, so a sweep pays once.
-
-Roads not taken: another seed, which changes the image and says nothing of arithmetic; and a floor that is stored with
-the project, which would measure the machine that it came from.
+A recipe whose images are nearer to the reference than those of another batch, number of threads, precision, engine or
+processor class cannot be told from full precision computed that way. Each way makes images anew by torch, once for a
+sweep, except RUNTIME, whose images every job has. Roads not taken: another seed, which changes the image and says
+nothing of arithmetic; and a floor stored with the project, which would measure the machine that it came from.
 """
 
 import logging

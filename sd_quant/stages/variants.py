@@ -1,10 +1,8 @@
 """The variants of the model that are compared: torch (the framework), unquantized engine, quantized engine.
 
-With ``compiled_baseline`` there is a fourth, torch after torch.compile, of which only the denoiser is timed.
-
-All share one pool of engines. An engine's key says how its part is opened: the name of a part by torch, a path by the
-runtime that loads the file, ``Native`` by torch as an engine of its own, and ``Simulated`` by torch with ModelOpt's
-quantizers.
+With ``compiled_baseline`` there is a fourth, torch after torch.compile, of which only the denoiser is timed. All share
+one pool of engines, by keys: the name of a part is opened by torch, a path by the runtime that loads the file,
+``Native`` by torch as an engine of its own, ``Simulated`` by torch with ModelOpt's quantizers.
 """
 
 import logging

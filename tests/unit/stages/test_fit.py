@@ -24,6 +24,7 @@ from sd_quant.quantization.low_rank import rank_of
 from sd_quant.stages import choose, load
 from sd_quant.stages import chosen_by_images as by_images
 from sd_quant.stages import fit as stage
+from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded, Offered
 from sd_quant.stages.open_parts import open_simulated
 from tests.presets import job, recipe_of
@@ -279,16 +280,11 @@ def statistics(model) -> sd_quant.Statistics:
 
 def same(found: dict[str, LayerAssignment], expected: dict[str, LayerAssignment]) -> bool:
     """Whether assignments are equal bit for bit, but for the reasons why layers are left."""
-
-    def equal(one, other) -> bool:
-        if isinstance(one, tuple):
-            return isinstance(other, tuple) and all(map(equal, one, other))
-        return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-    names = [name for name in LayerAssignment.__slots__ if name != "reason"]
-    return found.keys() == expected.keys() and all(
-        equal(getattr(layer, name), getattr(expected[key], name)) for key, layer in found.items() for name in names
+    one, other = (
+        [(name, row.role, row.alpha, row.output_error, row.fixed_alpha_error) for name, row in rows.items()]
+        for rows in (found, expected)
     )
+    return one == other and assignment_digest(found) == assignment_digest(expected)
 
 
 @pytest.fixture
