@@ -90,11 +90,7 @@ def write_target(
             "components": {part: parts[part].component for part in written["parts"]},
             "run": run and shown(run),
             "command": command,
-            "left_out": [
-                *targets.left_out(target, checkpoint),
-                *targets.widened(assignment, rows),
-                *targets.stacked(target, rows),
-            ],
+            "left_out": targets.left_out(target, checkpoint, assignment, rows),
             "absent": targets.absent(checkpoint),
             "servers": servers_of(
                 target, checkpoint, rows, {parts[part].component: each for part, each in held.items()}
