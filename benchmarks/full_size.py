@@ -246,13 +246,13 @@ def preset(options: argparse.Namespace, name: str) -> dict:
 def handed_over(options: argparse.Namespace, target: str) -> dict:
     """Export the model to another tool at level 3."""
     from sd_quant.interchange import TARGETS
-    from sd_quant.stages.hand_over import rows_of, write_folder
+    from sd_quant.stages import target_folder, targets
 
     checkpoint, folder = open_nemo(options.checkpoint), emptied(options.work / "hand_over")
     recipe = recipe_of(HANDED_OVER[target], f"quant_level={HIGHEST}")
     known, derive_seconds = timed(lambda: derived(options, checkpoint, recipe))
-    rows = rows_of([target], {checkpoint.family.DENOISER: known}, checkpoint)[target]
-    _, seconds = timed(lambda: write_folder(folder, TARGETS[target], checkpoint, rows))
+    rows = targets.rows_of([target], {checkpoint.family.DENOISER: known}, checkpoint)[target]
+    _, seconds = timed(lambda: target_folder.write_folder(folder, TARGETS[target], checkpoint, rows))
     layers = sum(row.format is not None for own in rows.values() for row in own.values())
     return {"derive_seconds": derive_seconds, "seconds": seconds, "bytes": bytes_in(folder), "layers": layers}
 

@@ -25,8 +25,8 @@ from sd_quant.inference.memory import TORCH_BYTES
 from sd_quant.places import input_path
 from sd_quant.process import available_memory_bytes, peak_memory_bytes, reset_peak
 from sd_quant.stages.assign import assign_parts
-from sd_quant.stages.load import Loaded, load
-from sd_quant.stages.resources import NOTHING
+from sd_quant.stages.load import Loaded, with_recipe
+from sd_quant.stages.session import open_session
 from tests.zoo import write
 
 INT8, UNQUANTIZED = "int8_weight_only", "unquantized"
@@ -88,7 +88,7 @@ def write_pipelines(options: argparse.Namespace) -> Figures:
 
 def opened(work: Path, model: str, part: str, preset: str) -> Loaded:
     job = job_with("int8", f"model={model}", f"model.path={work / model}", f"quantize.parts={{{part}: {preset}}}")
-    return load(job.model, job.infer, job.quantize, lambda _: NOTHING, work)
+    return with_recipe(open_session(job.model), job.model, job.infer, job.quantize)
 
 
 def export(options: argparse.Namespace, model: str, part: str, preset: str) -> Figures:

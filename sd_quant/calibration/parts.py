@@ -26,7 +26,6 @@ from sd_quant.engines.base import Engine
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.watched import WatchedEngine
 from sd_quant.models import VAE_ENCODER
-from sd_quant.models.checkpoint import key_of
 from sd_quant.models.family import Observed
 from sd_quant.models.parts import network_in
 from sd_quant.quantization.statistics import Statistics

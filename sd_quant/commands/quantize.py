@@ -6,8 +6,7 @@ from pathlib import Path
 from sd_quant.cli import Command, importing
 from sd_quant.config import QuantizeJob, check_heeded
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.stages.closing import DONE_BEFORE, closing_words, in_sweep
-from sd_quant.stages.job_folder import check_no_other_run, done_before
+from sd_quant.stages.job_folder import DONE_BEFORE, check_no_other_run, closing_words, done_before, in_sweep
 
 LOG = logging.getLogger(__name__)
 

@@ -142,7 +142,8 @@ class Model:
         with TemporaryDirectory() as folder:
             chosen = choose(loaded, statistics, Path(folder), nullcontext)
         label = ", ".join([job.quantize.format, *(f"{name}={value}" for name, value in knobs.items())])
-        return Quantized(self, label, job, loaded, chosen.assignment, knobs, chosen.parts)
+        assignment = (parts := dict(chosen.assignments)).pop(loaded.denoiser)
+        return Quantized(self, label, job, loaded, assignment, knobs, parts)
 
     def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
         """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``.

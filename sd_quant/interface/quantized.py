@@ -18,12 +18,14 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import HALF, assigned_bytes
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.stages.choose import rows_of_layers
+from sd_quant.stages.consumer import measured_by
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.generate import sampling_of
-from sd_quant.stages.hand_over import check_servers, measured_by, rows_of, write_target
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
-from sd_quant.stages.results import count_layers
+from sd_quant.stages.run_record import count_layers
+from sd_quant.stages.target_folder import write_target
+from sd_quant.stages.targets import check_servers, rows_of
 from sd_quant.stages.variants import Assignments
 
 
@@ -51,7 +53,7 @@ class Quantized:
 
     def layers(self) -> list[dict[str, object]]:
         """A row for each layer, as in ``layers.csv``: role, format, scales, alpha, errors, why it is not quantized."""
-        return rows_of_layers(self.assignment, self.parts)
+        return rows_of_layers(self.assignments)
 
     @property
     def weight_bytes(self) -> int:
@@ -132,9 +134,7 @@ class Quantized:
             "  # statistics: of model.calibrate",
             f"quantized.hand_over({called(target, str(folder))})",
         ]
-        write_target(
-            TARGETS[target], self.loaded, self.assignments, held, self.job, directory, "\n".join(code), measure
-        )
+        write_target(TARGETS[target], self.loaded, self.assignments, held, directory, "\n".join(code), measure)
         return directory
 
     def save_modelopt(self, path: str | Path) -> Path:

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sd_quant.calibration.store import content_digest
 from sd_quant.checkpoints.lora import adapted_in, factors_of
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_part, roles_of_part
@@ -33,7 +32,6 @@ from sd_quant.simulation.sensitivity import (
     sensitivity_of,
     sensitivity_rows,
 )
-from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded, check_no_convolutions
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.shared import Shared
@@ -63,10 +61,9 @@ def assign(
 def auto_compared(
     loaded: Loaded, statistics: Statistics, assignment: Mapping[str, LayerAssignment]
 ) -> AutoCompared | None:
-    """Compare the error that ``alpha=auto`` minimizes, on unseen prompts too, with that of the given alpha.
+    """Compare the error that ``alpha=auto`` minimizes with that of the given alpha, on TRIED shared inputs at most.
 
-    At most ``TRIED`` shared inputs are tried, evenly drawn. None unless alpha is a number, and where nothing is
-    smoothed.
+    None unless alpha is a number, and where nothing is smoothed.
     """
     recipe, weights, errors = loaded.recipe, denoiser_weights(loaded.base), list[tuple[float, float]]()
     if recipe.alpha is None or recipe.alpha == "auto":
@@ -174,14 +171,12 @@ def most_sensitive(
     assignment: dict[str, LayerAssignment],
     directory: Path,
     shared: Shared | None = None,
-    part: str = "",
+    end: str = "",
 ) -> tuple[Sensitivity, list[str]]:
     """Measure the sensitivity of all layers; returns it and the names of the ``loaded.kept`` most sensitive ones.
 
-    Writes ``sensitivity.csv`` and its plot to ``directory``, of another denoiser with the name of its ``part``.
-    ``shared`` as for ``measure_sensitivity``.
+    Writes ``sensitivity<end>.csv`` and its plot to ``directory``. ``shared`` as for ``measure_sensitivity``.
     """
-    end = f"_{part}" if part else ""
     sensitivity = measure_sensitivity(
         loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale, shared
     )
@@ -201,10 +196,9 @@ def measure_sensitivity(
     guidance_scale: float,
     shared: Shared | None = None,
 ) -> Sensitivity:
-    """Measure the sensitivity of each quantized layer, on inputs of the denoiser from the calibration statistics.
+    """Measure the sensitivity of each quantized layer, on the denoiser's inputs in the calibration statistics.
 
-    With ``shared``, other jobs' measurements of the same assignment on the same inputs count, and jobs that measure at
-    once divide the layers.
+    With ``shared``, other jobs' measurements count, and jobs that measure at once divide the layers.
     """
     layers = [layer.name for layer in assignment.values() if layer.format]
     calls = {name: sample.values for name, sample in statistics.calls.items()}
@@ -220,20 +214,7 @@ def measure_sensitivity(
             layers,
         )
 
-    measure = (
-        one_by_one
-        if shared is None
-        else partial(
-            shared.measured,
-            shared.made_of("simulation.sensitivity", "stages.open_parts")
-            | {
-                "modelopt": shared.facts["versions"].get("nvidia-modelopt"),
-                "assignment": assignment_digest(assignment),
-                "calls": content_digest("", "", calls),
-                "guidance_scale": guidance_scale,
-            },
-        )
-    )
+    measure = one_by_one if shared is None else shared.measure_of(assignment, calls, guidance_scale)
     with progress(len(layers) + len(curve_points(kept, len(layers))), "sensitivity") as advance:
 
         def error(quantized: Collection[str]) -> float:

@@ -41,11 +41,10 @@ LONG = 600  # seconds above which a calibration is announced with a warning
 def statistics_of(
     loaded: Loaded, job: RecipeJob, checkpoint_sha256: str, rows: Sequence[Row] | None = None
 ) -> Statistics:
-    """Collect or read the statistics of every layer that some recipe may quantize.
+    """Collect or read the statistics of every layer that some recipe may quantize, and warn of fp16's overflow.
 
-    One calibration serves all recipes, so linears that the family excludes are among them: a recipe may include them.
-    Those of other denoisers are collected in the same pass, and those of other parts if their recipes take any.
-    ``rows`` stand in for those that the job names. A warning names the parts whose activations fp16 might not hold.
+    One calibration serves all recipes, so linears that the family excludes are among them. Those of other denoisers are
+    collected in the same pass, those of other parts if their recipes take any. ``rows`` stand in for the job's own.
     """
     checkpoint, roles, knobs = loaded.base, loaded.roles, job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]

@@ -4,12 +4,14 @@ Only ``session`` calls them.
 """
 
 import inspect
+import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from sd_quant.calibration.call_tables import Row
 from sd_quant.checkpoints.lora import bundled_words, open_lora
+from sd_quant.checkpoints.unopened import own_size
 from sd_quant.config import CALIBRATION_TABLE, Infer, Model, sizes_of
 from sd_quant.config.images import TABLE
 from sd_quant.errors import ConfigError
@@ -21,8 +23,10 @@ from sd_quant.models import FAMILIES, LATENT_FACTOR, OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, samples_per_image
 from sd_quant.models.family import family_named
 from sd_quant.observed.opening import read_index
+from sd_quant.places import input_path
 from sd_quant.stages.generate import arguments_of, calibration_source_of, latents_of, sampling_of
 
+LOG = logging.getLogger(__name__)
 MOST_STEPS = 1000  # of a sampler that states no number of noise levels
 
 
@@ -127,10 +131,7 @@ def check_tile(checkpoint: Checkpoint, infer: Infer) -> None:
 
 
 def check_mask(checkpoint: Checkpoint, knobs: str, mask: str | None) -> None:
-    """Raises ConfigError where the denoiser reads an image and a mask beside the latents, and the mask is null.
-
-    ``knobs`` begins the names of the knobs for both.
-    """
+    """Raises ConfigError for a denoiser that reads a mask, without one; ``knobs`` prefixes both knobs."""
     if checkpoint.family.FROM_IMAGES is None:
         return
     contracts = contracts_of(checkpoint)
@@ -194,3 +195,16 @@ def check_sizes(checkpoint: Checkpoint, section: str, knobs: Infer | Model) -> N
 def sides_of(section: str, knobs: Infer | Model) -> str:
     """The names of the knobs that say how large a section's images are."""
     return f"{section}.sizes" if knobs.sizes else f"{section}.width and {section}.height"
+
+
+def warn_of_size(model: Model, sections: Mapping[str, Infer | Model]) -> None:
+    """Log when images have less than half or more than twice the pixels of those that the checkpoint was made for."""
+    size = None if model.family == OBSERVED else own_size(input_path(model.path))  # what a latent is, nobody says
+    for section, knobs in sections.items():
+        for width, height in sizes_of(knobs) if size is not None else ():
+            if not 0.5 <= height * width / (size[0] * size[1]) <= 2:
+                LOG.warning(
+                    "%s ask for %d x %d, and this checkpoint was made for %d x %d: images of another size are often "
+                    "broken, and so is what is calibrated on them",
+                    sides_of(section, knobs), width, height, size[1], size[0],
+                )  # fmt: skip

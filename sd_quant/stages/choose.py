@@ -1,42 +1,52 @@
 """The choice of the assignment: by the recipe, a file, a limit, or the recipe with the most sensitive layers kept."""
 
+import csv
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from sd_quant.config import RecipeJob
 from sd_quant.config.assignment_file import ASSIGNMENT, FP16, text_of
-from sd_quant.files import write_text
+from sd_quant.errors import ArtifactError
+from sd_quant.files import read_regular, temporary_folder, write_text
+from sd_quant.metrics.memory import StageTimer
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.percentile import ranges_by_step
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.record import AutoCompared
+from sd_quant.report.record import AutoCompared, read_record, why
 from sd_quant.report.table import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, auto_compared, most_sensitive
+from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
 from sd_quant.stages.fit import Fitted, assign_chosen, fit, limit_of, measure_presets
-from sd_quant.stages.load import Loaded, units_of
+from sd_quant.stages.load import Loaded, units_of, with_recipe
+from sd_quant.stages.session import Session
 from sd_quant.stages.shared import Shared
+
+Assignments = dict[str, dict[str, LayerAssignment]]  # by part, the denoiser first, then other denoisers
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The assignment, and the measurements that it was chosen by."""
+    """The assignments of a run, and the measurements by which they were chosen."""
 
-    assignment: dict[str, LayerAssignment]
-    parts: dict[str, dict[str, LayerAssignment]]  # of other parts than the denoiser, other denoisers first
-    sensitivity: Sensitivity | None  # with quantize.keep
-    fitted: Fitted | None  # with quantize.budget or quantize.fit
+    assignments: Assignments
+    sensitivity: Sensitivity | None = None  # with quantize.keep
+    fitted: Fitted | None = None  # with quantize.budget or quantize.fit
     given: bool = False  # with assignment: a file has decided
     auto: AutoCompared | None = None
 
 
-def rows_of_layers(
-    assignment: Mapping[str, LayerAssignment], parts: Mapping[str, Mapping[str, LayerAssignment]]
-) -> list[dict[str, object]]:
-    """The rows of ``layers.csv``: the denoiser's, then those of other parts, whose names begin with the part's."""
-    others = [layer.row() | {"name": f"{part}:{name}"} for part in parts for name, layer in parts[part].items()]
-    return [*(layer.row() for layer in assignment.values()), *others]
+def rows_of_layers(assignments: Mapping[str, Mapping[str, LayerAssignment]]) -> list[dict[str, object]]:
+    """The rows of ``layers.csv``: the first part's, then those of others, whose names begin with the part's."""
+    first = next(iter(assignments))
+    return [
+        layer.row() | ({} if part == first else {"name": f"{part}:{name}"})
+        for part, own in assignments.items()
+        for name, layer in own.items()
+    ]
 
 
 def choose(
@@ -46,48 +56,83 @@ def choose(
     step: Callable[[str], AbstractContextManager],
     shared: Shared | None = None,
 ) -> Chosen:
-    """Choose the assignment, in stages that ``step`` times.
+    """Choose the assignments, in stages that ``step`` times. Raises ConfigError for a budget that cannot be met.
 
     Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
-
-    ``shared`` as for ``measure_sensitivity``. Raises ConfigError for a budget that cannot be met.
     """
-    sensitivity = None
+    denoiser, fitted, sensitivity, auto = loaded.denoiser, None, None, None
     if loaded.labels is not None:
         with step("assign"):
-            assignment = assign_chosen(loaded, statistics, loaded.labels)
-            parts = assign_parts(loaded, statistics.parts)
-        return written(loaded, Chosen(assignment, parts, None, None, given=True), statistics, directory)
+            assignments = {denoiser: assign_chosen(loaded, statistics, loaded.labels)}
+            assignments |= assign_parts(loaded, statistics.parts)
+        return written(loaded, Chosen(assignments, given=True), statistics, directory)
     with step("assign" if loaded.recipe.fit is None else "fit"):
-        limited, fitted = limit_of(loaded), None
-        if limited is not None:
+        if (limited := limit_of(loaded)) is not None:
             measured = measure_presets(loaded, statistics, limited.offers, shared)
             fitted = fit(loaded, statistics, limited, measured, directory)
-        assignment = fitted.assignment if fitted else assign(loaded, statistics)
-        parts = (fitted.parts if fitted else {}) | assign_parts(loaded, statistics.parts)
+        assignments = dict(fitted.assignments) if fitted else {denoiser: assign(loaded, statistics)}
+        assignments |= assign_parts(loaded, statistics.parts)
     if loaded.kept:
         with step("sensitivity"):
-            sensitivity, kept = most_sensitive(loaded, statistics, assignment, directory, shared)
-            assignment = assign(loaded, statistics, kept)
-            for part, other in loaded.others.items():
-                seen = statistics.parts[part]
-                parts[part] = assign(other, seen, most_sensitive(other, seen, parts[part], directory, shared, part)[1])
-    auto = None if fitted else auto_compared(loaded, statistics, assignment)
-    return written(loaded, Chosen(assignment, parts, sensitivity, fitted, auto=auto), statistics, directory)
+            for part, own in {denoiser: loaded, **loaded.others}.items():
+                seen, end = (statistics, "") if own is loaded else (statistics.parts[part], f"_{part}")
+                found, kept = most_sensitive(own, seen, assignments[part], directory, shared, end)
+                assignments[part], sensitivity = assign(own, seen, kept), sensitivity or found
+    if fitted is None:
+        auto = auto_compared(loaded, statistics, assignments[denoiser])
+    return written(loaded, Chosen(assignments, sensitivity, fitted, auto=auto), statistics, directory)
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
     """The preset of each layer of the denoiser that may be quantized, or fp16, in the network's order."""
-    mixed = chosen.fitted.labels if chosen.fitted else loaded.labels
+    mixed, own = chosen.fitted.labels if chosen.fitted else loaded.labels, chosen.assignments[loaded.denoiser]
     found = {name for unit in units_of(loaded) for name in unit}
     labels = {name: (mixed or {}).get(name, loaded.recipe.format) for name in loaded.roles if name in found}
-    return {name: label if chosen.assignment[name].format is not None else FP16 for name, label in labels.items()}
+    return {name: label if own[name].format is not None else FP16 for name, label in labels.items()}
 
 
 def written(loaded: Loaded, chosen: Chosen, statistics: Statistics, directory: Path) -> Chosen:
     """Write the choice's labels and its tables of layers and ranges to ``directory``, and return it."""
     knobs = [f"quantize={loaded.recipe.format}", f"quant_level={loaded.recipe.quant_level:g}"]
     write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), loaded.alphas, knobs))
-    write_csv(rows_of_layers(chosen.assignment, chosen.parts), directory / "layers.csv")
-    write_csv(ranges_by_step(chosen.assignment, statistics.layers), directory / "ranges.csv")
+    write_csv(rows_of_layers(chosen.assignments), directory / "layers.csv")
+    write_csv(ranges_by_step(chosen.assignments[loaded.denoiser], statistics.layers), directory / "ranges.csv")
     return chosen
+
+
+def chosen_again(
+    job: RecipeJob, run: Path, step: StageTimer, session: Session, directory: Path
+) -> tuple[Loaded, Assignments]:
+    """The assignments that a run's knobs give of its checkpoint, if they are those that the run has written down.
+
+    Files in progress are in ``directory``. Raises ArtifactError for a run whose files are damaged, or say otherwise.
+    """
+    with step("load"):
+        loaded = with_recipe(session, job.model, job.infer, job.quantize)
+    with step("calibrate"):
+        statistics = statistics_of(loaded, job, calibrated_sha256(job, record_of_run(run)))
+    with temporary_folder(directory) as folder:
+        chosen = choose(loaded, statistics, Path(folder), step)
+        if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):
+            raise ArtifactError(
+                f"{run / 'layers.csv'} is not what the run's knobs give with this version and checkpoint; "
+                "make the run again, and hand that over"
+            )
+    return loaded, chosen.assignments
+
+
+def record_of_run(run: Path) -> Mapping[str, Any]:
+    """The record of a finished run. Raises ArtifactError when it is damaged."""
+    try:
+        return read_record(run) or {}
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{run} has no record that can be read ({why(error)}); give another run") from error
+
+
+def decided(table: Path) -> list[dict[str, str]]:
+    """The rows of a ``layers.csv`` but for errors, whose last digit depends on threads. Raises ArtifactError."""
+    try:
+        lines = read_regular(table).decode("utf-8").splitlines()
+        return [{name: value for name, value in row.items() if "error" not in name} for row in csv.DictReader(lines)]
+    except (OSError, ValueError, AttributeError, csv.Error) as error:
+        raise ArtifactError(f"{table} is not a run's table of layers ({why(error)}); give another run") from error

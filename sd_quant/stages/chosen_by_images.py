@@ -24,10 +24,9 @@ PROMPTS, CALLS = 4, 4  # calibration prompts whose images are made; calls of a p
 
 
 def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, Tensor]]]]:
-    """A function of assignments by part, and a name, that returns the mean squared error of images, where white is 1.
+    """A function of assignments and a name that returns the mean squared error of images, where white is 1.
 
-    And the inputs of the first calls of each part, in full precision. Images are of some calibration prompts, from
-    noise.
+    And the inputs of the first calls of each part in full precision. Images are of calibration prompts, from noise.
     """
     model, rows = loaded.model, loaded.model.calibration_rows()[:PROMPTS]
     infer = replace(

@@ -1,228 +1,126 @@
 """Images of the three variants of the model from the same seeds, and outputs of their parts for the same inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from PIL import Image
 from torch import Tensor
 
 from sd_quant.config import Infer
 from sd_quant.engines.base import Engine
-from sd_quant.errors import ConfigError
-from sd_quant.files import sha256, temporary_folder
+from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files import MOST_TEXT, open_regular
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.parity import Outputs
-from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors, in_turn
+from sd_quant.inference.pipeline import ByBatch, Generated, Tensors, in_turn
 from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, engine_of_letter
 from sd_quant.inference.watched import WatchedVariant
-from sd_quant.metrics.images import Images
-from sd_quant.models.checkpoint import Checkpoint, denoisers_of, key_of, samples_per_image
+from sd_quant.metrics.images import Images, joined
+from sd_quant.models.checkpoint import Checkpoint, denoisers_of, samples_per_image
 from sd_quant.report.images import comparison_grid, save_animations, save_images
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, image_names, recipe_sampling, sampling_of
-from sd_quant.stages.shared import Shared
+from sd_quant.stages.shared import CallsOfAnImage, Shared, VariantOutputs, flat, tree_of
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
+from sd_quant.text import one_line
 
 SAMPLED = 4  # calls of the denoiser that are kept
-BATCH = "batch.safetensors"
 COUNTED = "counted"
-HALF = "half"  # a call of the conditional half of a guided batch
 
 
-@dataclass(frozen=True)
-class CallsOfAnImage:
-    """The number of the denoiser's calls by which an image is made."""
-
-    whole: int
-    half: int = 0  # of the conditional half of a guided batch alone
-    precise: Mapping[str, int] = field(default_factory=dict)  # of all these, by the letter of a precise step
-    in_a_step: float = 1.0  # that is computed: some pipelines call for each half, some samplers twice
-    by_denoiser: Mapping[str, int] = field(default_factory=dict)  # of each, where the pipeline has several
-
-    def share(self, costs: Mapping[str, float], steps: int) -> float:
-        """The time of these calls as a share of the whole ones of ``steps`` of the recipe.
-
-        ``costs`` are those of a call of each precise letter, and of HALF a call, in whole ones.
-        """
-        more = sum(count * (costs[letter] - 1) for letter, count in self.precise.items())
-        return (self.whole + self.half * costs.get(HALF, 1.0) + more) / (self.in_a_step * steps)
-
-
-@dataclass(frozen=True)
-class VariantOutputs:
-    """Images and outputs that variants of the model have made of the same prompts and seeds."""
-
-    images: dict[str, Generated]  # by variant
-    inputs: dict[str, dict]  # by part: the inputs of one call in torch's pipeline, the denoiser's from half way
-    outputs: dict[str, Outputs]  # by variant: what the parts computed from these inputs
-    calls: dict[str, dict]  # inputs of further calls of the denoiser in that pipeline, spread over images and steps
-    of_an_image: CallsOfAnImage | None = None  # the calls by which the quantized variant has made each of its images
-
-
-@dataclass(frozen=True)
-class KeptOutputs(Shared):
-    """Outputs of variants in the cache. No recipe changes those of unquantized ones."""
-
-    def provide(
-        self,
-        checkpoint: Checkpoint,
-        prompts: list[str],
-        infer: Infer,
-        make: Callable[[ByBatch], VariantOutputs],
-        engine: Mapping[str, Any] = {},
-        sampling: Sampling | None = None,
-    ) -> VariantOutputs:
-        """Return what ``make`` returns, or what the cache has for the same model, machine, images and ``engine``.
-
-        Jobs that want the same at once divide the batches. ``sampling`` is the reference's by default.
-        """
-        origin = self.origin(checkpoint, prompts, infer, engine, sampling or sampling_of(infer))
-        made = cache(lambda: make(partial(self.divided, origin)))
-        if not self.cache.holds("images", origin):
-            made()  # beside others that do the same, which is why no lock is held yet
-        with temporary_folder(self.directory) as temporary:
-            path = Path(temporary) / "images.safetensors"
-            self.cache.provide(
-                "images", origin, path.parent, lambda folder: save_file(pack(made()), folder / path.name)
-            )
-            return unpack(load_file(path))
-
-    def divided(
-        self,
-        origin: Mapping[str, Any],
-        batches: Sequence[Sequence[int]],
-        make: Callable[[int], Tensors],
-        also: Sequence[Any] = (),
-    ) -> list[Tensors]:
-        """Batches of the images of this ``origin``, each from the cache or made here: a ``pipeline.ByBatch``."""
-        prompts, more = origin["prompts"], also or [None] * len(batches)
-        origins = {
-            str(place): {
-                **origin,
-                "prompts": [prompts[number] for number in batch],
-                "numbers": list(batch),
-                "also": each,
-            }
-            for place, (batch, each) in enumerate(zip(batches, more, strict=True))
-        }
-
-        def write(place: str, folder: Path) -> None:
-            made = make(int(place))
-            save_file({name: tensor.cpu().contiguous().clone() for name, tensor in made.items()}, folder / BATCH)
-
-        with temporary_folder(self.directory) as temporary:
-            self.cache.provide_all("latents", origins, Path(temporary), write)
-            return [load_file(Path(temporary) / place / BATCH) for place in origins]
-
-    def origin(
-        self, checkpoint: Checkpoint, prompts: list[str], infer: Infer, engine: Mapping[str, Any], sampling: Sampling
-    ) -> dict[str, Any]:
-        """All that images depend on, as a key of the cache. ``engine`` names the engine that makes them."""
-        return {
-            **self.made_of("export.parts", "inference.parity", "inference.loading"),
-            "packed": sha256(Path(__file__)),  # which calls are kept, under which names
-            "contracts": key_of(checkpoint),  # knobs may give a checkpoint's parts other shapes
-            "prompts": prompts,
-            "sampling": sampling.described(),
-            "precision": infer.precision,
-            **engine,
-        }
-
-
-def compare_images(
-    checkpoint: Checkpoint,
-    framework: VariantOutputs,
-    variants: Variants,
-    prompts: list[str],
-    infer: Infer,
-    kept: KeptOutputs,
-) -> VariantOutputs:
+def compare_images(variants: Variants, framework: VariantOutputs, infer: Infer) -> VariantOutputs:
     """Make the images of both engines, and the outputs of their parts for torch's inputs; ``framework`` are torch's."""
+    checkpoint, engines = variants.loaded.checkpoint, variants.engines
 
     def make(by_batch: ByBatch) -> VariantOutputs:
         """Those of the unquantized engine."""
-        own, description = variants.engines[FULL_PRECISION], FULL_PRECISION.replace("_", " ")
-        images = generate(pipeline_of(checkpoint, own), prompts, sampling_of(infer), description, by_batch)
+        own, description = engines[FULL_PRECISION], FULL_PRECISION.replace("_", " ")
+        images = generate(pipeline_of(checkpoint, own), infer.prompt_list(), sampling_of(infer), description, by_batch)
         outputs = {part: own[part](**framework.inputs[part]) for part in reversed(checkpoint.parts())}
-        return VariantOutputs({FULL_PRECISION: images}, {}, {FULL_PRECISION: outputs}, {})
+        return VariantOutputs({FULL_PRECISION: images}, outputs={FULL_PRECISION: outputs})
 
-    unquantized = kept.provide(checkpoint, prompts, infer, make, {"engine": infer.engine})
-    variant, sampling = variants.engines[QUANTIZED], recipe_sampling(infer)  # its other parts are the unquantized ones
+    unquantized = variants.shared.provide(checkpoint, infer, make, {"engine": infer.engine})
+    quantized, of_an_image = quantized_images(variants, infer)
+    outputs = {part: engines[QUANTIZED][part](**framework.inputs[part]) for part in variants.assignments}
+    return VariantOutputs(
+        framework.images | unquantized.images | {QUANTIZED: quantized}, framework.inputs,
+        {**framework.outputs, **unquantized.outputs, QUANTIZED: outputs}, framework.calls, of_an_image,
+    )  # fmt: skip
+
+
+def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, CallsOfAnImage]:
+    """The quantized variant's images, whose batches bring the denoisers' calls by engine and the samples in them."""
+    checkpoint, shared, prompts = variants.loaded.checkpoint, variants.shared, infer.prompt_list()
     recipe = {
         "engine": infer.engine,
         "assignments": variants.digests(),
         "simulated": variants.simulated is not None,
         "opened": source_digest("stages.open_parts"),
     }
-    images = framework.images | unquantized.images
-    outputs = framework.outputs | unquantized.outputs
-    watched, counts = WatchedVariant(variant, {}), list[Tensor]()
+    sampling, counts = recipe_sampling(infer), list[Tensor]()
+    origin = shared.origin(checkpoint, prompts, infer, recipe, sampling)
+    watched = WatchedVariant(variants.engines[QUANTIZED], {})  # its other parts are the unquantized ones
+    denoiser, *others = denoisers_of(checkpoint)
     letters = [COMPUTED, *sorted(infer.precise_letters)]
-    engines = [engine_of_letter(checkpoint.family.DENOISER, letter) for letter in letters]
-    denoisers = denoisers_of(checkpoint)
-    engines += denoisers[1:]
+    names = [*(engine_of_letter(denoiser, letter) for letter in letters), *others]
 
     def counting(
         batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
     ) -> list[Tensors]:
-        """Let each batch bring the number of the denoiser's calls by letter, and of samples in them."""
-
         def made(place: int) -> Tensors:
-            watched.count |= dict.fromkeys(engines, 0)
-            watched.samples |= dict.fromkeys(engines, 0)
+            watched.count |= dict.fromkeys(names, 0)
+            watched.samples |= dict.fromkeys(names, 0)
             return make(place) | {
-                COUNTED: torch.tensor([[watched.count[name], watched.samples[name]] for name in engines])
+                COUNTED: torch.tensor([[watched.count[name], watched.samples[name]] for name in names])
             }
 
-        found = kept.divided(kept.origin(checkpoint, prompts, infer, recipe, sampling), batches, made)
+        found = shared.divided(origin, batches, made)
         counts.extend(tensors.pop(COUNTED) for tensors in found)
         return found
 
-    images[QUANTIZED] = generate(pipeline_of(checkpoint, watched), prompts, sampling, "quantized", counting)
-    outputs[QUANTIZED] = {part: variant[part](**framework.inputs[part]) for part in variants.assignments}
-    totals = torch.stack(counts).sum(dim=0).tolist()
-    own, others = totals[: len(letters)], totals[len(letters) :]
-    of_an_image = counted(checkpoint, dict(zip(letters, own, strict=True)), prompts, infer)
-    if others:
-        calls = [sum(calls for calls, _ in own), *(calls for calls, _ in others)]
-        by_denoiser = {part: each // len(counts) for part, each in zip(denoisers, calls, strict=True)}
-        of_an_image = replace(of_an_image, by_denoiser=by_denoiser)
-    return VariantOutputs(images, framework.inputs, outputs, framework.calls, of_an_image)
+    images = generate(pipeline_of(checkpoint, watched), prompts, sampling, "quantized", counting)
+    totals = dict(zip([*letters, *others], torch.stack(counts).sum(dim=0).tolist(), strict=True))
+    return images, counted(checkpoint, totals, infer, len(counts))
 
 
-def counted(
-    checkpoint: Checkpoint, of_letters: Mapping[str, Sequence[int]], prompts: list[str], infer: Infer
-) -> CallsOfAnImage:
-    """The denoiser's calls for each of the images of ``prompts``, of all calls and all samples in them, by letter."""
-    batches, a_call = len(sampling_of(infer).batches(range(len(prompts)))), samples_per_image(checkpoint, infer.scale)
-    by_letter = {letter: calls // batches for letter, (calls, _) in of_letters.items()}
-    calls, samples = sum(by_letter.values()), sum(samples for _, samples in of_letters.values())
-    halves = a_call * calls - samples // len(prompts) if a_call == 2 else 0
-    precise = {letter: count for letter, count in by_letter.items() if letter != COMPUTED and count}
+def counted(checkpoint: Checkpoint, totals: Mapping[str, Sequence[int]], infer: Infer, batches: int) -> CallsOfAnImage:
+    """The calls by which an image is made; ``totals``: all calls and samples in them, by letter and other denoiser."""
+    denoiser, *others = denoisers_of(checkpoint)
+    each = {name: calls // batches for name, (calls, _) in totals.items()}
+    by_denoiser = {part: each.pop(part) for part in others}
+    calls, a_call = sum(each.values()), samples_per_image(checkpoint, infer.scale)
+    samples = sum(totals[letter][1] for letter in each)
+    halves = a_call * calls - samples // len(infer.prompt_list()) if a_call == 2 else 0
+    precise = {letter: count for letter, count in each.items() if letter != COMPUTED and count}
     schedule = infer.given_schedule or COMPUTED * infer.recipe_steps
-    return CallsOfAnImage(calls - halves, halves, precise, calls / sum(each not in NOT_COMPUTED for each in schedule))
+    return CallsOfAnImage(
+        calls - halves, halves, precise, calls / sum(letter not in NOT_COMPUTED for letter in schedule),
+        {denoiser: calls, **by_denoiser} if others else {},
+    )  # fmt: skip
 
 
 def framework_images(
-    checkpoint: Checkpoint, variant: Mapping[str, Engine], prompts: list[str], infer: Infer, kept: KeptOutputs
+    checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, shared: Shared
 ) -> VariantOutputs:
     """Make torch's images in full precision, with which everything is compared."""
-    return kept.provide(checkpoint, prompts, infer, partial(compare_framework, checkpoint, variant, prompts, infer))
+    return shared.provide(checkpoint, infer, partial(compare_framework, checkpoint, engines, infer))
 
 
 def compare_framework(
-    checkpoint: Checkpoint, variant: Mapping[str, Engine], prompts: list[str], infer: Infer, by_batch: ByBatch = in_turn
+    checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, by_batch: ByBatch = in_turn
 ) -> VariantOutputs:
-    """Make torch's images, and keep the inputs and outputs of some calls of its parts on the way."""
-    steps, denoiser = sampling_of(infer).steps_taken, checkpoint.family.DENOISER
-    calls = sampled_calls(len(sampling_of(infer).batches(range(len(prompts)))), steps)
-    wanted = sorted({0, steps // 2, *calls})  # one of two denoisers is called in fewer steps
-    watched = WatchedVariant(variant, {denoiser: wanted})
-    seen: dict[str, dict[int, dict[str, Tensor]]] = {denoiser: {}}
+    """Make torch's images, and keep the inputs and outputs of some calls of its parts on the way.
+
+    The denoiser's are those of half way. Raises ConfigError for images without a call of a part.
+    """
+    sampling, denoiser, prompts = sampling_of(infer), checkpoint.family.DENOISER, infer.prompt_list()
+    steps = sampling.steps_taken
+    sampled = sampled_calls(len(sampling.batches(range(len(prompts)))), steps)
+    wanted = sorted({0, steps // 2, *sampled})  # one of two denoisers is called in fewer steps
+    watched, brought = WatchedVariant(engines, {denoiser: wanted}), dict[str, Tensor]()
 
     def watching(
         batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
@@ -233,34 +131,25 @@ def compare_framework(
         def made(place: int) -> Tensors:
             watched.count[denoiser], before = place * steps, set(watched.seen)
             tensors = make(place)
-            first = {part: watched.seen[part] for part in watched.seen.keys() - before}
-            watched.seen.pop(denoiser, None)
-            return tensors | {
-                f"call/{part}/{call}/{name}": tensor
-                for part, calls in first.items()
-                for call, inputs in calls.items()
-                if part != denoiser or call in of_batch[place]
-                for name, tensor in inputs.items()
-            }
+            own = {str(call): each for call, each in watched.seen.pop(denoiser, {}).items() if call in of_batch[place]}
+            first = {part: {"0": watched.seen[part][0]} for part in watched.seen.keys() - before}
+            return tensors | flat({"call": first | ({denoiser: own} if own else {})})
 
         found = by_batch(batches, made, of_batch)
-        for path, tensor in [row for tensors in found for row in tensors.items() if row[0].startswith("call/")]:
-            _, part, call, name = path.split("/", 3)
-            seen.setdefault(part, {}).setdefault(int(call), {}).setdefault(name, tensor)
+        for tensors in reversed(found):  # the first to bring a call stands
+            brought.update({path: tensor for path, tensor in tensors.items() if path.startswith("call/")})
         return found
 
-    images = generate(pipeline_of(checkpoint, watched), prompts, sampling_of(infer), "framework", watching)
-    half_way = min(seen[denoiser], key=lambda number: abs(number - steps // 2), default=0)
-    called = watched.seen | seen | {denoiser: {0: seen[denoiser].get(half_way)}}
-    if uncalled := [part for part in checkpoint.parts() if not called.get(part, {}).get(0)]:
+    images = generate(pipeline_of(checkpoint, watched), prompts, sampling, "framework", watching)
+    seen = tree_of(brought).get("call", {})
+    calls = {call: seen[denoiser][call] for call in sorted(seen.get(denoiser, ()), key=int)}
+    inputs = {part: each[0] for part, each in watched.seen.items()}
+    inputs |= {part: each.get("0") for part, each in seen.items()}
+    inputs[denoiser] = calls[min(calls, key=lambda call: abs(int(call) - steps // 2))] if calls else None
+    if uncalled := [part for part in checkpoint.parts() if not inputs.get(part)]:
         raise ConfigError(f"infer.steps={steps} makes images without a call of {', '.join(uncalled)}; take more steps")
-    inputs = {part: calls[0] for part, calls in called.items()}
-    outputs = {part: variant[part](**inputs[part]) for part in reversed(checkpoint.parts())}
-    kept = {  # copies, because one of them may be in inputs, and a file of safetensors holds no tensor twice
-        str(number): {name: tensor.clone() for name, tensor in seen[denoiser][number].items()}
-        for number in calls
-        if number in seen[denoiser]
-    }
+    outputs = {part: engines[part](**inputs[part]) for part in reversed(checkpoint.parts())}
+    kept = {call: each for call, each in calls.items() if int(call) in sampled}
     return VariantOutputs({FRAMEWORK: images}, inputs, {FRAMEWORK: outputs}, kept)
 
 
@@ -271,44 +160,12 @@ def sampled_calls(batches: int, steps: int) -> list[int]:
     })  # fmt: skip
 
 
-def pack(comparison: VariantOutputs) -> dict[str, Tensor]:
-    """A flat mapping of tensors, as safetensors stores them; their names are paths."""
-    tensors: dict[str, Tensor] = {}
-    for variant, generated in comparison.images.items():
-        tensors |= named(f"images/{variant}/images", generated.images)
-        tensors |= named(f"images/{variant}/latents", generated.latents)
-    for part, inputs in comparison.inputs.items():
-        tensors |= {f"inputs/{part}/{name}": tensor for name, tensor in inputs.items()}
-    for number, inputs in comparison.calls.items():
-        tensors |= {f"calls/{number}/{name}": tensor for name, tensor in inputs.items()}
-    for variant, parts in comparison.outputs.items():
-        tensors |= {  # some outputs of a part are one tensor
-            f"outputs/{variant}/{part}/{name}": parts[part][name].clone() for part in parts for name in parts[part]
-        }
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def named(path: str, values: Images | Tensor | list[Tensor]) -> dict[str, Tensor]:
-    """All images as one tensor of this name, or as one tensor each where their sizes differ."""
-    if not isinstance(values, list):
-        return {path: torch.as_tensor(values)}
-    return {f"{path}/{number:06}": torch.as_tensor(value) for number, value in enumerate(values)}
-
-
-def unpack(tensors: Mapping[str, Tensor]) -> VariantOutputs:
-    """Reverse ``pack``."""
-    tree: dict = {}
-    for path, tensor in sorted(tensors.items()):  # by number, where there is one for each image
-        *folders, name = path.split("/")
-        reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[name] = tensor
-    images = {}
-    for variant, each in tree["images"].items():
-        pixels = each["images"]
-        images[variant] = Generated(
-            [image.numpy() for image in pixels.values()] if isinstance(pixels, dict) else pixels.numpy(),
-            list(each["latents"].values()) if isinstance(each["latents"], dict) else each["latents"],
-        )
-    return VariantOutputs(images, *(tree.get(name, {}) for name in ("inputs", "outputs", "calls")))
+def save_run(variants: Variants, comparison: VariantOutputs) -> None:
+    """Write a run's images, as ``save_pairs``, with the recipe for a label."""
+    recipe, infer = variants.loaded.recipe, variants.loaded.infer
+    label = f"{'mixed' if recipe.mixes else recipe.format} level {recipe.quant_level:g}"
+    frame = infer.width if variants.loaded.checkpoint.family.MOVES else None
+    save_pairs(comparison, infer.prompt_list(), label, variants.directory, frame)
 
 
 def save_pairs(
@@ -323,5 +180,18 @@ def save_pairs(
         save_images(images, directory / "images" / name, image_names(prompts))
         if frame is not None:
             save_animations(images, frame, directory / "images" / name, image_names(prompts))
-    grid = directory / "images" / "grid.png"
-    comparison_grid(full, quantized, grid, prompts, label)
+    comparison_grid(full, quantized, directory / "images" / "grid.png", prompts, label)
+
+
+def images_of_run(run: Path, prompts: list[str]) -> Images:
+    """The full-precision images that a run has left. Raises ArtifactError where one is missing or no PNG."""
+    images, names = [], image_names(prompts)
+    for file in (run / "images" / FULL_PRECISION / f"{name}.png" for name in names):
+        try:
+            with open_regular(file, MOST_TEXT) as opened, Image.open(opened, formats=["PNG"]) as image:
+                images.append(np.asarray(image.convert("RGB")))
+        except Exception as error:  # whatever the bytes lead the decoder to
+            raise ArtifactError(
+                f"{file} is not an image of the run ({one_line(error, 100)}); give another run, or images=false"
+            ) from None
+    return joined(images)

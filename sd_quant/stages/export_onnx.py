@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.export.onnx_file import share_weights
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import atomic_path, sha256, temporary_folder
+from sd_quant.inference.samplers import WEIGHTS_ALONE
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.progress import progress
@@ -48,34 +49,30 @@ def delivered_files(checkpoint: Checkpoint, assignments: Mapping[str, Assignment
 
 
 def files_of_a_run(
-    checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path, precise: bool = False
+    checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path, letters: Collection[str] = ()
 ) -> list[File]:
     """``delivered_files``, each behind its unquantized twin where it is quantized: both have one graph.
 
-    With ``precise`` the denoiser has a file for steps with unquantized inputs too. It comes last, because the process
-    that traces ahead begins with it.
+    The denoiser, also for WEIGHTS_ALONE among ``letters``, comes last: the process that traces ahead begins with it.
     """
     files = []
     for file in reversed(delivered_files(checkpoint, assignments, directory)):
         twin = File(file.part, directory / "full_precision", {}, delivered=False)
         files += [twin, file] if file.part in assignments else [file]
-        if precise and file.part == checkpoint.family.DENOISER:
+        if WEIGHTS_ALONE in letters and file.part == checkpoint.family.DENOISER:
             files.append(replace(file, assignment=weights_alone(file.assignment), suffix=PRECISE))
     return files
 
 
 def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence[File], cache: Cache) -> None:
-    """Write ``files``, or take them from the cache where an earlier run has made the same.
+    """Write ``files``, or take them from the cache. Raises ResourceError when the disk is full.
 
-    Weights beside a delivered graph are copied from the cache, because onnx refuses to read weights from a file with
-    several hard links. The unquantized denoiser stays a link: only runtimes read it, and it would take many GB in each
-    job of a sweep. Raises ResourceError when the disk is full.
+    Weights beside a delivered graph are copied, because onnx refuses files with several hard links. The unquantized
+    denoiser stays a link: only runtimes read it, and it would take many GB in each job of a sweep.
     """
     with progress(len(files), "export") as advance:
         for file in files:
-            path = artifact(file.directory, "onnx", file.part, file.suffix)
-            beside = artifact(file.directory, "onnx", file.part) if file.suffix else None
-            export(checkpoint, checkpoint_sha256, file.part, path, file.assignment, cache, beside)
+            path = export(checkpoint, checkpoint_sha256, file, cache)
             for weights in onnx_files(path)[1:] if file.delivered else ():
                 if weights.stat().st_nlink > 1:
                     with atomic_path(weights) as copy:
@@ -97,35 +94,26 @@ def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> d
     }
 
 
-def export(
-    checkpoint: Checkpoint,
-    checkpoint_sha256: str,
-    part: str,
-    path: Path,
-    assignment: Assignment,
-    cache: Cache,
-    beside: Path | None = None,
-) -> None:
-    """Write one part, or copy it from the cache, which has its graph without weights for all assignments too.
+def export(checkpoint: Checkpoint, checkpoint_sha256: str, file: File, cache: Cache) -> Path:
+    """Write one file, or copy it from the cache, which has its graph without weights for all assignments too.
 
-    Weights that the file ``beside`` it has too are left there.
+    Weights that a file without its suffix has too are left there. Returns the file's path.
     """
-    origin = graph_origin(checkpoint, checkpoint_sha256, part)
+    origin = graph_origin(checkpoint, checkpoint_sha256, file.part)
+    path = artifact(file.directory, "onnx", file.part, file.suffix)
+    beside = artifact(file.directory, "onnx", file.part) if file.suffix else None
 
     def write(folder: Path) -> None:
         with temporary_folder(path.parent) as temporary:
             graph = Path(temporary)
-            cache.provide("graph", origin, graph, lambda made: ir.save(trace_part(checkpoint, part), made / GRAPH))
-            write_part(ir.load(graph / GRAPH), checkpoint, part, folder / path.name, assignment)
+            cache.provide("graph", origin, graph, lambda made: ir.save(trace_part(checkpoint, file.part), made / GRAPH))
+            write_part(ir.load(graph / GRAPH), checkpoint, file.part, folder / path.name, file.assignment)
             if beside is not None:
                 share_weights(folder / path.name, beside)
 
-    cache.provide(
-        "onnx",
-        origin | {"beside": beside and sha256(beside), "assignment": assignment_digest(assignment)},
-        path.parent,
-        write,
-    )
+    key = origin | {"beside": beside and sha256(beside), "assignment": assignment_digest(file.assignment)}
+    cache.provide("onnx", key, path.parent, write)
+    return path
 
 
 def assignment_digest(assignment: Assignment) -> str:

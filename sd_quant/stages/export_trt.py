@@ -24,9 +24,9 @@ from sd_quant.progress import progress
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.job_folder import kept_model
-from sd_quant.stages.load import Loaded
 from sd_quant.stages.resources import Needs, check_machine, plans_need
 from sd_quant.stages.session import Session, open_session
+from sd_quant.stages.variants import Variants
 
 LOG = logging.getLogger(__name__)
 
@@ -52,10 +52,9 @@ def export_trt(job: ExportJob, directory: Path) -> None:
 
 
 def export_unquantized(job: ExportJob, out: Path) -> dict[str, Path]:
-    """Write the ONNX file of each part of the model's checkpoint, unquantized; returns their paths by part.
+    """Write the unquantized ONNX file of each part; returns the paths. Raises what ``open_session`` raises.
 
-    The folder also gets the model's knobs, so that ``infer.py run=`` takes it for a run's. One weight is in memory at a
-    time. Raises what opening the checkpoint raises, and ResourceError when memory or disk are too small.
+    The folder also gets the model's knobs, so that ``infer.py run=`` takes it for a run's.
     """
 
     def needs(session: Session) -> Needs:
@@ -109,11 +108,11 @@ def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) ->
     return profile_of(onnx_path, part, infer.batch_size, limits, size, sizes, guided=guided)
 
 
-def build_run_plans(loaded: Loaded, directory: Path, trt: Trt, infer: Infer, cache: Cache) -> dict[str, PlanReport]:
-    """Build the plans of a run's parts, and of their unquantized twins if the run's engine loads plans.
-
-    Returns the reports by part, without the twins'.
-    """
+def build_run_plans(variants: Variants, trt: Trt) -> dict[str, PlanReport]:
+    """Build the plans of a run, and of unquantized twins if its engine loads plans; reports by part, without twins'."""
+    if trt.library == "none":
+        return {}
+    loaded, infer, directory, cache = variants.loaded, variants.loaded.infer, variants.directory, variants.shared.cache
     parts = [artifact(directory, "onnx", part).parent for part in exported(loaded.parts)]
     paths = {path.stem: path for part in parts for path in sorted(part.glob("*.onnx"))}  # two with precise steps
     plans = build_plans(paths, directory, trt, infer, cache)

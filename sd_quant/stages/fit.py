@@ -1,13 +1,10 @@
 """A preset for each layer, so that the denoiser fits in ``quantize.budget`` bytes, or the whole pipeline in ``fit``.
 
-Each layer alone is measured at the output of its own part, and all layers of a preset together in images, which gives
-all presets of all parts one unit: a layer's squared error is multiplied by what its preset does to images
-(``chosen_by_images``). Then all layers share one knapsack (``quantization.budget``). The road not taken is to measure
-every layer in images, which is hundreds of times the work.
-
-What has to fit in ``fit`` are the weights, the activations of a call and the process (``inference.memory``): those of
-all parts with the largest call, or, with ``quantize.resident=one``, those of each part alone. A budget is the small
-case: bytes of one part, the denoiser.
+Each layer alone is measured at the output of its own part, and all layers of a preset together in images
+(``chosen_by_images``), which gives all presets one unit: a layer's squared error times what its preset does to images.
+Then all layers share one knapsack (``quantization.budget``). The road not taken is to measure every layer in images,
+which is hundreds of times the work. What has to fit in ``fit`` are weights, activations of a call and the process
+(``inference.memory``): of all parts with the largest call, or, with ``quantize.resident=one``, of each part alone.
 """
 
 import logging
@@ -135,10 +132,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The chosen assignment, with the costs and errors of all candidates."""
+    """The chosen assignments, with the costs and errors of all candidates."""
 
-    assignment: dict[str, LayerAssignment]  # of the denoiser
-    parts: dict[str, dict[str, LayerAssignment]]  # of the others that are quantized
+    assignments: Made  # of the parts of which a layer is quantized, the denoiser first
     limited: Limited
     solved: Solved
 
@@ -182,10 +178,7 @@ def decibels(error: float) -> float | None:
 
 
 def limit_of(loaded: Loaded) -> Limited | None:
-    """What the limit of a job is about; None without one.
-
-    Raises ConfigError for a limit that cannot be met, or within which nothing has to be quantized.
-    """
+    """The limit of a job; None without one. Raises ConfigError for one that cannot be met, or asks for nothing."""
     if loaded.recipe.fit is not None:
         offers = offers_of(loaded)
         return Limited(offers, groups_of(loaded, offers), bytes_in(loaded.recipe.fit), loaded.recipe.resident)
@@ -229,21 +222,20 @@ def offers_of(loaded: Loaded) -> dict[str, Offer]:
     nearest = replace(loaded.recipe, smoothing="none", alpha=None, rounding="nearest", scale_search=False)
     formats = dict.fromkeys(each.recipe.enable.linear.weight for each in loaded.offered.values())
     recipes: dict[str, Recipe | None] = {**{fmt: with_weights(nearest, fmt) for fmt in formats}, KEPT: None}
-    for part in loaded.parts:
-        if part != loaded.denoiser:
-            itemsize = loaded.parts[part].contract.weights.itemsize
-            layers = layers_of(loaded, part) if part in exported(loaded.parts) else {}
-            layers = {name: row for name, row in layers.items() if row[0] != "excluded"}
-            sizes = {
-                name: {
-                    label: stored_bytes(shape, role, each, itemsize)
-                    for label, each in recipes.items()
-                    if each is None or divides(label, math.prod(shape[1:]))
-                }
-                for name, (role, shape) in layers.items()
+    for part in [part for part in loaded.parts if part != loaded.denoiser]:
+        itemsize = loaded.parts[part].contract.weights.itemsize
+        layers = layers_of(loaded, part) if part in exported(loaded.parts) else {}
+        layers = {name: row for name, row in layers.items() if row[0] != "excluded"}
+        sizes = {
+            name: {
+                label: stored_bytes(shape, role, each, itemsize)
+                for label, each in recipes.items()
+                if each is None or divides(label, math.prod(shape[1:]))
             }
-            roles = {name: role for name, (role, _) in layers.items()}
-            offers[part] = Offer(f"{part}:", [(name,) for name in layers], roles, sizes, recipes, stored[part])
+            for name, (role, shape) in layers.items()
+        }
+        roles = {name: role for name, (role, _) in layers.items()}
+        offers[part] = Offer(f"{part}:", [(name,) for name in layers], roles, sizes, recipes, stored[part])
     return offers
 
 
@@ -316,23 +308,21 @@ def quantized_alone(assignment: Mapping[str, LayerAssignment], names: Collection
 def measure_presets(
     loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer], shared: Shared | None = None
 ) -> Measured:
-    """Measure each layer with each preset at the output of its part, and each preset for all layers of one in images.
-
-    ``shared`` as for ``measure_sensitivity``.
-    """
+    """Measure each preset: each layer alone at the output of its part, and all layers of a part in images."""
     squared_error_of, calls = image_errors(loaded)
     errors: dict[str, dict[str, Mapping[str, float]]] = {part: {} for part in offers}
-    uniform = {}
-    for part, offer in offers.items():
-        for label in offer.labels:
-            made = assigned(loaded, statistics, offers, {part: offer.all_in(label)})
-            if part == loaded.denoiser:
-                errors[part][label] = measure_sensitivity(
-                    loaded.checkpoint, made[part], statistics, 0, loaded.guidance_scale, shared
-                ).network_error
-            else:
-                errors[part][label] = errors_alone(loaded, part, made[part], calls.get(part, ()))
-            uniform[offer.named(label)] = squared_error_of(made, f"all in {offer.named(label)}") ** 0.5
+    uniform, scale = {}, loaded.guidance_scale
+    for part, label in ((part, label) for part, offer in offers.items() for label in offer.labels):
+        made, named = (
+            assigned(loaded, statistics, offers, {part: offers[part].all_in(label)}),
+            offers[part].named(label),
+        )
+        if part == loaded.denoiser:
+            found = measure_sensitivity(loaded.checkpoint, made[part], statistics, 0, scale, shared)
+            errors[part][label] = found.network_error
+        else:
+            errors[part][label] = errors_alone(loaded, part, made[part], calls.get(part, ()))
+        uniform[named] = squared_error_of(made, f"all in {named}") ** 0.5
     return Measured(errors, uniform, squared_error_of)
 
 
@@ -419,21 +409,19 @@ def fit(loaded: Loaded, statistics: Statistics, limited: Limited, measured: Meas
     plain = partial(plain_choices, offers, limits)
     solved = solve(units, limits, measure, apart, measured.uniform, plain)
     chosen = solved.candidates[solved.taken].labels
-    labels, parts = by_part(offers, chosen), dict(assignments_of(chosen))
+    labels = by_part(offers, chosen)
     rows = [row for part, offer in offers.items() for row in rows_of(offer, labels[part], measured.errors[part])]
     write_csv(rows, directory / "budget.csv")
-    return Fitted(parts.pop(loaded.denoiser), parts, limited, solved)
+    return Fitted(assignments_of(chosen), limited, solved)
 
 
 def limits_of(limited: Limited) -> list[Limit]:
     """What the units of each group may cost, by their places among those of all parts."""
-    places, count = {}, 0
-    for part, offer in limited.offers.items():
-        places[part] = range(count, count := count + len(offer.units))
+    owners = [part for part, offer in limited.offers.items() for _ in offer.units]
     return [
         Limit(
             group.limit - sum(limited.offers[part].fixed for part in group.parts),
-            [place for part in group.parts for place in places[part]],
+            [place for place, part in enumerate(owners) if part in group.parts],
         )
         for group in limited.groups
     ]

@@ -42,10 +42,7 @@ def recipe_sampling(infer: Infer) -> Sampling:
 
 
 def calibration_sampling(model: Model, infer: Infer, knobs: Quantize, rows: Sequence[Row] = ()) -> Sampling:
-    """The settings of sampling for calibration by these ``rows``.
-
-    Raises what ``calibration_source_of`` and ``arguments_of`` raise.
-    """
+    """The settings of sampling for calibration by these ``rows``. Raises what ``sampling_of`` raises."""
     (width, height), *others = sizes = sizes_of(model)
     return Sampling(
         knobs.n_steps, infer.scale, height, width, knobs.batch_size, knobs.seed, infer.negative_prompts(),
@@ -84,9 +81,8 @@ def arguments_of(
 ) -> list[dict[str, Any]] | None:
     """Further arguments of the calls for images in turn, each for ``samples`` of them; None without any.
 
-    They are the condition images that ``knob`` names, where a ControlNet with one image has it for all, or what
-    ``rows`` of a table state. Raises ConfigError for different numbers of condition images, and what ``read_whole``
-    raises.
+    They are the condition images of ``knob``, a single one for all, or those of the ``rows`` of a table. Raises
+    ConfigError for different numbers of condition images, and what ``read_whole`` raises.
     """
     each = [image_files(knob, input_path(path)) for path in control]
     count = max(map(len, each), default=0)
@@ -125,20 +121,14 @@ def latents_of(infer: Infer) -> Tensor | None:
 def generate(
     pipeline: Pipeline, prompts: list[str], sampling: Sampling, description: str, by_batch: ByBatch = in_turn
 ) -> Generated:
-    """An image for each prompt, with a progress bar that shows the ``description``.
-
-    ``by_batch`` as for ``Pipeline``.
-    """
+    """An image for each prompt, with a progress bar of this ``description``; ``by_batch`` as for ``Pipeline``."""
     batches = len(sampling.batches(range(len(prompts))))
     with progress(batches * sampling.steps_taken, f"images, {description}") as advance:
         return pipeline(prompts, sampling, on_step=lambda step: advance(), by_batch=by_batch)
 
 
 def keep_prompts(infer: Infer, directory: Path) -> None:
-    """Write the prompts of a data set with their categories, and those that were drawn, into a job's folder.
-
-    So the job can be done again without the file that they are from. Lists and whole text files are not kept.
-    """
+    """Write drawn prompts, and those of a data set with categories, into a folder, for later without their file."""
     prompts = infer.distinct_prompts()
     if infer.num_prompts is not None or any(prompt.category is not None for prompt in prompts):
         write_prompts(prompts, directory / KEPT)

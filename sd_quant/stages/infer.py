@@ -77,10 +77,7 @@ def infer(job: InferJob, directory: Path) -> None:
 
 
 def engine_files(job: InferJob) -> dict[str, Path]:
-    """The file of each part that the job's engine loads; none for torch, which computes the checkpoint itself.
-
-    Raises ArtifactError for an ONNX file that is broken or lacks its weights.
-    """
+    """The files that the engine loads, by part; none for torch. Raises ArtifactError for a broken ONNX file."""
     kind = RUNTIMES[job.infer.engine].file
     files = {} if kind is None else part_paths(job, kind) | precise_paths(job)
     for path in files.values():

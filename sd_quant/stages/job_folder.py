@@ -1,4 +1,4 @@
-"""The folder of a job: whether the job is done, and which files an interrupted attempt has left.
+"""The folder of a job: whether the job is done, which files an interrupted attempt has left, and the closing words.
 
 A job is done when its record is there with the fingerprint of everything that decides it. A process holds the folder's
 lock until it ends, in whatever way, so a lock file without a record is left by an interrupted attempt.
@@ -6,6 +6,7 @@ lock until it ends, in whatever way, so a lock file without a record is left by 
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,20 +22,30 @@ from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import UNFINISHED, digest, remove
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.result_folder import remove_result
+from sd_quant.metrics import SCORES
 from sd_quant.places import CONF, GROUPS, input_path, lasting, shown
+from sd_quant.process import seconds_since_start
+from sd_quant.progress import working
+from sd_quant.report import summary
 from sd_quant.report.provenance import made_of, provenance
+from sd_quant.report.readings import score_of
 from sd_quant.report.record import RECORD, at, read_record
-from sd_quant.report.summary import FAILURE, LOCK, LOG, PROVENANCE
-from sd_quant.shell import literal
+from sd_quant.report.run_table import run_table
+from sd_quant.report.shipped import last_words
+from sd_quant.report.summary import FAILURE, LOCK, PROVENANCE, RECOMMENDATION, REPORT, SWEEP
+from sd_quant.shell import literal, pasted
 from sd_quant.source import source_digest
-from sd_quant.text import one_line
+from sd_quant.text import counted, one_line
 
+LOG = logging.getLogger(__name__)
+ALPHA = ("alpha", "quantize.alpha")
+DONE_BEFORE = "done before: nothing that this job depends on has changed since"
 # What each room writes into a job's folder. Nothing else is ever removed: the user may have named any folder.
 HAND_OVER = "hand_over"
 FOLDERS = ("onnx", "plan", "full_precision", "images", HAND_OVER)
 WRITTEN = (*stages.WRITES, *report.WRITES)
 A_JOBS = (LOCK, RECORD, PROVENANCE)  # marks of a job's folder
-BEFORE_A_JOB = (".hydra", LOG, "judge.log", LOCK, FAILURE)  # left by Hydra, and by a job that was refused
+BEFORE_A_JOB = (".hydra", summary.LOG, "judge.log", LOCK, FAILURE)  # left by Hydra, and by a job that was refused
 
 
 def inputs_of(job: QuantizeJob) -> dict[str, Path]:
@@ -50,10 +61,7 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
-    """The versions, the machine and the hashes of the inputs that the job starts from, as ``provenance`` has them.
-
-    Where presets of the user's own may be among the overrides, so is the folder in which Hydra finds them.
-    """
+    """The job's versions, machine and hashes of inputs, and its overrides with the folder of own presets."""
     file = directory / ".hydra" / "overrides.yaml"
     overrides = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else []
     own = ",".join(literal(f"file://{folder}") for folder in GROUPS if folder != CONF)
@@ -173,3 +181,41 @@ def remove_unfinished(folder: Path) -> None:
     for path in list(folder.iterdir()):
         if UNFINISHED.fullmatch(path.name):
             remove(path)
+
+
+def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
+    """Print the table of a run, or log a line of a sweep's job; returns the mean PSNR in dB.
+
+    A run gets its report, unless it has one of this very record; the jobs of a sweep have theirs together.
+    """
+    psnr = score_of(record, SCORES["psnr"]).value.value
+    if in_sweep(directory):
+        LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
+        return psnr
+    print(run_table(record))
+    if auto := record.get("auto"):
+        given = [each for each in record["overrides"] or [] if each.partition("=")[0] not in ALPHA]
+        print(f"alpha=auto {with_auto(auto)}: {pasted('quantize', *given, 'alpha=auto')}\n")
+    drawn = [directory / REPORT, directory / RECOMMENDATION]
+    made = (directory / RECORD).stat().st_mtime_ns
+    if any(not path.exists() or path.stat().st_mtime_ns < made for path in drawn):
+        from sd_quant.report.rebuild import rebuild  # which draws
+
+        with working("report"):
+            rebuild(directory)
+    print(f"run directory: {shown(directory)} (the command took {seconds_since_start():.1f} s)")
+    print(last_words(directory))
+    return psnr
+
+
+def with_auto(auto: Mapping[str, Any]) -> str:
+    """What ``alpha=auto`` would give, in words."""
+    before, after = auto["error"], auto["error_auto"]
+    verb = "lowers" if after < before else "does not lower"
+    of = f"{auto['lower']} of {counted(auto['inputs'], 'input')} tried"
+    errors = f"{before:.2%} with the given alpha, {after:.2%} with auto; lower in {of}"
+    return f"{verb} the expected error of layers ({errors})"
+
+
+def in_sweep(directory: Path) -> bool:
+    return (directory.parent / SWEEP).exists()

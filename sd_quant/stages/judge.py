@@ -1,9 +1,8 @@
 """Third-party checkpoints, and runs of ours, judged by one rule: the same prompts, seeds and full precision.
 
-Each candidate gets a folder like a job of a sweep, so whatever shows a sweep shows candidates too: its images beside
-those in full precision, ``layers.csv`` with the error of each layer, and a record. All candidates are opened before
-anything is computed, so that an unknown file is refused at once. One network is open at a time where memory does not
-hold two.
+Each candidate gets a folder like a job of a sweep, so whatever shows a sweep shows candidates too. All candidates are
+opened before anything is computed, so that an unknown file is refused at once. One network is open at a time where
+memory does not hold two.
 """
 
 import dataclasses
@@ -17,25 +16,24 @@ from pathlib import Path
 import torch
 
 from sd_quant.cache import locked
-from sd_quant.config import Judge, JudgeJob, Model, QuantizeJob, is_run, run_job
+from sd_quant.config import Judge, JudgeJob, Model, is_run, run_job
 from sd_quant.devices import threads
 from sd_quant.errors import ConfigError, SdQuantError, of_the_machine
 from sd_quant.files import digest, write_json
 from sd_quant.interchange.other_parts import read_parts
 from sd_quant.knobs import read
-from sd_quant.models.checkpoint import denoisers_of
-from sd_quant.report.provenance import provenance
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import DONE, at, base_sha256, read_object, weights_sha256
+from sd_quant.report.record import DONE, at, read_object
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import FAILURE, LOCK, SWEEP, read_sweep, sweep_table
 from sd_quant.source import source_digest
-from sd_quant.stages.hand_over import text_fidelity
+from sd_quant.stages.baseline import Baseline, baseline_of
+from sd_quant.stages.consumer import text_fidelity
 from sd_quant.stages.job_folder import check_own, finished, remove_leftovers, remove_unfinished
-from sd_quant.stages.judge_one import Baseline, judge_one
-from sd_quant.stages.resources import Needs, by_torch, part_needs, workload_of
-from sd_quant.stages.session import open_session, open_unchecked
-from sd_quant.stages.subjects import JudgedWith, Subject, subject_of
+from sd_quant.stages.judge_one import judge_one
+from sd_quant.stages.judged_run import run_subject
+from sd_quant.stages.session import open_unchecked
+from sd_quant.stages.third_party import Subject, third_party
 from sd_quant.stages.variants import FRAMEWORK
 
 LOG = logging.getLogger(__name__)
@@ -54,10 +52,10 @@ def judge(job: JudgeJob, directory: Path) -> None:
             raise ConfigError(f"{directory} holds a sweep of quantize; set hydra.run.dir to another folder")
         remove_unfinished(directory)
         baseline = baseline_of(job, directory)
-        subjects = subjects_of(job.judge, baseline, directory)
+        subjects = subjects_of(job.judge, baseline)
         write_json(directory / SWEEP, plan_of(job.judge))
         try:
-            judge_all(subjects, baseline, directory)
+            judge_all(subjects, baseline)
         finally:  # those that are judged are shown, whatever became of the others
             rebuild(directory)
             print(sweep_table(read_sweep(directory)))
@@ -85,62 +83,45 @@ def check_candidates(model: Model, judge: Judge) -> None:
 
 
 def judge_sweep(directory: Path) -> None:
-    """Judge the candidates of a sweep in its folder, by the model and the images of its first finished job.
-
-    Nothing happens where there are none, or no job is done.
-    """
+    """Judge a sweep's candidates in its folder, by the model and images of its first finished job."""
     stated = at(read_object(directory / SWEEP), "judge")
     done = [job for job in read_sweep(directory).own if job.status == DONE]
     if not done or not at(stated, "candidates"):
         return
     judge = read(Judge, stated, "judge.")  # the sweep's own, because jobs that were done before know of no later ones
     baseline = replace(baseline_of(run_job(str(done[0].directory)), directory), judge=judge)
-    judge_all(subjects_of(judge, baseline, directory), baseline, directory)
+    judge_all(subjects_of(judge, baseline), baseline)
 
 
-def baseline_of(job: JudgeJob | QuantizeJob, directory: Path) -> Baseline:
-    """The full-precision model, checked, and all that candidates are compared by."""
-    work = by_torch(workload_of(job.infer))
-    session = open_session(job.model, job.infer, lambda session: part_needs(session.parameters, work), directory)
-    weights = {"the candidate": 4.0 * sum(session.parameters[part] for part in denoisers_of(session.checkpoint))}
-    return Baseline(
-        session, job.model, job.infer, job.judge, job.timing,
-        job.cache, job.metrics, provenance(job.model.inputs() | job.infer.inputs(), []),
-        session.together(work, Needs(weights, weights), "the model and a candidate"),
-    )  # fmt: skip
-
-
-def subjects_of(judge: Judge, baseline: Baseline, directory: Path) -> list[Subject]:
-    """Open every candidate. Raises what the first that cannot be opened raises.
-
-    Raises ConfigError for a candidate that lies in the folder of its results, or contains it.
-    """
-    sha256, base = weights_sha256(baseline.facts), base_sha256(baseline.facts)
-    runs = JudgedWith(baseline.model, baseline.infer, baseline.cache, directory, judge.trust_runs, base)
+def subjects_of(judge: Judge, baseline: Baseline) -> list[Subject]:
+    """Open every candidate. Raises what readers raise, and ConfigError for one inside or around its results' folder."""
     for name, path in judge.named().items():
-        folder, given = (directory / name).resolve(), path.resolve()
+        folder, given = (baseline.directory / name).resolve(), path.resolve()
         if folder == given or folder in given.parents or given in folder.parents:
             raise ConfigError(
                 f"the candidate {path} and the folder of its results, {folder}, lie in each other; set hydra.run.dir "
                 "to another folder"
             )
-    return [subject_of(name, path, baseline.session, sha256, runs) for name, path in judge.named().items()]
+    return [
+        (run_subject if is_run(path) else third_party)(name, path, baseline) for name, path in judge.named().items()
+    ]
 
 
-def judge_all(subjects: Sequence[Subject], baseline: Baseline, directory: Path) -> None:
+def judge_all(subjects: Sequence[Subject], baseline: Baseline) -> None:
     """Judge each candidate in its own folder. One that fails leaves the reason; the first failure is raised last."""
+    directory = baseline.directory
     marks = {each.name: mark_of(each, baseline) for each in subjects}
     left = [each for each in subjects if finished(directory / each.name, marks[each.name]) is None]
     if done := len(subjects) - len(left):
         LOG.info("%d of %d candidates were judged before", done, len(subjects))
     if not left:
         return
-    reference, failure = baseline.outputs(directory), None
+    reference, failure = baseline.outputs(), None
     if any(subject.cuts_text for subject in left):
         text = text_fidelity(baseline.session, baseline.infer, reference.images[FRAMEWORK].images)
         baseline = replace(baseline, text=text)
     for number, subject in enumerate(left, start=1):
-        LOG.info("candidate %d of %d: %s, %s", number, len(left), subject.name, subject.maker)
+        LOG.info("candidate %d of %d: %s, %s", number, len(left), subject.name, subject.denoiser.maker)
         folder = directory / subject.name
         folder.mkdir(exist_ok=True)
         check_own(folder)
@@ -167,7 +148,7 @@ def mark_of(subject: Subject, baseline: Baseline) -> str:
     own = {group: dataclasses.asdict(getattr(baseline, group)) for group in ("model", "infer", "metrics")}
     knobs = own | {"judge": judge}
     inputs = {name: each["sha256"] for name, each in baseline.facts["inputs"].items()}
-    prompts = baseline.prompts, baseline.categories
+    prompts = baseline.prompts, baseline.infer.categories()
     made = subject.file["sha256"], subject.runtime is not None  # whose library may be installed later
     return digest(
         json.dumps([knobs, prompts, inputs, made, baseline.facts["versions"], source_digest()], sort_keys=True)

@@ -1,14 +1,10 @@
 """Latency of the three variants of the model, of each part and from prompt to image.
 
-Where memory holds both engines, they are timed in the same rounds and openings. Torch has rounds of its own: its
-threads spin for a while after each call and take processors from the next engine, which makes the ratio of the engines
-two to three times as noisy. The compiled baseline is timed in the rounds of the engines all the same, because it is
-compared with them, and on a GPU nothing spins. Images are made by both engines in turn, and the record says where their
-speed-up contradicts that of the rounds. Where memory does not hold both engines, they are timed one after the other and
-the time of an image is the sum of its parts' times; the record says so.
-
-A job of a sweep whose unquantized engines another job has timed takes their latencies from its record and times
-nothing: the sweep times all engines together when the jobs have ended, and fills in what the job lacks.
+Where memory holds both engines, they are timed in the same rounds and openings, and make images in turn: the record
+says where the speed-up of images contradicts that of the rounds. Else they are timed one after the other, and the time
+of an image is the sum of its parts' times. Torch has rounds of its own: its threads spin for a while after each call
+and take processors from the next engine, which makes the ratio of the engines two to three times as noisy. The compiled
+baseline is timed in the rounds of the engines all the same, because it is compared with them.
 """
 
 import logging
@@ -51,13 +47,11 @@ from sd_quant.process import available_memory_bytes
 from sd_quant.progress import progress
 from sd_quant.report.record import IMAGE, TORCH, Conditions
 from sd_quant.report.timing import in_image, mean_call
-from sd_quant.stages.compare import HALF, CallsOfAnImage
 from sd_quant.stages.generate import recipe_sampling, sampling_of
-from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED
+from sd_quant.stages.shared import HALF, CallsOfAnImage
+from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
-Engines = Mapping[str, Mapping[str, Engine]]  # by variant, which is FRAMEWORK, FULL_PRECISION or QUANTIZED, and part
 LOG = logging.getLogger(__name__)
-NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 COMPOSED = "the unquantized engine's image with the quantized denoiser's calls in it"
 COMPOSED_COMPILED = "the unquantized engine's image with the compiled denoiser's calls in it"
 FROM_PARTS = "from single calls, as memory does not hold everything at once"
@@ -68,94 +62,66 @@ SHORT = 1000  # milliseconds by which a few disturbed calls may differ
 TOO_FEW = "too few rounds for an interval; raise infer.num_timed_runs or timing.budget_s"
 
 
-def compare_latency(
-    checkpoint: Checkpoint,
-    engines: Engines,
-    prompts: list[str],
-    infer: Infer,
-    timing: Timing,
-    together: bool,
-    simulated: str | None = None,
-    others: Collection[str] = (),
-    calls: CallsOfAnImage | None = None,
-) -> dict:
-    """The record's ``latency``, with the compiled baseline's denoiser where ``engines`` have one.
+def compare_latency(variants: Variants, infer: Infer, timing: Timing, calls: CallsOfAnImage | None = None) -> dict:
+    """The record's ``latency``, with the compiled baseline's denoiser where the variants have one.
 
-    ``together`` says whether all variants may be open at once. ``simulated`` is the reason why the quantized denoiser
-    is simulated and not timed, or None. ``others`` are the other parts that are quantized. ``calls`` are those of a
-    quantized image. Several denoisers are timed in the same rounds; in an image each has its calls.
+    ``calls`` are those of a quantized image. Several denoisers are timed in the same rounds; in an image each has its
+    calls.
     """
-    untimed = NOT_QUANTIZED if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
-    contracts, sampling, denoiser = contracts_of(checkpoint), sampling_of(infer), checkpoint.family.DENOISER
+    checkpoint, together = variants.loaded.checkpoint, variants.together
+    contracts, sampling, simulated = contracts_of(checkpoint), sampling_of(infer), variants.simulated
     calls_of = calls_in_image(checkpoint, sampling, {} if calls is None else calls.by_denoiser)
-    samplings = dict.fromkeys(engines, sampling) | {QUANTIZED: recipe_sampling(infer)}
-    framework, compiled, runtime = dict[str, dict](), dict[str, dict](), dict[str, dict]()
-    openings: Sequence[int] = ()  # of the denoiser
-    medians: dict[str, dict[str, float]] = {FRAMEWORK: {}, FULL_PRECISION: {}}  # by variant and part
-    timed = {*others, denoiser} - ({*calls_of} if simulated is not None else set())  # of the quantized variant
+    timed = variants.assignments.keys() - ({*calls_of} if simulated is not None else set())  # of the quantized variant
     groups = [[*calls_of], *([part] for part in contracts if part not in calls_of)]  # parts in the same rounds
-    groups = groups if together else [[part] for part in contracts]
-    saved = 0.0  # milliseconds of an image, by the other parts that are quantized
+    rounds, times = dict[str, list[Rounds]](), dict[str, dict[str, dict]]()  # by part, and variant
     with progress(len(contracts) + 1, "latency") as advance:
-        for group in groups:
+        for group in groups if together else [[part] for part in contracts]:
             stopping = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s if group[0] in calls_of else 0)
-            rounds = rounds_of_group(checkpoint, engines, group, timed, infer, stopping, calls_of, together)
+            made = rounds_of_group(variants, group, timed, infer, stopping, calls_of)
             for part in group:
-                times = {
-                    name: judged(each.statistics(key)) for each in rounds for key in each.samples
+                rounds[part] = made
+                times[part] = {
+                    name: judged(each.statistics(key)) for each in made for key in each.samples
                     for name, _, own in [key.partition("/")] if own == part
                 }  # fmt: skip
-                openings = rounds[0].openings if part == denoiser else openings
-                samples = str(samples_per_call(checkpoint, part, sampling))
-                framework[part] = {samples: {FULL_PRECISION: times[FRAMEWORK]}}
-                runtime[part] = {samples: {FULL_PRECISION: times[FULL_PRECISION]}}
-                if part not in timed:
-                    runtime[part][samples][QUANTIZED] = untimed if part in (denoiser, *others) else NOT_QUANTIZED
-                else:
-                    before, after = (times[name]["samples_ms"] for name in (FULL_PRECISION, QUANTIZED))
-                    found = compared(before, after, rounds[0].openings)
-                    found["rounds"] = conditions(rounds, f"{FULL_PRECISION}/{part}")
-                    runtime[part][samples] |= {QUANTIZED: times[QUANTIZED], **found}
-                    times_called = 0 if part in calls_of else calls_beside(checkpoint, part, calls_of)
-                    saved += times_called * (statistics.median(before) - statistics.median(after))
-                if COMPILED_FRAMEWORK in times:
-                    compiled[part] = {samples: {FULL_PRECISION: times[COMPILED_FRAMEWORK]}}
-                for name, each in medians.items():
-                    each[part] = statistics.median(times[name]["samples_ms"])
                 advance()
-        added_up = {name: image_of_parts(checkpoint, each, calls_of) for name, each in medians.items()}
-        if together:
-            # that for calls, with half the number and a quarter of the time
-            stopping = Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
-            of_engines = [FULL_PRECISION, *([QUANTIZED] if simulated is None else [])]
-            images = {
-                name: times
-                for turn in (of_engines, [FRAMEWORK])
-                for name, times in image_times(
-                    checkpoint, {name: engines[name] for name in turn}, prompts, samplings, stopping
-                ).items()
-            }
-        else:
-            images = added_up
+        medians = {
+            name: {part: statistics.median(each[name]["samples_ms"]) for part, each in times.items() if name in each}
+            for name in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
+        }
+        added_up = {name: image_of_parts(checkpoint, medians[name], calls_of) for name in (FRAMEWORK, FULL_PRECISION)}
+        images = whole_images(variants, infer, timing) if together else added_up
         advance()
-    batch = str(infer.batch_size)
 
-    def mean_of(times: Mapping[str, dict], variant: str) -> list[float]:
+    def entry_of(part: str) -> dict:
+        """The engine's times of a part, and what quantizing it gains."""
+        own = times[part]
+        if part not in timed:
+            return {FULL_PRECISION: own[FULL_PRECISION], QUANTIZED: untimed if part in variants.assignments else none}
+        both = {name: own[name] for name in (FULL_PRECISION, QUANTIZED)}
+        before, after = (each["samples_ms"] for each in both.values())
+        found = compared(before, after, rounds[part][0].openings)
+        return both | found | {"rounds": conditions(rounds[part], f"{FULL_PRECISION}/{part}")}
+
+    def mean_of(variant: str) -> list[float]:
         """Milliseconds of the mean of an image's calls; a denoiser without this variant has the unquantized one."""
-        found = {part: next(iter(times[part].values())) for part in calls_of}
-        return mean_call(calls_of, {
-            part: each[variant if "samples_ms" in each[variant] else FULL_PRECISION]["samples_ms"]
-            for part, each in found.items()
-        })  # fmt: skip
+        own = {part: times[part].get(variant, times[part][FULL_PRECISION]) for part in calls_of}
+        return mean_call(calls_of, {part: each["samples_ms"] for part, each in own.items()})
 
     def rounds_of(name: str) -> dict:
         made = images[name].rounds
         return {} if made is None else {"rounds": conditions([made], name)}
 
+    none = {"p50_ms": None, "reason": "not quantized"}
+    untimed = none if simulated is None else {"p50_ms": None, "reason": f"simulated: {simulated}"}
+    batch, samples = str(infer.batch_size), {part: str(samples_per_call(checkpoint, part, sampling)) for part in times}
+    framework = {part: {samples[part]: {FULL_PRECISION: own[FRAMEWORK]}} for part, own in times.items()}
+    runtime = {part: {samples[part]: entry_of(part)} for part in times}
     baseline, full = (image_entry(images[name], added_up[name]) for name in (FRAMEWORK, FULL_PRECISION))
     framework[IMAGE] = {batch: {FULL_PRECISION: baseline, **rounds_of(FRAMEWORK)}}
     runtime[IMAGE] = {batch: {FULL_PRECISION: full, QUANTIZED: untimed, **rounds_of(FULL_PRECISION)}}
-    rest, reference = images[FULL_PRECISION].rest, mean_of(runtime, FULL_PRECISION)
+    rest, reference = images[FULL_PRECISION].rest, mean_of(FULL_PRECISION)
+    openings = rounds[checkpoint.family.DENOISER][0].openings
 
     def over_full_precision(samples: Sequence[float], rest_of: float) -> dict:
         return compared(in_image(reference, reference, rest), in_image(reference, samples, rest_of), openings)
@@ -167,35 +133,53 @@ def compare_latency(
         return {"p50_ms": full["p50_ms"] / speedup, "composed": how if together else FROM_PARTS}
 
     if simulated is None:
+        saved = sum(  # milliseconds of an image, by the other parts that are quantized
+            calls_beside(checkpoint, part, calls_of) * (medians[FULL_PRECISION][part] - medians[QUANTIZED][part])
+            for part in times if part in timed and part not in calls_of
+        )  # fmt: skip
         less = saved / sum(count * medians[FULL_PRECISION][part] for part, count in calls_of.items())
-        quantized_rest, share = max(0.0, rest - less), 1.0
+        quantized_rest, share, shares = max(0.0, rest - less), 1.0, {}
         if calls is not None and infer.pulls_levers:
-            share = calls.share(costs_of(checkpoint, engines[QUANTIZED], infer, calls, together), sampling.steps_taken)
-        found = over_full_precision([share * each for each in mean_of(runtime, QUANTIZED)], quantized_rest)
-        quantized = composed(found["speedup"], COMPOSED) | ({"rest": quantized_rest} if saved else {})
-        if calls is not None and infer.pulls_levers:
-            quantized["calls_share"] = share
+            share = calls.share(costs_of(variants, infer, calls), sampling.steps_taken)
+            shares = {"calls_share": share}
+        found = over_full_precision([share * each for each in mean_of(QUANTIZED)], quantized_rest)
+        quantized = composed(found["speedup"], COMPOSED) | ({"rest": quantized_rest} if saved else {}) | shares
         if full["p50_ms"] is None:  # then what an image takes beside its calls is not known either
             found = {"speedup": {"value": None, "reason": full["reason"]}}
         elif together:
             found["whole_images"] = of_whole_images(found, images[FULL_PRECISION].totals, images[QUANTIZED].totals)
         runtime[IMAGE][batch] |= {QUANTIZED: quantized, **found}
+    compiled = {
+        part: {samples[part]: {FULL_PRECISION: own[COMPILED_FRAMEWORK]}}
+        for part, own in times.items()
+        if COMPILED_FRAMEWORK in own
+    }
     if not compiled:
         return {TORCH: framework, infer.engine: runtime}
-    speedup = over_full_precision(mean_of(runtime | compiled, FULL_PRECISION), rest)["speedup"]
+    speedup = over_full_precision(mean_of(COMPILED_FRAMEWORK), rest)["speedup"]
     compiled[IMAGE] = {batch: {FULL_PRECISION: composed(speedup, COMPOSED_COMPILED)}}
     return {TORCH: framework, COMPILED: compiled, infer.engine: runtime}
 
 
-def costs_of(
-    checkpoint: Checkpoint, variant: Mapping[str, Engine], infer: Infer, calls: CallsOfAnImage, together: bool
-) -> dict[str, float]:
+def whole_images(variants: Variants, infer: Infer, timing: Timing) -> dict[str, ImageTimes]:
+    """The times of images by both engines in turn, and then by torch; half of the number and a quarter of the time."""
+    stopping = Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
+    samplings = dict.fromkeys(variants.engines, sampling_of(infer)) | {QUANTIZED: recipe_sampling(infer)}
+    found = dict[str, ImageTimes]()
+    for turn in ([FULL_PRECISION, *([QUANTIZED] if variants.simulated is None else [])], [FRAMEWORK]):
+        engines = {name: variants.engines[name] for name in turn}
+        found |= image_times(variants.loaded.checkpoint, engines, infer.prompt_list(), samplings, stopping)
+    return found
+
+
+def costs_of(variants: Variants, infer: Infer, calls: CallsOfAnImage) -> dict[str, float]:
     """The times of the other ``calls`` of the denoiser, as shares of a whole one: by precise letter, and HALF's."""
-    part, sampling = checkpoint.family.DENOISER, sampling_of(infer)
+    checkpoint, variant, sampling = variants.loaded.checkpoint, variants.engines[QUANTIZED], sampling_of(infer)
+    part = checkpoint.family.DENOISER
     contract, samples = contracts_of(checkpoint)[part], samples_per_call(checkpoint, part, sampling)
     timed = {COMPUTED: samples} | dict.fromkeys(calls.precise, samples) | ({HALF: samples // 2} if calls.half else {})
     found = dict[str, list[float]]()
-    for turn in [list(timed)] if together else [[name] for name in timed]:
+    for turn in [list(timed)] if variants.together else [[name] for name in timed]:
         engines = {name: variant[engine_of_letter(part, COMPUTED if name == HALF else name)] for name in turn}
         found |= measure_together(
             {name: part_call(engine, contract, timed[name], sampling) for name, engine in engines.items()},
@@ -207,36 +191,30 @@ def costs_of(
 
 
 def rounds_of_group(
-    checkpoint: Checkpoint,
-    engines: Engines,
-    group: Sequence[str],
-    timed: Collection[str],
-    infer: Infer,
-    stopping: Stopping,
+    variants: Variants, group: Sequence[str], timed: Collection[str], infer: Infer, stopping: Stopping,
     calls: Mapping[str, int],
-    together: bool,
-) -> list[Rounds]:
-    """Time rounds of the parts of a ``group`` by the engines, of those ``timed`` by the quantized one too.
-
-    Torch has rounds of its own: its threads spin behind a call.
-    """
+) -> list[Rounds]:  # fmt: skip
+    """Time a ``group`` of parts by the engines, those ``timed`` quantized too; torch apart, as its threads spin."""
+    engines = variants.engines
     by_variant = {FULL_PRECISION: group, QUANTIZED: timed, COMPILED_FRAMEWORK: engines.get(COMPILED_FRAMEWORK, ())}
     turns = [[(name, part) for name, parts in by_variant.items() for part in group if part in parts]]
     turns += [[(FRAMEWORK, part) for part in group]]
-    turns = turns if together else [[each] for turn in turns for each in turn]
+    turns = turns if variants.together else [[each] for turn in turns for each in turn]
     return [
-        part_rounds(checkpoint, {f"{name}/{part}": engines[name][part] for name, part in turn}, infer, stopping, calls)
+        part_rounds(
+            variants.loaded.checkpoint, {f"{name}/{part}": engines[name][part] for name, part in turn}, infer,
+            stopping, calls,
+        )
         for turn in turns  # of whose engines memory may hold no others
-    ]
+    ]  # fmt: skip
 
 
 def part_rounds(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, stopping: Stopping, calls: Mapping[str, int]
 ) -> Rounds:
-    """Time rounds of a part's call by each engine, ``<name>/<part>``, the reference first.
+    """Time rounds of a part's call by each engine, ``<name>/<part>``, the reference first; ``calls``: of an image.
 
-    ``calls`` are those of each denoiser in an image. Where engines have a budget of time, the machine is probed too,
-    but not for the framework, which has no interval.
+    With a budget of time the machine is probed too, but not for the framework, which has no interval.
     """
     sampling, contracts = sampling_of(infer), contracts_of(checkpoint)
     parts = {name: name.rpartition("/")[2] for name in engines}
@@ -298,10 +276,7 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
 
 
 def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
-    """The speed-up of whole images, from milliseconds, and whether it agrees with the one that rounds ``found``.
-
-    They agree where their intervals overlap.
-    """
+    """The speed-up of whole images, from milliseconds, and whether its interval overlaps the ``found`` one's."""
     whole = compared(full, quantized)
     ends = [each["speedup_interval"] for each in (found, whole)]
     agree = any(isinstance(each, dict) for each in ends) or max(low for low, _ in ends) <= min(high for _, high in ends)
@@ -321,10 +296,7 @@ def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequen
 
 
 def image_entry(image: ImageTimes, added_up: ImageTimes) -> dict:
-    """The record's latency of an image, without a figure where its denoiser's time contradicts that of the rounds.
-
-    ``image`` is ``added_up`` where no whole images were made.
-    """
+    """The record's latency of an image; no figure where its denoiser's time contradicts ``added_up``'s."""
     if image.rounds is None:
         return {"p50_ms": image.totals[0], "rest": image.rest, "composed": FROM_PARTS}
     found = statistics_of(image.totals, WARMUP_IMAGES, wall_clock.__name__) | {"rest": image.rest}

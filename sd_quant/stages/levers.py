@@ -23,10 +23,9 @@ from sd_quant.models.family import Observed
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.record import IMAGE, Control, Levers
 from sd_quant.source import source_digest
-from sd_quant.stages.compare import HALF, KeptOutputs, VariantOutputs
 from sd_quant.stages.generate import generate, recipe_sampling, sampling_of
-from sd_quant.stages.load import Loaded
 from sd_quant.stages.precise_steps import SCHEDULES, choosing_sampling, with_precise_steps
+from sd_quant.stages.shared import HALF, VariantOutputs
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
 LOG = logging.getLogger(__name__)
@@ -63,27 +62,26 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
         )
 
 
-def scheduled(variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: Statistics) -> tuple[Infer, Levers]:
-    """The job's ``infer`` with the schedule that its knobs ask for, and how it was chosen; as it is without.
+def scheduled(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[Infer, Levers]:
+    """The job's ``infer`` with the schedule of its knobs, and how it was chosen; ``calls``: see ``with_precise_steps``.
 
-    ``calls`` as for ``with_precise_steps``. The errors of single steps by reuse are the same for all recipes and
-    shares; the cache keeps them, and what was chosen.
+    The errors of single steps by reuse are the same for all recipes and shares; the cache keeps them, and the choice.
     """
-    infer, precise = with_precise_steps(variants, job, kept, calls)
+    infer, precise = with_precise_steps(variants, job, calls)
     if infer.reuse is None:
         return infer, Levers(chosen=None, precise=precise)
-    checkpoint = variants.loaded.checkpoint
+    checkpoint, shared = variants.loaded.checkpoint, variants.shared
     rows = job.calibration_rows()[: 2 * CHOOSING]
     prompts, sampling = prompts_of(rows), choosing_sampling(job, rows)
     source = {"source": source_digest("inference.reuse")}
-    origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | source
+    origin = shared.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | source
     half, (unquantized, quantized) = len(prompts) // 2, (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
     known = replacements(sampling.steps_taken)
-    products = kept.found(
+    products = shared.found(
         SCHEDULES, origin, lambda: products_of(changed_by(checkpoint, unquantized, prompts[:half], sampling, known)[1])
     )
     found = candidates(products, sampling.steps_taken, infer.saved_steps)
-    chosen = kept.found(
+    chosen = shared.found(
         SCHEDULES,
         origin | {"schedules": found, "assignments": variants.digests()},
         lambda: choose_schedule(checkpoint, unquantized, quantized, prompts, sampling, found, half),
@@ -98,13 +96,7 @@ def scheduled(variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: St
 
 
 def compared(
-    loaded: Loaded,
-    comparison: VariantOutputs,
-    variants: Variants,
-    infer: Infer,
-    kept: KeptOutputs,
-    latency: Mapping,
-    chosen: Levers,
+    variants: Variants, comparison: VariantOutputs, infer: Infer, latency: Mapping, chosen: Levers
 ) -> Levers | None:
     """The record's ``levers``: how the recipe's images are made, and how far those of each lever alone are.
 
@@ -113,18 +105,18 @@ def compared(
     calls = comparison.of_an_image
     if not infer.pulls_levers or calls is None:
         return None
-    checkpoint, prompts, engines = loaded.checkpoint, infer.prompt_list(), variants.engines
+    checkpoint = variants.loaded.checkpoint
     reference, recipe = (comparison.images[name].images for name in (FRAMEWORK, QUANTIZED))
 
     def images_of(variant: str, sampling: Sampling, what: str) -> Images:
         """Images that other recipes or other schedules have too, made once."""
 
         def make(by_batch: ByBatch) -> VariantOutputs:
-            made = generate(pipeline_of(checkpoint, engines[variant]), prompts, sampling, what, by_batch)
-            return VariantOutputs({variant: made}, {}, {}, {})
+            pipeline = pipeline_of(checkpoint, variants.engines[variant])
+            return VariantOutputs({variant: generate(pipeline, infer.prompt_list(), sampling, what, by_batch)})
 
         key = {"engine": infer.engine} | ({"assignments": variants.digests()} if variant == QUANTIZED else {})
-        return kept.provide(checkpoint, prompts, infer, make, key, sampling).images[variant].images
+        return variants.shared.provide(checkpoint, infer, make, key, sampling).images[variant].images
 
     bits = images_of(QUANTIZED, sampling_of(infer), "of bits alone")
     twin = images_of(FULL_PRECISION, recipe_sampling(infer), "full precision by the recipe's calls")
@@ -157,10 +149,7 @@ def compared(
 
 
 def steps_in_time(image: Mapping, share: float, steps: int) -> int:
-    """The fewest of ``steps`` for which full precision takes no less time than the recipe's image.
-
-    Where the recipe was not timed, the steps that have as many calls: ``share`` of all.
-    """
+    """The fewest ``steps`` of full precision in no less time than the recipe's image, untimed by ``share``."""
     speedup, rest = image.get("speedup"), image[FULL_PRECISION].get("rest")
     if not isinstance(speedup, float) or rest is None:
         return max(1, math.ceil(share * steps))

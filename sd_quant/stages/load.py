@@ -117,10 +117,7 @@ def load(model: Model, infer: Infer, quantize: Quantize, needs: Callable[[Loaded
 
 
 def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) -> Loaded:
-    """Check the knobs against the checkpoint's structure and find the layers that the recipe quantizes.
-
-    Raises ConfigError for knobs or a recipe that do not fit.
-    """
+    """The layers that the recipe quantizes. Raises ConfigError for knobs or a recipe that do not fit the checkpoint."""
     session.check(model, infer, recipe)
     loaded, others = with_denoiser(session, model, infer, recipe), dict[str, Loaded]()
     for part in other_denoisers(session, model, recipe):
@@ -200,10 +197,7 @@ def check_no_convolutions(part: str, adapted: Sequence[str]) -> None:
 
 
 def offered_in(recipe: Quantize, family: str, linears: Collection[str], alone: Collection[str]) -> dict[str, Offered]:
-    """The presets that layers may have; of the job's own the weights of the linears ``alone`` are quantized alone.
-
-    What a preset excludes it still quantizes where a file names it.
-    """
+    """The presets that layers may have; the job's own quantizes weights alone in the linears ``alone``."""
     excluded, patterns = recipe.patterns("exclude", family), recipe.patterns("weights_alone", family)
     return {
         label: Offered(
@@ -233,10 +227,7 @@ def check_offered(
 
 
 def presets_of_parts(session: Session, given: Mapping[str, str], alone: str | None = None) -> dict[str, str]:
-    """The presets of other parts than denoisers, with text encoders by name. Raises ConfigError for a wrong part.
-
-    ``alone`` is the only denoiser that is quantized, where ``model.denoiser`` names one.
-    """
+    """The presets of other parts than denoisers; ``alone``: model.denoiser. Raises ConfigError for a wrong part."""
     denoisers = {session.denoiser, *session.checkpoint.family.DENOISERS}
     others = [part for part in exported(session.parts) if part not in denoisers]
     named = {TEXT_ENCODERS: [part for part in others if session.parts[part].component.startswith("text_encoder")]}
@@ -310,37 +301,37 @@ def units_of(loaded: Loaded) -> list[tuple[str, ...]]:
 
 def check_labels(loaded: Loaded) -> None:
     """Raises ConfigError for a label of ``assignment`` that its layer cannot have, or for a layer that is unknown."""
-    labels, level = loaded.labels or {}, loaded.recipe.quant_level
-    for name, label in labels.items():
-        if name not in loaded.roles:
-            raise ConfigError(
-                f"assignment names {name}, which is no layer of this denoiser; {near(name, loaded.roles)}"
-            )
-        smoothed = label != FP16 and loaded.roles[name] != "conv" and loaded.offered[label].recipe.alpha is not None
-        if name in loaded.alphas and not smoothed:
-            raise ConfigError(
-                f"assignment gives {name} {label} an alpha, expected none, because nothing of this layer is smoothed"
-            )
-        if label == FP16:
-            continue
-        reason = reason_kept(loaded.roles[name], level)
-        if reason is None and is_excluded(name, loaded.exclude):
-            reason = "quantize.exclude matches it, or exclude_text"
-        if reason is not None:
-            raise ConfigError(
-                f"assignment gives {name} {label}, expected fp16 or no line, because it is kept: {reason}"
-            )
-        if found := misfit(name, loaded.roles[name], loaded.shapes[name], loaded.offered[label].recipe):
-            raise ConfigError(f"assignment gives {name} {label}, expected fp16 or another preset, because {found[0]}")
+    for name, label in (loaded.labels or {}).items():
+        if reason := why_not_labelled(loaded, name, label):
+            raise ConfigError(f"assignment {reason}")
+    labels = {name: label for name, label in (loaded.labels or {}).items() if label != FP16}
     for unit in units_of(loaded):
-        given = {label: name for name in unit if (label := labels.get(name, FP16)) != FP16}
+        given, all_of_them = {labels[name]: name for name in unit if name in labels}, ", ".join(unit)
         if len(given) > 1:
             told = " and ".join(f"{name} {label}" for label, name in given.items())
             raise ConfigError(
-                f"assignment gives {told}, which read one input, so that one preset smooths it; give {', '.join(unit)} "
+                f"assignment gives {told}, which read one input, so that one preset smooths it; give {all_of_them} "
                 "one preset, or fp16"
             )
-        if len({loaded.alphas.get(name) for name in unit if labels.get(name, FP16) != FP16}) > 1:
+        if len({loaded.alphas.get(name) for name in unit if name in labels}) > 1:
             raise ConfigError(
-                f"assignment gives {', '.join(unit)} more than one alpha, expected one, because they read one input"
+                f"assignment gives {all_of_them} more than one alpha, expected one, because they read one input"
             )
+
+
+def why_not_labelled(loaded: Loaded, name: str, label: str) -> str | None:
+    """Why ``assignment`` cannot give a layer this label, or its alpha; None where it can."""
+    if name not in loaded.roles:
+        return f"names {name}, which is no layer of this denoiser; {near(name, loaded.roles)}"
+    role, recipe = loaded.roles[name], None if label == FP16 else loaded.offered[label].recipe
+    if name in loaded.alphas and (recipe is None or role == "conv" or recipe.alpha is None):
+        return f"gives {name} {label} an alpha, expected none, because nothing of this layer is smoothed"
+    if recipe is None:
+        return None
+    reason = reason_kept(role, loaded.recipe.quant_level)
+    if reason is None and is_excluded(name, loaded.exclude):
+        reason = "quantize.exclude matches it, or exclude_text"
+    if reason is not None:
+        return f"gives {name} {label}, expected fp16 or no line, because it is kept: {reason}"
+    found = misfit(name, role, loaded.shapes[name], recipe)
+    return f"gives {name} {label}, expected fp16 or another preset, because {found[0]}" if found else None

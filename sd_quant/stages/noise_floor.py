@@ -1,12 +1,9 @@
 """The noise floor: full precision against itself, the same model computed another way.
 
-Another batch, number of threads, precision, engine or processor class gives slightly other images of the same prompts,
-seeds and sampling. A recipe whose images are nearer to the reference than these cannot be told from full precision
-computed that way. Each way makes images anew, by torch, except RUNTIME, whose images every job has. They are kept in
-the cache, so a sweep pays once.
-
-Roads not taken: another seed, which changes the image and says nothing of arithmetic; and a floor that is stored with
-the project, which would measure the machine that it came from.
+A recipe whose images are nearer to the reference than those of another batch, number of threads, precision, engine or
+processor class cannot be told from full precision computed that way. Each way makes images anew by torch, once for a
+sweep, except RUNTIME, whose images every job has. Roads not taken: another seed, which changes the image and says
+nothing of arithmetic; and a floor stored with the project, which would measure the machine that it came from.
 """
 
 import logging
@@ -15,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +24,18 @@ from sd_quant.config import Infer, Model
 from sd_quant.config.comparison import ALL, BATCH, ISA, RUNTIME, THREADS, WAYS
 from sd_quant.devices import best_device, threads
 from sd_quant.engines import RUNTIMES
-from sd_quant.engines.pool import Variant
+from sd_quant.engines.base import Engine
 from sd_quant.engines.torch import PRECISIONS, dtype_on
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.files import temporary_folder
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.pipeline import ByBatch, Generated
+from sd_quant.inference.pipeline import ByBatch, Generated, in_turn
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.checkpoint import contracts_of
-from sd_quant.stages.compare import KeptOutputs, VariantOutputs, pack, unpack
 from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.session import open_unchecked
+from sd_quant.stages.session import Session, open_unchecked
+from sd_quant.stages.shared import VariantOutputs, pack, unpack
 from sd_quant.stages.variants import FRAMEWORK, Variants, torch_variant
 
 LOG = logging.getLogger(__name__)
@@ -48,46 +45,15 @@ LOWER_CLASS = {"AVX512": ("avx2", "AVX2", "AVX2"), "AVX2": ("default", "SSE41", 
 CLASS_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What the reference images are made of."""
-
-    loaded: Loaded
-    engines: Variant  # torch's
-    infer: Infer
-    prompts: Sequence[str]
-    kept: KeptOutputs
-
-    def made(self, way: str, infer: Infer, make: Callable[[ByBatch], Generated], detail: object = "") -> Generated:
-        """The images that ``make`` makes by ``infer``, or that the cache has of this ``way`` and its ``detail``."""
-        outputs = self.kept.provide(
-            self.loaded.checkpoint, list(self.prompts), infer,
-            lambda by_batch: VariantOutputs({way: make(by_batch)}, {}, {}, {}),
-            {"noise_floor": f"{way} {detail}".rstrip()},
-        )  # fmt: skip
-        return outputs.images[way]
-
-    def generated(self, way: str, infer: Infer, by_batch: ByBatch, engines: Variant | None = None) -> Generated:
-        pipeline = pipeline_of(self.loaded.checkpoint, engines or self.engines)
-        return generate(pipeline, list(self.prompts), sampling_of(infer), f"noise floor, {way}", by_batch)
-
-
-def noise_floor(
-    ways: Sequence[str], loaded: Loaded, variants: Variants, framework: VariantOutputs, prompts: list[str],
-    infer: Infer, kept: KeptOutputs,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """The scores of each way's images against torch's by way, or the ``reason`` why it has none.
-
-    The entry of RUNTIME is empty: the record has these scores already.
-    """
-    reference = Reference(loaded, variants.engines[FRAMEWORK], infer, prompts, kept)  # type: ignore[arg-type]
+def noise_floor(ways: Sequence[str], variants: Variants, framework: VariantOutputs) -> dict[str, dict[str, Any]]:
+    """The scores of each way's images against torch's, or its ``reason``; RUNTIME's are in the record already."""
     theirs, floor = framework.images[FRAMEWORK], dict[str, dict[str, Any]]()
     for way in ways_of(ways):
-        reason = why_not_made(way, loaded, infer)
+        reason = why_not_made(way, variants.loaded)
         if reason is None and way != RUNTIME:
             variants.make_room()
             try:
-                own = images_by(way, reference, theirs)
+                own = images_by(way, variants, theirs)
                 floor[way] = fidelity(theirs.images, own.images, theirs.latents, own.latents)
                 continue
             except SdQuantError as error:  # such as latents that overflow in fp16
@@ -103,15 +69,16 @@ def ways_of(ways: Sequence[str]) -> list[str]:
     return list(WAYS) if ALL in ways else list(dict.fromkeys(ways))
 
 
-def check_noise_floor(ways: Sequence[str], loaded: Loaded, infer: Infer) -> None:
+def check_noise_floor(ways: Sequence[str], loaded: Loaded) -> None:
     """Raises ConfigError for a way that was named and that this job or machine does not have."""
     for way in () if ALL in ways else ways:
-        if reason := why_not_made(way, loaded, infer):
+        if reason := why_not_made(way, loaded):
             raise ConfigError(f"noise_floor has {way}, but {reason}; leave it out, or give noise_floor={ALL}")
 
 
-def why_not_made(way: str, loaded: Loaded, infer: Infer) -> str | None:
+def why_not_made(way: str, loaded: Loaded) -> str | None:
     """Why this way would compute what the reference computes, or cannot compute here; None if it can."""
+    infer = loaded.infer
     if way == RUNTIME:
         runtime = RUNTIMES[infer.engine]
         same = runtime.file is None and not runtime.compiled
@@ -125,28 +92,16 @@ def why_not_made(way: str, loaded: Loaded, infer: Infer) -> str | None:
         except ConfigError as error:
             return str(error)
         return None
+    device = best_device()
     if way in PRECISIONS:
-        same = precisions(loaded, infer) == precisions(loaded, replace(infer, precision=way))
+        contracts = contracts_of(loaded.checkpoint).values()
+        same = all(dtype_on(device, infer.precision, each) == dtype_on(device, way, each) for each in contracts)
         return f"the reference is computed in {way}, as far as these parts can be" if same else None
-    if best_device().type == "cuda":
+    if device.type == "cuda":
         return "torch computes on the GPU, where the processor decides nothing"
     if way == ISA and torch.backends.cpu.get_cpu_capability() not in LOWER_CLASS:
         return "no class below this processor's is known"
     return None
-
-
-def images_by(way: str, reference: Reference, theirs: Generated) -> Generated:
-    """The images of the reference's prompts, computed this way. Raises what generating raises."""
-    infer = reference.infer
-    if way == BATCH:
-        other = other_batch(infer)
-        return reference.made(way, other, partial(reference.generated, way, other))
-    if way == THREADS:
-        return with_other_threads(reference, theirs)
-    if way == ISA:
-        return reference.made(way, infer, lambda _: on_lower_class(reference), torch.backends.cpu.get_cpu_capability())
-    other = replace(infer, precision=way)
-    return reference.made(way, other, partial(in_precision, reference, other))
 
 
 def other_batch(infer: Infer) -> Infer:
@@ -154,53 +109,80 @@ def other_batch(infer: Infer) -> Infer:
     return replace(infer, batch_size=1 if infer.batch_size > 1 else 2)
 
 
-def precisions(loaded: Loaded, infer: Infer) -> list[torch.dtype]:
-    """What torch computes each part in."""
-    device = best_device()
-    return [dtype_on(device, infer.precision, contract) for contract in contracts_of(loaded.checkpoint).values()]
+def images_by(way: str, variants: Variants, theirs: Generated) -> Generated:
+    """The images of the reference's prompts, computed this way. Raises what generating raises."""
+    infer = variants.loaded.infer
+    reference = partial(generated, way, variants.loaded, variants.engines[FRAMEWORK])
+    if way == BATCH:
+        other = other_batch(infer)
+        return made(way, variants, other, partial(reference, other))
+    if way == THREADS:
+        return with_other_threads(variants, partial(reference, infer), theirs)
+    if way == ISA:
+        capability = torch.backends.cpu.get_cpu_capability()
+        return made(way, variants, infer, lambda _: on_lower_class(variants), capability)
+    other = replace(infer, precision=way)
+    return made(way, variants, other, partial(in_precision, variants.loaded, other))
 
 
-def in_precision(reference: Reference, infer: Infer, by_batch: ByBatch) -> Generated:
-    engines = torch_variant(reference.loaded, infer, {})
+def made(
+    way: str, variants: Variants, infer: Infer, make: Callable[[ByBatch], Generated], detail: object = ""
+) -> Generated:
+    """The images that ``make`` makes by ``infer``, or that the cache has of this ``way`` and its ``detail``."""
+    outputs = variants.shared.provide(
+        variants.loaded.checkpoint, infer, lambda by_batch: VariantOutputs({way: make(by_batch)}),
+        {"noise_floor": f"{way} {detail}".rstrip()},
+    )  # fmt: skip
+    return outputs.images[way]
+
+
+def generated(
+    way: str, session: Session, engines: Mapping[str, Engine], infer: Infer, by_batch: ByBatch = in_turn
+) -> Generated:
+    pipeline = pipeline_of(session.checkpoint, engines)
+    return generate(pipeline, infer.prompt_list(), sampling_of(infer), f"noise floor, {way}", by_batch)
+
+
+def in_precision(loaded: Loaded, infer: Infer, by_batch: ByBatch) -> Generated:
+    engines = torch_variant(loaded, infer, {})
     try:
-        return reference.generated(infer.precision, infer, by_batch, engines)
+        return generated(infer.precision, loaded, engines, infer, by_batch)
     finally:
         engines.pool.close()
 
 
-def with_other_threads(reference: Reference, theirs: Generated) -> Generated:
-    """Images by half of the threads, or by two instead of one.
+def with_other_threads(variants: Variants, make: Callable[[ByBatch], Generated], theirs: Generated) -> Generated:
+    """Images by half of the threads, or by two instead of one; by all where those are the reference's to the bit.
 
-    While a worker traces or builds, or in the job that filled the cache, the reference may have had that number. So
-    where images are the reference's to the bit, they are made with all threads.
+    The reference may have had that number: beside a worker that traces, or in the job that filled the cache.
     """
+
+    def with_threads(number: int, by_batch: ByBatch) -> Generated:
+        before = torch.get_num_threads()
+        torch.set_num_threads(number)
+        try:
+            return make(by_batch)
+        finally:
+            torch.set_num_threads(before)
+
     for number in (2, 1) if threads() == 1 else (threads() // 2, threads()):
-        made = reference.made(THREADS, reference.infer, partial(with_threads, reference, number), number)
-        if not all(torch.equal(*pair) for pair in zip(made.latents, theirs.latents, strict=True)):
+        found = made(THREADS, variants, variants.loaded.infer, partial(with_threads, number), number)
+        if not all(torch.equal(*pair) for pair in zip(found.latents, theirs.latents, strict=True)):
             break
-    return made
+    return found
 
 
-def with_threads(reference: Reference, number: int, by_batch: ByBatch) -> Generated:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        return reference.generated(THREADS, reference.infer, by_batch)
-    finally:
-        torch.set_num_threads(before)
-
-
-def on_lower_class(reference: Reference) -> Generated:
+def on_lower_class(variants: Variants) -> Generated:
     """Images by a process without the processor's newest instructions: libraries choose them when they start."""
     names = LOWER_CLASS[torch.backends.cpu.get_cpu_capability()]
     variables = dict(zip(CLASS_VARIABLES, names, strict=True)) | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    with temporary_folder(reference.kept.directory) as temporary:
+    with temporary_folder(variants.directory) as temporary:
         path = Path(temporary) / "images.safetensors"
         with environment(variables), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
-            made = child.submit(write_images, reference.loaded.model, reference.infer, list(reference.prompts), path)
-            if isinstance(error := made.exception(), BrokenExecutor):  # it was killed, for lack of memory perhaps
+            done = child.submit(write_images, variants.loaded.model, variants.loaded.infer, path)
+            if isinstance(error := done.exception(), BrokenExecutor):  # it was killed, for lack of memory perhaps
                 raise SdQuantError(f"its process ended before its images were made ({error})")
-            made.result()
+            done.result()
         return unpack(load_file(path)).images[ISA]
 
 
@@ -215,9 +197,8 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def write_images(model: Model, infer: Infer, prompts: list[str], path: Path) -> None:
+def write_images(model: Model, infer: Infer, path: Path) -> None:
     """Make the images by torch in this process, and write them to ``path``."""
     session = open_unchecked(model)
-    engines = torch_variant(session, infer, {})
-    made = generate(pipeline_of(session.checkpoint, engines), prompts, sampling_of(infer), f"noise floor, {ISA}")
-    save_file(pack(VariantOutputs({ISA: made}, {}, {}, {})), path)
+    images = generated(ISA, session, torch_variant(session, infer, {}), infer)
+    save_file(pack(VariantOutputs({ISA: images})), path)

@@ -1,11 +1,9 @@
 """A timing as one of the occasions of this machine: which engines it had, and how they widen a run's intervals."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from sd_quant.config import QuantizeJob, artifact
+from sd_quant.config import Infer, QuantizeJob, artifact
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import structure_of
 from sd_quant.files import digest, sha256
@@ -13,16 +11,31 @@ from sd_quant.report.occasions import count_occasion, history_of
 from sd_quant.report.provenance import versions
 from sd_quant.report.record import IMAGE, weights_sha256
 from sd_quant.report.timing import CALL, of_conditions, rounds_of
-from sd_quant.stages.session import cache_of
+from sd_quant.stages.job_folder import in_sweep
+from sd_quant.stages.latency import compare_latency
+from sd_quant.stages.shared import CallsOfAnImage, Shared
+from sd_quant.stages.variants import Variants
 
 
-def count_run(
-    latency: dict, part: str, job: QuantizeJob, facts: Mapping[str, Any], fingerprint: str, directory: Path
-) -> None:
-    """Widen the intervals of a run's speed-ups by what this machine's occasions differ, and count it as one of them.
+def latency_of_run(
+    variants: Variants, job: QuantizeJob, infer: Infer, calls: CallsOfAnImage | None, fingerprint: str
+) -> dict:
+    """The record's ``latency``, as ``compare_latency``, and as one of this machine's occasions, see ``count_run``.
 
-    ``latency`` is the record's, ``part`` the denoiser. An engine that leaves no file is known by the ``fingerprint``.
+    Only a few rounds are timed of what the sweep around the job times later, which is one denoiser with a file.
     """
+    loaded = variants.loaded
+    several = len(loaded.checkpoint.family.DENOISERS) > 1
+    later = in_sweep(variants.directory) and RUNTIMES[variants.engine].file is not None and not several
+    timing = replace(job.timing, budget_s=0) if later else job.timing
+    latency = compare_latency(variants, infer, timing, calls)
+    if not several:
+        count_run(latency, loaded.denoiser, job, variants.shared, fingerprint)
+    return latency
+
+
+def count_run(latency: dict, part: str, job: QuantizeJob, shared: Shared, fingerprint: str) -> None:
+    """Widen a run's speed-up intervals by how this machine's occasions differ, and count it as one."""
     engine, batch = job.infer.engine, job.infer.batch_size
     (samples,) = latency[engine][part]
     timed = rounds_of("run", latency, engine, part, samples, batch)
@@ -31,9 +44,10 @@ def count_run(
         return
     key, kind = fingerprint, RUNTIMES[engine].file
     if kind is not None:
-        file, reference = (artifact(folder, kind, part) for folder in (directory, directory / "full_precision"))
-        key = digest(workload_of_engines(job, weights_sha256(facts), reference), hash_of(file))
-    history = history_of(cache_of(job.cache).directory, facts["machine"])
+        run = shared.directory
+        file, reference = (artifact(folder, kind, part) for folder in (run, run / "full_precision"))
+        key = digest(workload_of_engines(job, weights_sha256(shared.facts), reference), hash_of(file))
+    history = history_of(shared.cache.directory, shared.facts["machine"])
     count_occasion(call["rounds"], {key: timed}, history)
     timed = replace(timed, **of_conditions(call["rounds"]))
     for entry, kind, found in ((call, CALL, timed.denoiser_speedup()), (image, IMAGE, timed.image_speedup())):

@@ -30,9 +30,9 @@ from sd_quant.report.record import PreciseChosen
 from sd_quant.simulation.sensitivity import Switched
 from sd_quant.source import source_digest
 from sd_quant.stages.assign import measure_sensitivity
-from sd_quant.stages.compare import CallsOfAnImage, KeptOutputs
 from sd_quant.stages.generate import calibration_sampling, recipe_sampling
 from sd_quant.stages.latency import costs_of
+from sd_quant.stages.shared import CallsOfAnImage
 from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
 
 LOG = logging.getLogger(__name__)
@@ -52,47 +52,39 @@ def choosing_sampling(job: QuantizeJob, rows: Sequence[Row]) -> Sampling:
     )  # fmt: skip
 
 
-def with_precise_steps(
-    variants: Variants, job: QuantizeJob, kept: KeptOutputs, calls: Statistics
-) -> tuple[Infer, PreciseChosen | None]:
-    """The job's ``infer`` with the schedule that ``precise_steps`` asks for, and how it was chosen.
+def with_precise_steps(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[Infer, PreciseChosen | None]:
+    """The job's ``infer`` with the schedule of ``precise_steps``, and how it was chosen, which the cache keeps.
 
-    ``calls`` are those of the network in calibration. What was measured and chosen is kept in the cache. Raises
-    ConfigError for a target that no number of steps reaches.
+    ``calls`` are those of calibration. Raises ConfigError for a target that no number of steps reaches.
     """
     infer, wanted = job.infer, job.infer.precise
     if wanted is None or not infer.chooses_precise:
         return infer, None
-    checkpoint = variants.loaded.checkpoint
+    checkpoint, shared = variants.loaded.checkpoint, variants.shared
     if variants.simulated and wanted.by_time:
         raise ConfigError(f"{KNOB} is {infer.precise_steps}, and nothing is timed: {variants.simulated}; give a number")
     rows = job.choosing_rows(2 * CHOOSING)
     prompts, sampling = prompts_of(rows), choosing_sampling(job, rows)
     steps, half = sampling.steps_taken, len(prompts) // 2
     unquantized, recipe = (variants.engines[name] for name in (FULL_PRECISION, QUANTIZED))
-    origin = kept.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
+    origin = shared.origin(checkpoint, prompts, infer, {"engine": infer.engine}, sampling) | {
         "precise": source_digest("inference.precision"), "simulated": variants.simulated is not None,
         "assignments": variants.digests()
     }  # fmt: skip
-    products = torch.tensor(
-        kept.found(
-            SCHEDULES, origin, lambda: products_of_steps(checkpoint, unquantized, recipe, prompts[:half], sampling)
-        ),
-        dtype=torch.float64,
+    found = shared.found(
+        SCHEDULES, origin, lambda: products_of_steps(checkpoint, unquantized, recipe, prompts[:half], sampling)
     )
     costs: dict[str, float] = {}
     if variants.simulated is None:
         timed = CallsOfAnImage(steps, precise=dict.fromkeys((WEIGHTS_ALONE, FULL), 1))
-        costs = kept.found(
-            SCHEDULES, origin | {"costs": ""}, lambda: costs_of(checkpoint, recipe, infer, timed, variants.together)
-        )
+        costs = shared.found(SCHEDULES, origin | {"costs": ""}, lambda: costs_of(variants, infer, timed))
     step_time = (costs[WEIGHTS_ALONE] - 1) / steps if costs else None
-    found = wanted_schedules(infer, products, step_time)
-    to_beat = controls_of(variants, prompts, sampling, costs[FULL], kept, calls) if wanted.is_auto else {}
-    chosen = kept.found(
+    among = wanted_schedules(infer, torch.tensor(found, dtype=torch.float64), step_time)
+    to_beat = controls_of(variants, prompts, sampling, costs[FULL], calls) if wanted.is_auto else {}
+    chosen = shared.found(
         SCHEDULES,
-        origin | {"chosen among": found, "step_time": step_time, "controls": list(to_beat)},
-        lambda: choose_steps(checkpoint, unquantized, recipe, prompts, sampling, found, step_time, to_beat),
+        origin | {"chosen among": among, "step_time": step_time, "controls": list(to_beat)},
+        lambda: choose_steps(checkpoint, unquantized, recipe, prompts, sampling, among, step_time, to_beat),
     )
     but = f", but {chosen['reason']}" if chosen["reason"] else ""
     LOG.info(
@@ -103,10 +95,7 @@ def with_precise_steps(
 
 
 def wanted_schedules(infer: Infer, products: Tensor, step_time: float | None) -> list[str]:
-    """The schedules among which the recipe's engines decide, for what ``precise_steps`` asks.
-
-    Raises ConfigError for a target that no number of steps reaches.
-    """
+    """The schedules for ``precise_steps``, among which engines decide. Raises ConfigError for a target out of reach."""
     wanted, steps = infer.precise, len(products) - 1
     assert wanted is not None
     count = wanted.count
@@ -188,13 +177,11 @@ def choose_steps(
 
 
 def controls_of(
-    variants: Variants, prompts: Sequence[str], sampling: Sampling, full_cost: float, kept: KeptOutputs,
-    calls: Statistics,
-) -> Mapping[str, Control]:  # fmt: skip
-    """What else takes a share of time more than the recipe, by name.
+    variants: Variants, prompts: Sequence[str], sampling: Sampling, full_cost: float, calls: Statistics
+) -> Mapping[str, Control]:
+    """What else takes a share of time more than the recipe, by name; full precision costs ``full_cost`` of its calls.
 
-    A call of full precision costs ``full_cost`` calls of the recipe. Layers are kept in the simulation, where memory
-    has room for it; their time is taken to be in proportion to their multiplications.
+    Layers are kept in the simulation, if memory has room; their time is taken to be as their multiplications.
     """
     checkpoint, denoiser, steps = variants.loaded.checkpoint, variants.loaded.denoiser, sampling.steps_taken
     unquantized, plain = variants.engines[FULL_PRECISION], replace(sampling, schedule=None)
@@ -209,8 +196,8 @@ def controls_of(
     @cache
     def ranked() -> dict[str, int]:
         """The multiplications of each quantized layer, of the most sensitive first."""
-        scale = variants.loaded.guidance_scale
-        found = measure_sensitivity(checkpoint, dict(variants.assignment), calls, 0, scale, kept).network_error
+        scale, shared = variants.loaded.guidance_scale, variants.shared
+        found = measure_sensitivity(checkpoint, dict(variants.assignment), calls, 0, scale, shared).network_error
         simulated = variants.simulation(denoiser)
         one_call = {name: sample.values[0] for name, sample in calls.calls.items()}
         return multiplications(denoiser_of(checkpoint, simulated.module), found, lambda: simulated(**one_call))

@@ -12,11 +12,14 @@ from sd_quant.inference.memory import (
     GB,
     PLAN_BYTES,
     PROCESS,
+    QUANTIZED_BYTES,
+    TORCH_BYTES,
     Parameters,
     PipelineCall,
     memory_of_calibration,
     memory_of_part,
     memory_of_simulation,
+    memory_of_variant,
 )
 from sd_quant.metrics.memory import available_cuda_memory_bytes
 from sd_quant.process import available_memory_bytes
@@ -47,10 +50,7 @@ def workload_of(infer: Infer) -> PipelineCall:
 
 
 def images_need(parameters: Parameters, infer: Infer) -> Needs:
-    """The engine's images, with one part open at a time.
-
-    A plan may be of four bits or of sixteen, so the GPU is not checked for one; it is refused when it is opened.
-    """
+    """The engine's images, one part open at a time; a plan's GPU is unchecked: it may be of four bits."""
     work = workload_of(infer)
     needs = part_needs(parameters, work)
     return Needs(needs.memory) if work.runtime.file == "plan" else needs
@@ -75,8 +75,7 @@ def simulation_needs(parameters: Parameters, infer: Infer) -> Needs:
 def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize, hessians: int = 0) -> Needs:
     """Calibration with all parts but the VAE open, or nothing where statistics are given.
 
-    ``hessians`` are the bytes of those that it sums: on the device once, in memory for the prompts before, for those of
-    this segment and for both, on the disk for each segment.
+    ``hessians`` are on the device once, in memory for earlier prompts, this segment and both, on disk for each segment.
     """
     if quantize.calibration is not None:
         return NOTHING
@@ -103,10 +102,9 @@ def run_needs(
     targets: int,
     hessians: int = 0,
 ) -> Needs:
-    """All steps of ``quantize.py``; ``stored`` has the bytes of each part's unquantized weights.
+    """All steps of ``quantize.py``; ``stored`` has the bytes of unquantized weights, ``hessians`` those of Hessians.
 
-    ``hessians`` are the bytes of the Hessians that calibration sums.
-    On the disk the denoiser, which is the first part, is counted as if nothing were quantized.
+    On the disk the denoiser, the first part, counts as if nothing were quantized.
     """
     denoiser, every = next(iter(stored.values())), sum(stored.values())
     files = {
@@ -145,6 +143,16 @@ def check_machine(needs: Needs, directory: Path | None = None) -> None:
         )
     if directory is not None:
         check_room(directory, sum(needs.disk.values()), f" ({figures(needs.disk)})")
+
+
+def most_at_once(parameters: Parameters, denoiser: str, infer: Infer, compiled: bool) -> int:
+    """How many quantized denoisers memory holds beside an unquantized variant, and torch's if ``compiled``."""
+    weights, (memory, gpu) = parameters[denoiser], memory_of_variant(parameters, workload_of(infer))
+    beside = TORCH_BYTES * weights if compiled else 0
+    rooms, free = [available_memory_bytes() - sum(memory.values()) - beside], available_cuda_memory_bytes()
+    if free is not None and gpu:
+        rooms.append(free - sum(gpu.values()) - beside)
+    return max(0, int(min(rooms) / (QUANTIZED_BYTES * weights)))
 
 
 def figures(sizes: Bytes) -> str:

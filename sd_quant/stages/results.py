@@ -1,69 +1,36 @@
-"""The record of a run, put together from the results of its steps."""
+"""Entries that the record of a run and that of a judged checkpoint share: scores of images, texts, facts of the job.
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+An add-on has a verdict on two of the scores that the knobs ``metrics`` ask for, MLPerf's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import onnx
 from torch import Tensor
 
-from sd_quant.config import PRECISE, Infer, Metrics, QuantizeJob, artifact
-from sd_quant.config.comparison import RUNTIME
-from sd_quant.engines.tensorrt.plan import PlanReport
+from sd_quant.addons import at_work, loaded, points
+from sd_quant.config import Infer, Metrics
+from sd_quant.errors import SdQuantError
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Generated
-from sd_quant.metrics import NAMED, SCORES, Against
+from sd_quant.metrics import NAMED, NOT_ASKED, SCORES, Against, scoring
 from sd_quant.metrics.categories import by_category
 from sd_quant.metrics.degenerate import degenerate
-from sd_quant.metrics.embeddings import moved
 from sd_quant.metrics.fidelity import fidelity
+from sd_quant.metrics.images import Images
+from sd_quant.metrics.intervals import Interval, paired_interval
 from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
 from sd_quant.metrics.video import video_scores
-from sd_quant.models.checkpoint import samples_per_image
-from sd_quant.models.parts import Part
-from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
-from sd_quant.quantization.statistics import Peak
-from sd_quant.report.record import (
-    DONE,
-    SCHEMA_VERSION,
-    HandedOver,
-    Layers,
-    Levers,
-    Moved,
-    QuantizedPart,
-    Record,
-    Sizes,
-    at,
-    explained,
-)
-from sd_quant.stages.choose import Chosen
-from sd_quant.stages.compare import VariantOutputs
-from sd_quant.stages.load import Loaded
+from sd_quant.models.checkpoint import Checkpoint, samples_per_image
+from sd_quant.places import input_path
+from sd_quant.report.record import DONE, SCHEMA_VERSION, at, explained
+from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.session import Session
-from sd_quant.stages.text_scores import text_scores
-from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
+from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED
 
 Latents = Tensor | list[Tensor]  # [N, steps, ...], or N of [steps, ...]
-
-
-@dataclass(frozen=True)
-class Results:
-    """The results of the steps of a run."""
-
-    loaded: Loaded
-    chosen: Chosen
-    peaks: Mapping[str, Peak]  # of calibration, by part
-    plans: dict[str, PlanReport]  # by part
-    comparison: VariantOutputs
-    simulated: str | None  # why the quantized variant is the simulation and no engine; None where it is an engine
-    latency: dict
-    parity: dict
-    executed: dict  # in which numbers the quantized layers are multiplied
-    handed_over: dict[str, HandedOver]  # by target
-    memory: dict  # by part
-    levers: Levers | None  # beside bits
-    noise_floor: dict  # by way
 
 
 def shared_entries(
@@ -72,8 +39,7 @@ def shared_entries(
 ) -> dict[str, Any]:  # fmt: skip
     """The entries that the record of a run and that of a judged checkpoint share.
 
-    ``full`` and ``quantized`` are the images of both, ``facts`` what the job started from, ``step`` its stages,
-    ``calls`` those of each of several denoisers in an image.
+    ``full`` and ``quantized`` are images, ``facts`` what the job started from, ``calls`` those of each denoiser.
     """
     prompts, categories = infer.prompt_list(), infer.categories()
     scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents))
@@ -118,112 +84,77 @@ def same_steps(full: Latents, quantized: Latents) -> tuple[Latents, Latents]:
     return [each[-1:] for each in full], [each[-1:] for each in quantized]
 
 
-def record_of(
-    job: QuantizeJob, fingerprint: str, facts: dict, results: Results, step: StageTimer, directory: Path
-) -> Record:
-    """The record of a job whose files are in ``directory``; ``facts`` are those that it started from."""
-    knobs, loaded, assignment = dataclasses.asdict(job), results.loaded, results.chosen.assignment
-    framework, unquantized, quantized = (
-        results.comparison.images[variant] for variant in (FRAMEWORK, FULL_PRECISION, QUANTIZED)
-    )
-    chosen = {loaded.denoiser: assignment} | results.chosen.parts
-    of_denoisers = {(part, name): row for part in loaded.denoisers for name, row in chosen[part].items()}
-    calls = results.comparison.of_an_image
-    shared = shared_entries(
-        loaded, job.infer, job.metrics, facts, step, framework, quantized, calls.by_denoiser if calls else {}
-    )
-    by_engine = fidelity(framework.images, unquantized.images, framework.latents, unquantized.latents)
-    return cast(Record, shared | {
-        "fingerprint": fingerprint,
-        "overrides": facts["overrides"],
-        "knobs": knobs["quantize"] | {group: knobs[group] for group in ("model", "trt", "infer", "timing", "verdict")},
-        "simulated": results.simulated is not None,
-        "simulated_because": results.simulated,
-        "sizes_bytes": sizes(loaded.parts, loaded.parameters, directory),
-        "plans": {part: dataclasses.asdict(report) for part, report in results.plans.items()},
-        "latency": results.latency,
-        "fidelity_unquantized_engine": by_engine,
-        "noise_floor": {
-            way: entry or by_engine if way == RUNTIME else entry for way, entry in results.noise_floor.items()
-        },
-        "parity": results.parity,
-        "executed": results.executed,
-        "layers": count_layers(of_denoisers),
-        "parts": {
-            part: part_entry(results, part, preset)
-            for part, preset in (loaded.part_presets or dict.fromkeys(results.chosen.parts, "fit")).items()
-        },
-        "memory": results.memory,
-        "peaks": {part: dataclasses.asdict(peak) for part, peak in results.peaks.items()},
-        "smoothing": count_smoothing(assignment, artifact(directory, "onnx", loaded.denoiser)),
-        "sensitivity": sensitivity_entry(results.chosen),
-        "auto": results.chosen.auto,
-        "hand_over": results.handed_over,
-        "judged": None,
-        "levers": results.levers,
-    })  # fmt: skip
+def text_scores(
+    metrics: Metrics, infer: Infer, checkpoint: Checkpoint, prompts: list[str], variants: Mapping[str, Images]
+) -> dict:
+    """The record's text scores of each variant's images (full precision's first), or the reason why there are none.
 
-
-def part_entry(results: Results, part: str, preset: str) -> QuantizedPart:
-    """The record's entry for another quantized part than the denoiser."""
-    full, quantized = (results.comparison.outputs[variant][part] for variant in (FRAMEWORK, QUANTIZED))
-    outputs = {name: cast(Moved, moved(output, quantized[name])) for name, output in full.items()}
-    return {"preset": preset, "layers": count_layers(results.chosen.parts[part]), "outputs": outputs}
-
-
-def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
-    """The record's ``sensitivity``: the measurements by which layers were chosen."""
-    if chosen.sensitivity:
-        return {"curve": chosen.sensitivity.curve}
-    if chosen.fitted:
-        return {"curve": None, "reason": "a limit chose the presets", "limit": chosen.fitted.entry()}
-    return {"curve": None, "reason": "assignment decides" if chosen.given else "keep is 0"}
-
-
-def sizes(parts: Mapping[str, Part], parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:
-    """Bytes of each part's files, and of its weights in fp32."""
-    by_part: dict[str, Sizes] = {}
-    for part, count in parameters.items():
-        weights = 4 * count
-        if because := parts[part].refused:
-            none = explained(None, f"not exported: {because}")
-            by_part[part] = Sizes(onnx_full_precision=none, onnx_quantized=none, plan=none, weights_fp32=weights)
-            continue
-        path = artifact(directory, "onnx", part)
-        plans = [plan for suffix in ("", PRECISE) if (plan := artifact(directory, "plan", part, suffix)).exists()]
-        full = artifact(directory / "full_precision", "onnx", part)
-        stored = bytes_of(path)
-        by_part[part] = {
-            "onnx_full_precision": bytes_of(full) if full.exists() else stored,
-            "onnx_quantized": explained(stored if full.exists() else None, "not quantized"),
-            "plan": explained(sum(plan.stat().st_size for plan in plans) or None, "no plan was asked for"),
-            "weights_fp32": weights,
-        }
-    return by_part
-
-
-def bytes_of(onnx_path: Path) -> int:
-    """Bytes of an ONNX file and of the files beside it, which hold its weights."""
-    return sum(file.stat().st_size for file in onnx_path.parent.iterdir())
-
-
-def count_layers(assignment: Mapping[Any, LayerAssignment]) -> Layers:
-    """The number of convolutions and linears that are quantized, and of those that are not."""
-    layers = [layer for layer in assignment.values() if layer.role not in WITHOUT_WEIGHTS]
-    quantized = sum(layer.format is not None for layer in layers)
-    return {"quantized": quantized, "high_precision": len(layers) - quantized}
-
-
-def count_smoothing(assignment: dict[str, LayerAssignment], onnx_path: Path) -> dict[str, int]:
-    """The number of smoothed layers, and of the multiplications that the exported graph has for them.
-
-    Where there is none, the simulation multiplies in front of each layer that is not folded.
+    Each of the others has its ``difference`` from full precision with an interval at 95 %, prompt by prompt.
     """
-    nodes = onnx.load(onnx_path, load_external_data=False).graph.node if onnx_path.exists() else ()
-    return {
-        "smoothed_layers": sum(
-            layer.pre_quant_scale is not None and bool(layer.format) for layer in assignment.values()
-        ),
-        "folded_layers": sum(layer.folded_into is not None and bool(layer.format) for layer in assignment.values()),
-        "multiplications": sum(node.output[0].endswith(".smoothed") for node in nodes),
+    asked = {
+        knob: [input_path(given)] if isinstance(given, str) else [] for knob, given in asdict(metrics).items() if given
     }
+    if not asked:
+        return {"value": None, "reason": "no weights were named in metrics"}
+    reference = next(iter(variants.values()))
+    found = {name: scores_of(reference, images, prompts, asked) for name, images in variants.items()}
+    if points("scores", "mlperf"):
+        references = next(iter(asked.get(NAMED["fid"], ())), None)
+        made = how_made(infer, checkpoint) | {"prompts": prompts, "fid_references": references}
+        for entries in found.values():
+            entries["mlperf"] = verdict(entries, made)
+    first, *others = found
+    for variant in others:
+        for key, entry in found[variant].items():
+            if (values := entry.get("values")) and (reference_values := found[first][key].get("values")):
+                interval = paired_interval(values, reference_values, prompts)
+                entry["difference"] = None if interval is None else described(interval)
+    return found
+
+
+def described(interval: Interval) -> dict[str, float | None]:
+    """An interval for the record; ends that are infinite, as of a single prompt, are None."""
+    return dict(zip(("mean", "low", "high"), (interval.value, *interval.ends), strict=True))
+
+
+def how_made(infer: Infer, checkpoint: Checkpoint) -> dict:
+    """The conditions under which the images were made."""
+    sampler = pipeline_of(checkpoint, {}).own_sampler
+    deciding = {name: sampler.config.get(name) for name in ("timestep_spacing", "steps_offset")}
+    return {
+        "scheduler": {"class": type(sampler).__name__, **deciding}, "steps": infer.steps,
+        "guidance_scale": infer.scale, "height": infer.height, "width": infer.width,
+        "negative_prompt": infer.negative_prompt, "latents": sampling_of(infer).described()["latents"],
+    }  # fmt: skip
+
+
+def scores_of(
+    reference: Images, images: Images, prompts: list[str], asked: Mapping[str, Sequence[Path]]
+) -> dict[str, dict]:
+    """Each score of one variant's images, with the reason where nobody asked for it or an add-on has failed.
+
+    ``asked`` has the knobs of ``metrics`` that are given, each with its file or without one.
+    """
+    given = {
+        Against.PROMPTS: [images, prompts], Against.REFERENCE: [images, list(reference)], Against.PHOTOGRAPHS: [images]
+    }  # fmt: skip
+    entries: dict[str, dict] = {}
+    for key, knob in NAMED.items():
+        if knob not in asked:
+            entries[key] = {"value": None, "reason": NOT_ASKED}
+            continue
+        try:
+            with scoring(key) as score:
+                entries[key] = score.compute(*given[score.against], *asked[knob])
+        except SdQuantError as error:
+            entries[key] = {"value": None, "reason": str(error)}
+    return entries
+
+
+def verdict(entries: Mapping[str, Mapping], made: Mapping) -> dict:
+    """MLPerf's on one variant's scores: ``{passes, reason}``."""
+    try:
+        with at_work("scores"):
+            return loaded("scores", "mlperf", "MLPerf's verdict")(entries, made)
+    except SdQuantError as error:
+        return {"passes": None, "reason": str(error)}

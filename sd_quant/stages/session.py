@@ -4,24 +4,21 @@ A session is a checkpoint that has passed all checks, of the knobs against its s
 memory and disk that the job takes on this machine. It also makes the pool that opens the model's engines.
 """
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from sd_quant.cache import Cache
 from sd_quant.checkpoints.kinds import open_checkpoint
-from sd_quant.checkpoints.unopened import own_size
-from sd_quant.config import CacheFolder, Infer, Model, Quantize, makes_calibration_images, sizes_of
+from sd_quant.config import Infer, Model, Quantize, makes_calibration_images
 from sd_quant.config.model import check_parts_named
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool
 from sd_quant.files import write_json
 from sd_quant.files.checks import check_finite
-from sd_quant.files.tensors import Weights
 from sd_quant.inference.memory import PipelineCall, fits, memory_of_variant
 from sd_quant.inference.trial import check_arguments
 from sd_quant.knobs import check
@@ -33,31 +30,9 @@ from sd_quant.observed.loras import with_loras
 from sd_quant.observed.observing import open_observed
 from sd_quant.observed.watching import Asked
 from sd_quant.places import input_path, output_path
-from sd_quant.stages.checks import (
-    check_batch,
-    check_guidance,
-    check_latents,
-    check_mask,
-    check_request,
-    check_sizes,
-    check_steps,
-    check_table,
-    check_tile,
-    sides_of,
-)
+from sd_quant.stages import checks, resources
 from sd_quant.stages.generate import calibration_sampling, pixels_of, recipe_sampling, sampling_of
-from sd_quant.stages.resources import (
-    NOTHING,
-    Needs,
-    by_torch,
-    check_machine,
-    images_need,
-    part_needs,
-    simulation_needs,
-    workload_of,
-)
 
-LOG = logging.getLogger(__name__)
 SCALE = 5.0  # guidance scale with which a pipeline is observed that has no recommended one
 
 
@@ -94,22 +69,22 @@ class Session:
 
     def check(self, model: Model, infer: Infer, quantize: Quantize | None = None) -> None:
         """Check the knobs of images, and of calibration, against the checkpoint's structure. Raises ConfigError."""
-        check_mask(self.checkpoint, "infer.", infer.mask)
-        check_latents(self.checkpoint, infer)
-        check_tile(self.checkpoint, infer)
-        check_guidance(self.checkpoint, infer)
-        check_steps(self.checkpoint, "infer.steps", infer.steps)
-        check_sizes(self.checkpoint, "infer", infer)
-        check_batch(self.checkpoint, "infer.batch_size", infer.batch_size)
+        checks.check_mask(self.checkpoint, "infer.", infer.mask)
+        checks.check_latents(self.checkpoint, infer)
+        checks.check_tile(self.checkpoint, infer)
+        checks.check_guidance(self.checkpoint, infer)
+        checks.check_steps(self.checkpoint, "infer.steps", infer.steps)
+        checks.check_sizes(self.checkpoint, "infer", infer)
+        checks.check_batch(self.checkpoint, "infer.batch_size", infer.batch_size)
         if quantize is not None:
             if makes_calibration_images(quantize, infer):
                 lacking = len(model.controlnets) - len(model.calibration_control)
                 expected = "condition images for each of model.controlnets, because calibration sees what they compute"
                 check(not lacking, "model.calibration_control", model.calibration_control, expected)
-                check_mask(self.checkpoint, "model.calibration_", model.calibration_mask)
-            check_steps(self.checkpoint, "quantize.n_steps", quantize.n_steps)
-            check_batch(self.checkpoint, "quantize.batch_size", quantize.batch_size)
-            check_sizes(self.checkpoint, "model", model)
+                checks.check_mask(self.checkpoint, "model.calibration_", model.calibration_mask)
+            checks.check_steps(self.checkpoint, "quantize.n_steps", quantize.n_steps)
+            checks.check_batch(self.checkpoint, "quantize.batch_size", quantize.batch_size)
+            checks.check_sizes(self.checkpoint, "model", model)
         if model.arguments and model.family != OBSERVED:
             own = [] if quantize is None or quantize.calibration else [calibration_sampling(model, infer, quantize)]
             recipes = [recipe_sampling(infer)] if infer.pulls_levers else []
@@ -117,13 +92,19 @@ class Session:
 
     def check_images(self, model: Model, infer: Infer, simulated: bool) -> None:
         """Check a request for images by torch, ``simulated`` or in full precision. Raises SdQuantError."""
-        check_request(model, infer)
+        checks.check_request(model, infer)
         self.check(model, infer)
-        work = by_torch(workload_of(infer))
-        needs = simulation_needs(self.parameters, infer) if simulated else part_needs(self.parameters, work)
-        check_machine(needs)
+        work = resources.by_torch(resources.workload_of(infer))
+        needs = (
+            resources.simulation_needs(self.parameters, infer)
+            if simulated
+            else resources.part_needs(self.parameters, work)
+        )
+        resources.check_machine(needs)
 
-    def together(self, work: PipelineCall, beside: Needs = NOTHING, what: str = "all parts of the model") -> bool:
+    def together(
+        self, work: PipelineCall, beside: resources.Needs = resources.NOTHING, what: str = "all parts of the model"
+    ) -> bool:
         """Whether memory and GPU hold all parts at once, with what is open ``beside`` them; else a log says why not."""
         memory, gpu = memory_of_variant(self.parameters, work)
         return fits({**memory, **beside.memory}, what, {**gpu, **beside.gpu})
@@ -136,41 +117,42 @@ class Session:
 def open_session(
     model: Model,
     infer: Infer | None = None,
-    needs: Callable[[Session], Needs] | None = None,
+    needs: Callable[[Session], resources.Needs] | None = None,
     directory: Path | None = None,
     finite: bool = True,
 ) -> Session:
-    """Open the model's checkpoint and make all checks. ``load`` is the same for a job that has a recipe.
+    """Open the model's checkpoint and make all checks; ``load`` is the same for a job with a recipe.
 
-    ``needs`` says what the job takes of this machine; None: what images take, where ``infer`` says how they are made.
-    ``directory`` is where the job writes. ``finite=False`` leaves out reading every weight, for engines that have
-    weights of their own. Raises what the checkpoint's reader raises, ConfigError for knobs that do not fit the
-    checkpoint, ArtifactError for weights that are not finite, ResourceError when memory, GPU or disk are too small.
+    ``needs``: what the job takes of this machine, by default what images take. ``directory`` is written to.
+    ``finite=False`` reads no weights, for engines with their own. Raises what the reader raises, ConfigError for knobs
+    that do not fit the checkpoint, ArtifactError for weights that are not finite, ResourceError for a small machine.
     """
     if infer is None:
         session = open_unchecked(model)
     else:
         session = begin(model, infer, {"infer": infer})
         session.check(model, infer)
-        needs = needs or (lambda session: images_need(session.parameters, infer))
+        needs = needs or (lambda session: resources.images_need(session.parameters, infer))
     finish(session, needs, directory, finite)
     return session
 
 
 def begin(model: Model, infer: Infer, sized: Mapping[str, Infer | Model]) -> Session:
     """Check the request for images and open the checkpoint; ``sized`` are the sections that state sizes of images."""
-    check_request(model, infer)
-    warn_of_size(model, sized)
+    checks.check_request(model, infer)
+    checks.warn_of_size(model, sized)
     return open_unchecked(model)
 
 
-def finish(session: Session, needs: Callable[[Session], Needs] | None, directory: Path | None, finite: bool) -> None:
+def finish(
+    session: Session, needs: Callable[[Session], resources.Needs] | None, directory: Path | None, finite: bool
+) -> None:
     """Check the machine, and last, because that reads all of them, the weights."""
     if needs is not None:
-        check_machine(needs(session), directory)
+        resources.check_machine(needs(session), directory)
     if finite:
         for weights in session.checkpoint.components.values():
-            check_finite(cast(Weights, weights))
+            check_finite(weights)  # type: ignore[arg-type]
 
 
 def open_unchecked(model: Model) -> Session:
@@ -190,7 +172,7 @@ def observed_checkpoint(model: Model) -> ObservedCheckpoint:
     path, given, example = input_path(model.path), model.given_arguments(), dict[str, Any]()
     if model.calibration_table is not None:
         row = model.calibration_rows()[0]
-        check_table(path, given, row)
+        checks.check_table(path, given, row)
         example = row.arguments
     scale = float(model.recommended.get("scale", SCALE))
     asked = Asked(model.width, model.height, scale, pixels_of(given), pixels_of(example))
@@ -204,21 +186,3 @@ def write_observed(session: Session, directory: Path) -> None:
     """Write what was observed of the session's pipeline, if it was, to ``directory``."""
     if isinstance(session.checkpoint, ObservedCheckpoint):
         write_json(directory / OBSERVED_JSON, session.checkpoint.observation.to_json())
-
-
-def cache_of(folder: CacheFolder) -> Cache:
-    """The cache that the knobs name; one that keeps nothing where they name none."""
-    return Cache(output_path(folder.dir) if folder.dir else None, folder.limit_gb * 1e9)
-
-
-def warn_of_size(model: Model, sections: Mapping[str, Infer | Model]) -> None:
-    """Log when images have less than half or more than twice the pixels of those that the checkpoint was made for."""
-    size = None if model.family == OBSERVED else own_size(input_path(model.path))  # what a latent is, nobody says
-    for section, knobs in sections.items():
-        for width, height in sizes_of(knobs) if size is not None else ():
-            if not 0.5 <= height * width / (size[0] * size[1]) <= 2:
-                LOG.warning(
-                    "%s ask for %d x %d, and this checkpoint was made for %d x %d: images of another size are often "
-                    "broken, and so is what is calibrated on them",
-                    sides_of(section, knobs), width, height, size[1], size[0],
-                )  # fmt: skip

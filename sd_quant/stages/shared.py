@@ -1,19 +1,66 @@
-"""Results that jobs of one model share through the cache, and how they divide the work where several begin at once."""
+"""Results that jobs of one model share through the cache: measurements, and images with outputs of parts.
+
+Jobs that want the same at once divide the work.
+"""
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
-from sd_quant.cache import Cache
-from sd_quant.engines import RUNTIMES
-from sd_quant.files import digest, read_regular, temporary_folder
-from sd_quant.report.record import weights_sha256
-from sd_quant.source import source_digest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-FOUND = "found.json"
+from sd_quant.cache import Cache
+from sd_quant.calibration.store import content_digest
+from sd_quant.config import CacheFolder, Infer
+from sd_quant.engines import RUNTIMES
+from sd_quant.files import digest, read_regular, sha256, temporary_folder
+from sd_quant.inference.parity import Outputs
+from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors
+from sd_quant.models.checkpoint import Checkpoint, key_of
+from sd_quant.places import output_path
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.report.record import weights_sha256
+from sd_quant.simulation.sensitivity import Measure
+from sd_quant.source import source_digest
+from sd_quant.stages.export_onnx import assignment_digest
+from sd_quant.stages.generate import sampling_of
+
+FOUND, BATCH = "found.json", "batch.safetensors"
 TOGETHER = 16  # entries into which many measurements are divided, and the most measurements of an entry
+HALF = "half"  # a call of the conditional half of a guided batch
+
+
+@dataclass(frozen=True)
+class CallsOfAnImage:
+    """The number of the denoiser's calls by which an image is made."""
+
+    whole: int
+    half: int = 0  # of the conditional half of a guided batch alone
+    precise: Mapping[str, int] = field(default_factory=dict)  # of all these, by the letter of a precise step
+    in_a_step: float = 1.0  # that is computed: some pipelines call for each half, some samplers twice
+    by_denoiser: Mapping[str, int] = field(default_factory=dict)  # of each, where the pipeline has several
+
+    def share(self, costs: Mapping[str, float], steps: int) -> float:
+        """The calls' time as a share of whole ones of ``steps``; ``costs`` of letters and HALF are in whole calls."""
+        more = sum(count * (costs[letter] - 1) for letter, count in self.precise.items())
+        return (self.whole + self.half * costs.get(HALF, 1.0) + more) / (self.in_a_step * steps)
+
+
+@dataclass(frozen=True)
+class VariantOutputs:
+    """Images and outputs of variants of the model for the same prompts and seeds."""
+
+    images: dict[str, Generated]  # by variant
+    inputs: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)  # by part: of one call of torch's pipeline
+    outputs: Mapping[str, Outputs] = field(default_factory=dict)  # by variant: what the parts computed from these
+    # of torch's pipeline: inputs of further calls of the denoiser, spread over images and steps
+    calls: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
+    of_an_image: CallsOfAnImage | None = None  # of the quantized variant
 
 
 @dataclass(frozen=True)
@@ -24,11 +71,16 @@ class Shared:
     directory: Path  # for temporary files
     cache: Cache
 
+    @property
+    def sha256(self) -> str | None:
+        """The hash of the model's weights."""
+        return weights_sha256(self.facts)
+
     def made_of(self, *modules: str) -> dict[str, Any]:
         """What every result depends on: the model, the code of these ``modules``, packages and the machine."""
         packages = dict.fromkeys(("torch", "diffusers", "transformers", *(row.package for row in RUNTIMES.values())))
         return {
-            "checkpoint": weights_sha256(self.facts),
+            "checkpoint": self.sha256,
             "source": source_digest("checkpoints.kinds", *modules),
             "versions": {name: self.facts["versions"].get(name) for name in packages},
             # processors round differently
@@ -42,15 +94,26 @@ class Shared:
     def all_found(
         self, kind: str, origins: Mapping[str, Mapping[str, Any]], make: Callable[[str], Any]
     ) -> dict[str, Any]:
-        """The results of several origins by name, as ``found``; jobs that want the same make them together."""
+        """The results of several origins by name, as ``found``."""
+
+        def write(name: str, made: Path) -> None:
+            (made / FOUND).write_text(json.dumps({"found": make(name)}), encoding="utf-8")
+
         with temporary_folder(self.directory) as temporary:
-            folder = Path(temporary)
+            self.cache.provide_all(kind, origins, Path(temporary), write)
+            return {name: json.loads(read_regular(Path(temporary) / name / FOUND))["found"] for name in origins}
 
-            def write(name: str, made: Path) -> None:
-                (made / FOUND).write_text(json.dumps({"found": make(name)}), encoding="utf-8")
-
-            self.cache.provide_all(kind, origins, folder, write)
-            return {name: json.loads(read_regular(folder / name / FOUND))["found"] for name in origins}
+    def measure_of(
+        self, assignment: Mapping[str, LayerAssignment], calls: Mapping[str, Tensor], guidance_scale: float
+    ) -> Measure:
+        """A measure of errors of the network with this assignment, on these ``calls``, that other jobs take part in."""
+        origin = self.made_of("simulation.sensitivity", "stages.open_parts") | {
+            "modelopt": self.facts["versions"].get("nvidia-modelopt"),
+            "assignment": assignment_digest(assignment),
+            "calls": content_digest("", "", calls),
+            "guidance_scale": guidance_scale,
+        }
+        return partial(self.measured, origin)
 
     def measured(
         self,
@@ -68,3 +131,112 @@ class Shared:
             "sensitivities", origins, lambda part: {each: error(choices[each]) for each in parts[part]}
         )
         return {name: value for part in parts for name, value in found[part].items()}
+
+    def provide(
+        self,
+        checkpoint: Checkpoint,
+        infer: Infer,
+        make: Callable[[ByBatch], VariantOutputs],
+        engine: Mapping[str, Any] = {},
+        sampling: Sampling | None = None,
+    ) -> VariantOutputs:
+        """What ``make`` returns, or what the cache has for the same model, machine, ``sampling`` and ``engine``."""
+        origin = self.origin(checkpoint, infer.prompt_list(), infer, engine, sampling or sampling_of(infer))
+        made = cache(lambda: make(partial(self.divided, origin)))
+        if not self.cache.holds("images", origin):
+            made()  # beside others that do the same, which is why no lock is held yet
+        with temporary_folder(self.directory) as temporary:
+            path = Path(temporary) / "images.safetensors"
+            self.cache.provide(
+                "images", origin, path.parent, lambda folder: save_file(pack(made()), folder / path.name)
+            )
+            return unpack(load_file(path))
+
+    def divided(
+        self,
+        origin: Mapping[str, Any],
+        batches: Sequence[Sequence[int]],
+        make: Callable[[int], Tensors],
+        also: Sequence[Any] = (),
+    ) -> list[Tensors]:
+        """Batches of the images of this ``origin``, each from the cache or made here: a ``pipeline.ByBatch``."""
+        prompts = origin["prompts"]
+        origins = {
+            str(place): {
+                **origin,
+                "prompts": [prompts[number] for number in batch],
+                "numbers": list(batch),
+                "also": each,
+            }
+            for place, (batch, each) in enumerate(zip(batches, also or [None] * len(batches), strict=True))
+        }
+
+        def write(place: str, folder: Path) -> None:
+            made = make(int(place))
+            save_file({name: tensor.cpu().contiguous().clone() for name, tensor in made.items()}, folder / BATCH)
+
+        with temporary_folder(self.directory) as temporary:
+            self.cache.provide_all("latents", origins, Path(temporary), write)
+            return [load_file(Path(temporary) / place / BATCH) for place in origins]
+
+    def origin(
+        self, checkpoint: Checkpoint, prompts: list[str], infer: Infer, engine: Mapping[str, Any], sampling: Sampling
+    ) -> dict[str, Any]:
+        """All that images depend on, as a key of the cache. ``engine`` names the engine that makes them."""
+        return {
+            **self.made_of("export.parts", "inference.parity", "inference.loading"),
+            # which calls are kept, under which names
+            "packed": [sha256(Path(__file__).with_name(name)) for name in ("shared.py", "compare.py")],
+            "contracts": key_of(checkpoint),  # knobs may give a checkpoint's parts other shapes
+            "prompts": prompts,
+            "sampling": sampling.described(),
+            "precision": infer.precision,
+            **engine,
+        }
+
+
+def cache_of(folder: CacheFolder) -> Cache:
+    """The cache that the knobs name; one that keeps nothing where they name none."""
+    return Cache(output_path(folder.dir) if folder.dir else None, folder.limit_gb * 1e9)
+
+
+def pack(made: VariantOutputs) -> dict[str, Tensor]:
+    """The images and tensors by paths, as safetensors stores them."""
+    images = {name: {"images": each.images, "latents": each.latents} for name, each in made.images.items()}
+    found = flat({"images": images, "inputs": made.inputs})
+    # some outputs of a part are one tensor, a call may be in inputs, and a file of safetensors holds no tensor twice
+    found |= {path: each.clone() for path, each in flat({"outputs": made.outputs, "calls": made.calls}).items()}
+    return {path: tensor.contiguous() for path, tensor in found.items()}
+
+
+def flat(tree: Any, path: str = "") -> dict[str, Tensor]:
+    """The tensors in a tree of mappings and lists by their paths."""
+    if isinstance(tree, list):
+        tree = {f"{number:06}": each for number, each in enumerate(tree)}
+    if not isinstance(tree, Mapping):
+        return {path: torch.as_tensor(tree)}
+    found = dict[str, Tensor]()
+    for name, each in tree.items():
+        found |= flat(each, f"{path}/{name}" if path else name)
+    return found
+
+
+def tree_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Reverse ``flat``, but for lists, which become mappings in their order."""
+    tree: dict = {}
+    for path, tensor in sorted(tensors.items()):
+        *folders, name = path.split("/")
+        reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[name] = tensor
+    return tree
+
+
+def unpack(tensors: Mapping[str, Tensor]) -> VariantOutputs:
+    """Reverse ``pack``."""
+    tree, images = tree_of(tensors), dict[str, Generated]()
+    for variant, each in tree["images"].items():
+        pixels, latents = each["images"], each["latents"]
+        images[variant] = Generated(
+            [image.numpy() for image in pixels.values()] if isinstance(pixels, dict) else pixels.numpy(),
+            list(latents.values()) if isinstance(latents, dict) else latents,
+        )
+    return VariantOutputs(images, *(tree.get(name, {}) for name in ("inputs", "outputs", "calls")))

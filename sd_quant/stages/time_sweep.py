@@ -1,18 +1,15 @@
 """The engines of a sweep, timed together: in one process, in the same rounds as the unquantized engine.
 
-Each job has timed its engine beside the unquantized one, minutes apart from the other jobs, and within minutes a
-machine changes by more than recipes differ. So after the jobs, all engines that can be compared are opened together and
-timed in random interleaved rounds. Graphs that differ in constants alone are one engine, because two measurements of
-them would tell of nothing but the machine; plans, whose kernels were chosen by timing, are one if their files are
-equal. Where memory does not hold all engines, they are timed in blocks, each beside the unquantized engine.
+Within minutes a machine changes by more than recipes differ. So after the jobs, all engines that can be compared are
+opened together and timed in random interleaved rounds, in blocks where memory does not hold all. Graphs that differ in
+constants alone are one engine; plans, whose kernels were chosen by timing, are one if their files are equal.
 
     python -m sd_quant.stages.time_sweep <folder of a sweep>
 
-does it again, or does it on the machine on which the jobs ran: jobs of another machine are not timed here. No images
-are made, because those of a large model take minutes: the time of an image beside its calls of the denoiser is the
-first job's, as a share of those calls. The road not taken is to time while the jobs run: another job may run beside
-them, and the first could not be compared with the last. What other quantized parts than the denoiser save is each job's
-own: their calls are few, and how long they take differs little.
+does it again, or on the machine of the jobs: those of another machine are not timed. No images are made, because those
+of a large model take minutes: the time of an image beside its denoiser's calls is the first job's, as a share of these
+calls, and what other quantized parts save is each job's own. The road not taken is to time while the jobs run: another
+job may run beside them, and the first could not be compared with the last.
 """
 
 import argparse
@@ -21,21 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
-import yaml
-
-from sd_quant.config import QuantizeJob, Timing, artifact
+from sd_quant.config import QuantizeJob, Timing, artifact, run_job
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ArtifactError, SdQuantError, exit_with_its_code
-from sd_quant.files import digest, read_regular, write_json
-from sd_quant.files.archive import MAX_TEXT
-from sd_quant.files.plain_yaml import load_yaml
-from sd_quant.inference.memory import QUANTIZED_BYTES, TORCH_BYTES, memory_of_variant
+from sd_quant.files import digest, write_json
 from sd_quant.knobs import read
-from sd_quant.metrics.memory import available_cuda_memory_bytes
-from sd_quant.places import CONF
-from sd_quant.process import available_memory_bytes
 from sd_quant.progress import working
 from sd_quant.report.occasions import count_occasion, history_of
 from sd_quant.report.provenance import machine
@@ -47,15 +35,16 @@ from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRe
 from sd_quant.stages.latency import conditions, denoiser_rounds
 from sd_quant.stages.occasions import hash_of, workload_of_engines
 from sd_quant.stages.open_parts import open_compiled, open_file
-from sd_quant.stages.resources import workload_of
-from sd_quant.stages.session import Session, cache_of, open_unchecked
+from sd_quant.stages.resources import most_at_once
+from sd_quant.stages.session import open_unchecked
+from sd_quant.stages.shared import cache_of
 
 LOG = logging.getLogger(__name__)
 REFERENCE, COMPILED = "unquantized", "compiled"
 MOST_BUDGETS = 5  # engines of a block that have a time of their own
 NO_ROOM = "memory does not hold its engine beside the unquantized one"
 SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher may have given a job fewer of its cores
-UNREADABLE = (SdQuantError, OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError)
+UNREADABLE = (SdQuantError, OSError, ValueError, TypeError, KeyError)
 
 
 @dataclass(frozen=True)
@@ -71,28 +60,28 @@ class EngineGroup:
 
 
 def time_sweep(directory: Path, again: bool = False) -> None:
-    """Time the engines of all finished jobs in a sweep's folder together and write ``timing.json``.
+    """Time the engines of a sweep's finished jobs together and write ``timing.json``; jobs that cannot be are left out.
 
-    Engines that were timed here before under the same rule are not timed ``again`` unless that is asked for. A job that
-    cannot be timed here is left out and keeps its own figures. Raises ArtifactError where there is no sweep,
-    SdQuantError when an engine cannot be opened, ResourceError when the disk is full; an older ``timing.json`` then
-    stays.
+    Engines timed here before by the same rule are timed ``again`` on request. Raises ArtifactError without a sweep,
+    SdQuantError for an engine that does not open, ResourceError for a full disk; an older ``timing.json`` then stays.
     """
     if not (directory / SWEEP).exists():
         raise ArtifactError(f"{directory} holds no {SWEEP}; give the folder of a sweep")
     here, sweep = machine(), read_sweep(directory)
-    usual = yaml.safe_load((CONF / "_judge.yaml").read_text(encoding="utf-8"))["timing"]  # of a plan without it
-    timing = read(Timing, at(read_object(directory / SWEEP), "timing") or usual, "timing.")
+    timing = read(Timing, at(read_object(directory / SWEEP), "timing") or {}, "timing.")
     workloads, left_out = dict[str, EngineGroup](), list[LeftOut]()
     for job in sweep.jobs:
         if job.status != DONE or job.judged or at(job.record, "simulated"):
             continue
         try:
-            if reason := why_left_out(job, here) or add(workloads, knobs_of(job), job):
+            if reason := why_left_out(job, here) or add(workloads, run_job(str(job.directory)), job):
                 left_out.append({"job": job.name, "reason": reason})
         except UNREADABLE as error:
             left_out.append({"job": job.name, "reason": f"its files cannot be read: {error}"})
-    at_once = {key: most_at_once(open_unchecked(work.job.model), work.job) for key, work in workloads.items()}
+    at_once = dict[str, int]()
+    for key, work in workloads.items():
+        session = open_unchecked(work.job.model)
+        at_once[key] = most_at_once(session.parameters, session.denoiser, work.job.infer, work.job.compiled_baseline)
     for key in [key for key, count in at_once.items() if count == 0]:
         names = [name for engine in workloads.pop(key).engines.values() for name in engine["jobs"]]
         left_out += [LeftOut(job=name, reason=NO_ROOM) for name in names]
@@ -148,12 +137,6 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
     return None
 
 
-def knobs_of(job: Job) -> QuantizeJob:
-    """The knobs of a job's folder. Raises one of UNREADABLE."""
-    stored: Any = load_yaml(read_regular(job.directory / "config.yaml", MAX_TEXT))
-    return read(QuantizeJob, stored)
-
-
 def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
     """Time all engines of a workload, ``size`` of them at once beside the unquantized one."""
     infer, checkpoint = work.job.infer, open_unchecked(work.job.model).checkpoint
@@ -183,18 +166,6 @@ def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
         )
     for engine in baselines.values():
         engine.close()
-
-
-def most_at_once(session: Session, job: QuantizeJob) -> int:
-    """The number of quantized denoisers that memory holds beside one whole unquantized variant; 0 if none fits."""
-    parameters, work = session.parameters, workload_of(job.infer)
-    weights = parameters[session.denoiser]
-    each, compiled = QUANTIZED_BYTES * weights, TORCH_BYTES * weights if job.compiled_baseline else 0
-    memory, taken = memory_of_variant(parameters, work)
-    rooms = [available_memory_bytes() - sum(memory.values()) - compiled]
-    if (gpu := available_cuda_memory_bytes()) is not None and taken:
-        rooms.append(gpu - sum(taken.values()) - compiled)
-    return max(0, int(min(rooms) / each))
 
 
 def main() -> None:

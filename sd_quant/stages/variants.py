@@ -1,12 +1,11 @@
 """The variants of the model that are compared: torch (the framework), unquantized engine, quantized engine.
 
-With ``compiled_baseline`` there is a fourth, torch after torch.compile, of which only the denoiser is timed.
-
-All share one pool of engines. An engine's key says how its part is opened: the name of a part by torch, a path by the
-runtime that loads the file, ``Native`` by torch as an engine of its own, and ``Simulated`` by torch with ModelOpt's
-quantizers.
+With ``compiled_baseline`` there is a fourth, torch after torch.compile, of which only the denoiser is timed. All share
+one pool of engines, by keys: the name of a part is opened by torch, a path by the runtime that loads the file,
+``Native`` by torch as an engine of its own, ``Simulated`` by torch with ModelOpt's quantizers.
 """
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,29 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from sd_quant.config import PRECISE, Infer, artifact
-from sd_quant.engines import RUNTIMES
+from sd_quant.engines import RUNTIMES, why_not
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.memory import TORCH_BYTES, memory_of_part, memory_of_variants
+from sd_quant.inference.memory import TORCH_BYTES, memory_of_variants
 from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE, engine_of_letter
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment, weights_alone
 from sd_quant.simulation.native import share_weights
+from sd_quant.stages import open_parts
 from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.open_parts import (
-    module_of,
-    open_compiled,
-    open_file,
-    open_simulated,
-    open_torch,
-    open_torch_engine,
-)
 from sd_quant.stages.resources import Needs, by_torch, workload_of
 from sd_quant.stages.session import Session
+from sd_quant.stages.shared import Shared
 
+LOG = logging.getLogger(__name__)
 FRAMEWORK, FULL_PRECISION, QUANTIZED = "framework", "full_precision", "quantized"
 COMPILED_FRAMEWORK = "compiled_framework"
 Assignments = Mapping[str, Mapping[str, LayerAssignment]]  # of the quantized parts, by part
@@ -66,14 +60,22 @@ class Variants:
 
     loaded: Loaded
     assignments: Assignments
-    engine: str  # of the unquantized and the quantized variant
-    directory: Path  # of the run's files
+    shared: Shared
     # by variant, which is FRAMEWORK, FULL_PRECISION, QUANTIZED or COMPILED_FRAMEWORK, and part
     engines: Mapping[str, Mapping[str, Engine]]
     pool: Pool  # opens and closes them
     together: bool  # whether memory holds all of them at once
-    memory_bytes: float  # the most that they take, all at once or with one part open at a time
     simulated: str | None  # the reason why the quantized variant is simulated; None where the engine computes it
+
+    @property
+    def engine(self) -> str:
+        """The runtime of the unquantized and the quantized variant."""
+        return self.loaded.infer.engine
+
+    @property
+    def directory(self) -> Path:
+        """The folder of the run's files."""
+        return self.shared.directory
 
     @property
     def assignment(self) -> Mapping[str, LayerAssignment]:
@@ -95,48 +97,48 @@ class Variants:
 
 
 def variants_of(
-    loaded: Loaded,
-    infer: Infer,
-    assignments: Assignments,
-    directory: Path,
-    simulated: str | None,
-    compiled_baseline: bool = False,
+    loaded: Loaded, assignments: Assignments, shared: Shared, simulated: str | None, compiled_baseline: bool = False
 ) -> Variants:
-    """The variants of a run whose files are in ``directory``. None is open yet.
+    """The variants of a run, for ``simulated`` see ``why_simulated``. None is open yet.
 
     Where memory does not hold all of them, one part is open at a time.
     """
-    work, parameters = workload_of(infer), loaded.parameters
+    infer, parameters, work = loaded.infer, loaded.parameters, workload_of(loaded.infer)
     copies = len(loaded.denoisers) + (WEIGHTS_ALONE in infer.precise_letters)
     all_of_them = Needs(*memory_of_variants(parameters, work, copies))
+    keys = keys_of(loaded, assignments, shared.directory, simulated is not None)
     if compiled_baseline:
         weights = sum(parameters[part] for part in loaded.denoisers)
         all_of_them |= Needs({"compiled": TORCH_BYTES * weights}, {"compiled": work.bytes_on_gpu * weights})
+        keys[COMPILED_FRAMEWORK] = {part: Native(part, quantized=False, compiled=True) for part in loaded.denoisers}
     together = loaded.together(work, all_of_them, "all variants of the model")
-    most = sum(all_of_them.memory.values()) if together else memory_of_part(parameters, work)[0]
-    keys = keys_of(loaded, assignments, infer.engine, directory, simulated is not None)
 
     def opened(key: str | Path | Native | Simulated) -> Engine:
         engine = open_engine(loaded.checkpoint, infer, assignments, key)
         if isinstance(key, Native) and key.weights_alone and together:
-            share_weights(module_of(engine), module_of(pool[replace(key, weights_alone=False)]))
+            share_weights(open_parts.module_of(engine), open_parts.module_of(pool[replace(key, weights_alone=False)]))
         return engine
 
     pool = loaded.engines(opened, together)
-    if compiled_baseline:
-        native = {part: Native(part, quantized=False, compiled=True) for part in loaded.denoisers}
-        keys[COMPILED_FRAMEWORK] = native  # type: ignore[assignment]
     own, full = (keys[name][loaded.denoiser] for name in (QUANTIZED, FULL_PRECISION))
     keys[QUANTIZED] |= keys_of_letters(loaded.denoiser, own, full, infer.precise_letters)
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}
-    return Variants(loaded, assignments, infer.engine, directory, engines, pool, together, most, simulated)
+    return Variants(loaded, assignments, shared, engines, pool, together, simulated)
+
+
+def why_simulated(loaded: Loaded, formats: Mapping[str, Collection[str]]) -> str | None:
+    """Why the denoisers are simulated: their engine executes no such ``formats``, or has no file of one; else None."""
+    engine = loaded.infer.engine
+    refused = {part: loaded.parts[part].refused for part in loaded.denoisers}
+    lacking = [f"the {part} is not exported, because {because}" for part, because in refused.items() if because]
+    reason = why_not(engine, formats) or ("; ".join(lacking) if RUNTIMES[engine].file is not None else None) or None
+    if reason:
+        LOG.info("%s: images come from the simulation in torch, and nothing is timed", reason)
+    return reason
 
 
 def torch_variant(session: Session, infer: Infer, assignments: Assignments) -> Variant:
-    """All parts by torch, simulated where a part has an assignment. Its pool has to be closed.
-
-    Where memory does not hold all of them, one part is open at a time.
-    """
+    """All parts by torch, simulated where they have an assignment; one at a time if memory is short."""
     keys: dict[str, object] = {part: Simulated(part) if part in assignments else part for part in session.parts}
     keys |= keys_of_letters(session.denoiser, keys[session.denoiser], session.denoiser, infer.precise_letters)
     together = session.together(by_torch(workload_of(infer)))
@@ -144,10 +146,10 @@ def torch_variant(session: Session, infer: Infer, assignments: Assignments) -> V
 
 
 def keys_of(
-    loaded: Loaded, assigned: Collection[str], engine: str, directory: Path, simulated: bool
+    loaded: Loaded, assigned: Collection[str], directory: Path, simulated: bool
 ) -> dict[str, dict[str, object]]:
     """The key of each part by variant; unquantized and quantized differ in the ``assigned`` parts alone."""
-    parts, kind = list(loaded.parts), RUNTIMES[engine].file
+    parts, kind = list(loaded.parts), RUNTIMES[loaded.infer.engine].file
     framework: dict[str, object] = {part: part for part in parts}
     full_precision: dict[str, object]
     quantized: dict[str, object]
@@ -179,14 +181,14 @@ def open_engine(
 ) -> Engine:
     """Open the engine of a key; torch quantizes a part by its assignment."""
     if isinstance(key, Path):
-        return open_file(key, infer)
+        return open_parts.open_file(key, infer)
     if isinstance(key, str):
-        return open_torch(checkpoint, infer, key)
+        return open_parts.open_torch(checkpoint, infer, key)
     if isinstance(key, Native) and key.compiled:
-        return open_compiled(checkpoint, infer, key.part)
+        return open_parts.open_compiled(checkpoint, infer, key.part)
     assignment = assignments.get(key.part, {})
     if key.weights_alone:
         assignment = weights_alone(assignment)
     if isinstance(key, Native):
-        return open_torch_engine(checkpoint, infer, key.part, assignment if key.quantized else None)
-    return open_simulated(checkpoint, assignment, key.part)
+        return open_parts.open_torch_engine(checkpoint, infer, key.part, assignment if key.quantized else None)
+    return open_parts.open_simulated(checkpoint, assignment, key.part)

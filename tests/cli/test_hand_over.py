@@ -10,8 +10,9 @@ import pytest
 from sd_quant.config import run_job
 from sd_quant.interchange import TARGETS
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.stages.hand_over import assignment_of, rows_of
+from sd_quant.stages.choose import chosen_again
 from sd_quant.stages.session import open_unchecked
+from sd_quant.stages.targets import rows_of
 
 from ..programs.pictures import PROMPTS, by_consumer, decibels, in_torch, printed_code
 from .shared import record_of, well
@@ -105,7 +106,7 @@ def handed_over(process, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def derived(handed_over):
     job = run_job(str(handed_over))
-    return assignment_of(job, handed_over, StageTimer(), open_unchecked(job.model), handed_over)
+    return chosen_again(job, handed_over, StageTimer(), open_unchecked(job.model), handed_over)
 
 
 @pytest.mark.nightly

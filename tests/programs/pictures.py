@@ -22,7 +22,7 @@ from sd_quant.metrics.fidelity import psnr
 from sd_quant.models.checkpoint import Checkpoint, build_module, denoiser_part
 from sd_quant.models.text_encoders import padded
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages.hand_over import absent
+from sd_quant.stages.targets import absent
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a red apple"]

@@ -24,8 +24,9 @@ import numpy as np
 from sd_quant.config import run_job
 from sd_quant.engines.openvino import saturates
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.stages.hand_over import assignment_of, rows_of
+from sd_quant.stages.choose import chosen_again
 from sd_quant.stages.session import open_unchecked
+from sd_quant.stages.targets import rows_of
 
 from ..zoo.families import flux
 from .pictures import CALL, LATENTS, PROMPTS, by_consumer, decibels, in_torch, printed_code
@@ -135,7 +136,7 @@ def handed_over(name: str, targets: list[str], work: Path) -> Path:
 def rows_of_case(name: str, targets: list[str], run: Path, work: Path) -> Iterator[Row]:
     """The rows of what a run of the case has handed over."""
     case, job = CASES[name], run_job(str(run))
-    loaded, assignments = assignment_of(job, run, StageTimer(), open_unchecked(job.model), work)
+    loaded, assignments = chosen_again(job, run, StageTimer(), open_unchecked(job.model), work)
     for target in targets:
         folder = run / "hand_over" / target
         rows = rows_of([target], assignments, loaded.checkpoint)[target][loaded.denoiser]

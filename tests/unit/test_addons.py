@@ -11,7 +11,7 @@ from sd_quant import addons
 from sd_quant.__main__ import main
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.report.rebuild import rebuild
-from sd_quant.stages import job_folder, text_scores
+from sd_quant.stages import job_folder, results
 from tests.presets import job
 from tests.text_scores import metrics_of
 
@@ -130,10 +130,10 @@ def test_a_score_without_its_add_on_is_refused_before_anything_is_computed(lacki
 
 def test_one_that_fails_at_a_score_is_the_reason_of_that_score(installed, monkeypatch, tmp_path):
     installed(ROWS + "def ocr(images, prompts): prompts[9]\ndef verdict(entries, made): made['steps']", addon="scores")
-    monkeypatch.setattr(text_scores, "how_made", lambda *_: {})
+    monkeypatch.setattr(results, "how_made", lambda *_: {})
     metrics = metrics_of(ocr=True, hps_weights=str(tmp_path))
     variants = {"full_precision": IMAGES, "quantized": IMAGES}
-    found = text_scores.text_scores(metrics, None, None, ["a"], variants)["quantized"]
+    found = results.text_scores(metrics, None, None, ["a"], variants)["quantized"]
     reason = "the add-on scores failed ({}), which changes nothing of the run; report it to its authors"
     assert found["ocr"] == {"value": None, "reason": reason.format("IndexError: list index out of range")}
     assert found["mlperf"] == {"passes": None, "reason": reason.format("KeyError: 'steps'")}
@@ -144,7 +144,7 @@ def test_a_run_that_uses_no_score_imports_none(run, monkeypatch):
     used, load = [], EntryPoint.load
     monkeypatch.setattr(EntryPoint, "load", lambda point: used.append(point.group) or load(point))
     metrics_of().check_files()
-    text_scores.text_scores(metrics_of(), None, None, ["a"], {"quantized": IMAGES})
+    results.text_scores(metrics_of(), None, None, ["a"], {"quantized": IMAGES})
     rebuild(run)
     assert not [group for group in used if "scores" in group]
 

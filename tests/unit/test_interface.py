@@ -19,7 +19,7 @@ from sd_quant.places import CONF, shown
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 from sd_quant.report.table import write_csv
-from sd_quant.stages import hand_over
+from sd_quant.stages import consumer, target_folder
 from sd_quant.stages.load import Loaded, with_recipe
 
 pytestmark = pytest.mark.commit
@@ -102,7 +102,7 @@ def test_knobs_are_those_of_the_command(model):
 
 @pytest.mark.slow
 def test_a_recipe_knows_prompts_and_steps_from_the_statistics(model, monkeypatch):
-    monkeypatch.setattr(sd_quant.interface.model, "choose", lambda *_: SimpleNamespace(assignment={}, parts={}))
+    monkeypatch.setattr(sd_quant.interface.model, "choose", lambda *_: SimpleNamespace(assignments={"unet_xl": {}}))
     conv = LayerStatistics("conv", torch.ones(2000, 7), Sample(torch.ones(0), torch.ones(0)))
     linear = LayerStatistics("linear", torch.ones(7, 3), conv.rows)
     calls = {"x": Sample(torch.ones(4, 1), torch.ones(4))}
@@ -123,7 +123,7 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
         (place / "weights").write_bytes(bytes(200_000))
         return {}
 
-    monkeypatch.setattr(hand_over, "write_folder", write)
+    monkeypatch.setattr(target_folder, "write_folder", write)
     known = {"weight_axis": 0, "weight_amax": torch.ones(32), "activation_amax": 1.0}
     rows = {"a": LayerAssignment("a", "qkv", (32, 32), "int8", "int8", **known)}
     knobs = {"quant_level": 3, "observer": "mse"}
@@ -141,8 +141,8 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
         assert infer.prompts == ["a rocket"]
         return scores
 
-    monkeypatch.setattr(hand_over, "fidelity_of", fidelity_of)
-    monkeypatch.setattr(hand_over, "text_fidelity", lambda *_: scores)
+    monkeypatch.setattr(consumer, "fidelity_of", fidelity_of)
+    monkeypatch.setattr(consumer, "text_fidelity", lambda *_: scores)
     for folder, prompts, figures in (("a", {}, None), ("b", {"prompts": "a rocket", "steps": 3}, scores)):
         (tmp_path / folder).mkdir()  # an empty one is filled
         assert made.hand_over("comfyui", tmp_path / folder, **prompts) == tmp_path / folder

@@ -13,7 +13,8 @@ from sd_quant.inference.latents import read_latents
 from sd_quant.interchange import gguf
 from sd_quant.report.published import read_published
 from sd_quant.report.summary import last_text, read_sweep
-from sd_quant.stages.hand_over import decided, images_of_run
+from sd_quant.stages.choose import decided
+from sd_quant.stages.compare import images_of_run
 
 pytestmark = pytest.mark.commit
 
@@ -25,7 +26,7 @@ READERS = {
     "published.yaml": lambda path: read_published(path, "published.yaml"),
     "layers.csv": decided,
     "sweep.json": lambda path: read_sweep(path.parent),
-    "images/full_precision/0000.png": lambda path: images_of_run(path.parents[2], ["0000"]),
+    "images/full_precision/0000.png": lambda path: images_of_run(path.parents[2], ["a prompt"]),
 }
 
 

@@ -159,7 +159,7 @@ CHECKED_BY_THE_SESSION = {
     "check_finite", "check_batch", "open_checkpoint", "open_observed", "fits", "Pool",
 }  # fmt: skip
 ALLOWED = {
-    "stages.quantize": {"check_request"},  # before minutes of hashing
+    "stages.opening": {"check_request"},  # before minutes of hashing
     "stages.export_trt": {"check_machine"},  # of ONNX files, where there is no checkpoint
 }
 

@@ -10,7 +10,7 @@ import yaml
 from sd_quant.config import CacheFolder, run_model
 from sd_quant.config.earlier_runs import MARKS, is_finished_run, recipe_of_run, run_job
 from sd_quant.errors import ArtifactError, ConfigError
-from sd_quant.stages.subjects import subject_of
+from sd_quant.stages.judged_run import run_subject
 
 from .composition import mapping_of
 
@@ -51,7 +51,7 @@ def test_a_run_without_one_of_its_files_is_named_as_that(earlier, run, missing):
     (run / missing).unlink()
     assert not is_finished_run(run)
     with pytest.raises(ConfigError, match=f"which has no {missing}, expected the folder of a finished run"):
-        subject_of("run", run, None, None, SimpleNamespace(cache=CacheFolder(None, 1.0)))
+        run_subject("run", run, SimpleNamespace(cache=CacheFolder(None, 1.0), session=None))
 
 
 def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):

@@ -12,7 +12,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import nvfp4
-from sd_quant.stages.hand_over import lost
+from sd_quant.stages.targets import lost
 from tests.presets import recipe_of
 
 from .conftest import PLAIN

@@ -22,7 +22,9 @@ from sd_quant.models.roles import roles_of
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive_nearest
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.stages.hand_over import open_consumed, rows_of, write_folder
+from sd_quant.stages.consumer import open_consumed
+from sd_quant.stages.target_folder import write_folder
+from sd_quant.stages.targets import rows_of
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 SDNQ, TORCHAO, AUTOROUND = "diffusers_sdnq", "diffusers_torchao", "diffusers_autoround"

@@ -23,8 +23,9 @@ from sd_quant.interchange.sampling import (
     written_marks,
 )
 from sd_quant.names.authors import PREFIX
-from sd_quant.stages.hand_over import sampled, write_folder
-from sd_quant.stages.subjects import subject_of
+from sd_quant.stages.target_folder import write_folder
+from sd_quant.stages.targets import sampled
+from sd_quant.stages.third_party import third_party
 
 pytestmark = pytest.mark.commit
 
@@ -96,4 +97,4 @@ def test_a_file_tells_comfyui_how_it_samples_and_judge_too(tiny, tmp_path, targe
     assert own.marks.keys() <= names and set(read.marks) == own.marks.keys() and len(read.parameters) > 100
     check_marks(path, read.marks, own)
     with pytest.raises(ArtifactError, match=f"{read.marks[0]}.*, the mark of a model .* says epsilon; give"):
-        subject_of("a", path, SimpleNamespace(checkpoint=plain, denoiser="unet_xl"), None, None)
+        third_party("a", path, SimpleNamespace(session=SimpleNamespace(checkpoint=plain), denoiser="unet_xl"))

@@ -19,29 +19,22 @@ pytestmark = pytest.mark.commit
 NONE = Statistics({}, {})
 
 
-def knobs(**given) -> SimpleNamespace:
-    return SimpleNamespace(**{"batch_size": 1, "devices": 1, "snapshots": [32, 64]} | given)
-
-
-def test_a_short_one_says_how_long(caplog):
+def test_a_calibration_says_how_long_it_takes_and_a_long_one_the_ways_out(caplog):
     with caplog.at_level(logging.INFO, "sd_quant.stages.calibrate"):
-        announce_calibration(knobs(), 20, "cpu", 32, 0.025)
-        announce_calibration(knobs(batch_size=5), 20, "cuda", 32, 0.1)
-        announce_calibration(knobs(devices=4), 20, "cuda", 32, None)
-    first, second, several = caplog.records
-    assert first.getMessage() == "calibrating on 32 prompts: 640 calls of the denoiser on cpu, about 16 s"
-    assert second.getMessage() == "calibrating on 32 prompts: 140 calls of the denoiser on cuda, about 14 s"
-    assert several.getMessage() == "calibrating on 32 prompts: 640 calls of the denoiser on cuda"
-    assert {record.levelno for record in caplog.records} == {logging.INFO}
-
-
-def test_a_long_calibration_says_so_with_the_ways_out(caplog):
-    announce_calibration(knobs(), 20, "cpu", 100, 9.0)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    text = record.getMessage()
-    assert "about 5.0 h" in text and "keeps what is done at 32, 64 prompts" in text
-    assert all(way in text for way in ("calib_size=", "quantize.n_steps=", "on a GPU", "calibration="))
+        for batch_size, prompts, device, seconds in (
+            (1, 32, "cpu", 0.025), (5, 32, "cuda", 0.1), (1, 32, "cuda", None), (1, 100, "cpu", 9.0)
+        ):  # fmt: skip
+            given = SimpleNamespace(batch_size=batch_size, snapshots=[32, 64])
+            announce_calibration(given, 20, device, prompts, seconds)
+    *short, long = caplog.records
+    assert [record.getMessage() for record in short] == [
+        "calibrating on 32 prompts: 640 calls of the denoiser on cpu, about 16 s",
+        "calibrating on 32 prompts: 140 calls of the denoiser on cuda, about 14 s",
+        "calibrating on 32 prompts: 640 calls of the denoiser on cuda",
+    ]
+    assert {record.levelno for record in short} == {logging.INFO} and long.levelno == logging.WARNING
+    ways = "calib_size=", "quantize.n_steps=", "on a GPU", "calibration=", "about 5.0 h", "done at 32, 64 prompts"
+    assert all(way in long.getMessage() for way in ways)
 
 
 def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others():

@@ -1,8 +1,9 @@
-"""Which call of the denoiser the engines are compared on."""
+"""Which calls of the denoiser engines are compared on, and what jobs share: in entries that know what they are of."""
 
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,11 +13,18 @@ from safetensors.torch import save_file
 from sd_quant.cache import Cache
 from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Generated
-from sd_quant.stages import compare
+from sd_quant.stages import compare, shared
+from sd_quant.stages.shared import TOGETHER, Shared
+from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 pytestmark = pytest.mark.commit
 
-VARIANTS = {compare.FRAMEWORK: 0.25, compare.FULL_PRECISION: 0.5}  # to what each one adds
+VARIANTS = {FRAMEWORK: 0.25, FULL_PRECISION: 0.5}  # to what each one adds
+
+
+def of(prompts: list[str], **knobs: object) -> SimpleNamespace:
+    """The knobs of images of these prompts."""
+    return SimpleNamespace(prompt_list=lambda: prompts, **knobs)
 
 
 class Adding:
@@ -52,32 +60,24 @@ def faked(monkeypatch):
     return checkpoint, {name: dict.fromkeys(("unet", "vae"), Adding(number)) for name, number in VARIANTS.items()}
 
 
-def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch):
-    """Not on the first call, of pure noise: both engines get the inputs that the framework's had there."""
+def backwards(batches, make, also):
+    return [make(place) for place in reversed(range(len(batches)))][::-1]
+
+
+@pytest.mark.parametrize("by_batch", [compare.in_turn, backwards])
+def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch, by_batch):
+    """Not on the first call, of pure noise: both engines get the inputs that the framework's had there.
+
+    Each batch brings the calls that are kept of it, whoever makes it and in whichever order.
+    """
     checkpoint, engines = faked(monkeypatch)
-    infer = SimpleNamespace(steps=20)
-    found = compare.compare_framework(checkpoint, engines[compare.FRAMEWORK], ["a cat"] * 8, infer)
+    by_batch, infer = Mock(side_effect=by_batch), of(["a cat"] * 8, steps=20)
+    found = compare.compare_framework(checkpoint, engines[FRAMEWORK], infer, by_batch)
     assert {part: inputs["x"].item() for part, inputs in found.inputs.items()} == {"unet": 10, "vae": 50}
-    assert [inputs["x"].item() for inputs in found.calls.values()] == [2, 7, 12, 17]
-    outputs = {part: output["out"].item() for part, output in found.outputs[compare.FRAMEWORK].items()}
-    assert outputs == {"unet": 10.25, "vae": 50.25}
-
-
-def test_each_batch_brings_the_calls_that_are_kept_of_it(monkeypatch):
-    """Whoever makes it, and in whichever order."""
-    checkpoint, engines = faked(monkeypatch)
-    asked = []
-
-    def backwards(batches, make, also):
-        asked.extend(also)
-        return [make(place) for place in reversed(range(len(batches)))][::-1]
-
-    found = compare.compare_framework(
-        checkpoint, engines[compare.FRAMEWORK], ["a cat"] * 8, SimpleNamespace(steps=20), backwards
-    )
-    assert found.inputs["unet"]["x"].item() == 10
     assert {name: inputs["x"].item() for name, inputs in found.calls.items()} == {"2": 2, "47": 7, "92": 12, "137": 17}
-    assert asked == [[0, 2, 10], [], [47], [], [92], [], [137], []]
+    outputs = {part: output["out"].item() for part, output in found.outputs[FRAMEWORK].items()}
+    assert outputs == {"unet": 10.25, "vae": 50.25}
+    assert by_batch.call_args.args[2] == [[0, 2, 10], [], [47], [], [92], [], [137], []]
 
 
 @pytest.mark.parametrize("first", [[0, 1, 2], [4, 5, 6], range(7), []], ids=str)
@@ -92,7 +92,7 @@ def test_each_of_two_denoisers_is_compared_on_a_call_that_it_has(monkeypatch, fi
 
     def compared(by_batch):
         engines = dict.fromkeys(("unet", "second"), Adding(0.25))
-        found = compare.compare_framework(checkpoint, engines, ["a cat"], SimpleNamespace(steps=7), by_batch)
+        found = compare.compare_framework(checkpoint, engines, of(["a cat"], steps=7), by_batch)
         return [found.inputs[part]["x"].item() for part in checkpoint.parts()]
 
     monkeypatch.setattr(compare, "generate", generate)
@@ -103,7 +103,7 @@ def test_each_of_two_denoisers_is_compared_on_a_call_that_it_has(monkeypatch, fi
         assert f"without a call of {'second' if first else 'unet'}; take" in str(refused) and len(first) != 3
 
 
-class Kept(compare.KeptOutputs):
+class Kept(shared.Shared):
     """Outputs in a cache, of which two jobs' keys differ in prompts alone."""
 
     def origin(self, checkpoint, prompts, infer, engine, sampling):
@@ -125,9 +125,9 @@ def test_a_job_of_more_images_makes_those_that_are_missing(tmp_path):
 
             steps = torch.cat([each["steps"] for each in by_batch(batches, denoise, ())])
             pixels = np.zeros((len(prompts), 2, 2, 3), np.uint8)
-            return compare.VariantOutputs({"framework": Generated(pixels, steps)}, {}, {}, {})
+            return shared.VariantOutputs({"framework": Generated(pixels, steps)}, {}, {}, {})
 
-        return kept.provide(None, prompts, None, make, sampling=sampling).images["framework"].latents
+        return kept.provide(None, of(prompts), make, sampling=sampling).images["framework"].latents
 
     assert images(list("abcd")).tolist() == [0, 1, 2, 3]
     assert images(list("abcdef")).tolist() == [0, 1, 2, 3, 4, 5]
@@ -152,9 +152,9 @@ def test_jobs_that_want_the_same_images_at_once_divide_them(tmp_path):
                 return {"steps": torch.tensor([float(place)])}
 
             steps = torch.cat([each["steps"] for each in by_batch([[0], [1], [2], [3]], denoise, ())])
-            return compare.VariantOutputs({"it": Generated(np.zeros((4, 2, 2, 3), np.uint8), steps)}, {}, {}, {})
+            return shared.VariantOutputs({"it": Generated(np.zeros((4, 2, 2, 3), np.uint8), steps)}, {}, {}, {})
 
-        outputs = Kept({}, folder, cache).provide(None, list("abcd"), None, make, sampling=object())
+        outputs = Kept({}, folder, cache).provide(None, of(list("abcd")), make, sampling=object())
         results.append(outputs.images["it"].latents.tolist())
 
     results: list[list] = []
@@ -171,7 +171,7 @@ def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path
     """They come from the cache for the same assignment alone, with the number of calls by which they were made."""
     checkpoint, engines = faked(monkeypatch)
     monkeypatch.setattr(compare, "recipe_sampling", lambda infer: SimpleNamespace(steps_taken=infer.steps))
-    monkeypatch.setattr(compare, "counted", lambda checkpoint, of_letters, *_: of_letters)
+    monkeypatch.setattr(compare, "counted", lambda checkpoint, totals, *_: totals)
     calls = []
 
     class Counting(Adding):
@@ -179,24 +179,24 @@ def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path
             calls.append(self.number)
             return super().__call__(x)
 
-    class OfRecipe(compare.KeptOutputs):
+    class OfRecipe(shared.Shared):
         def origin(self, checkpoint, prompts, infer, engine, sampling):
             return {"prompts": prompts, **engine}
 
         def provide(self, *_):
-            return compare.VariantOutputs({}, {}, {compare.FULL_PRECISION: {}}, {})
+            return shared.VariantOutputs({}, {}, {FULL_PRECISION: {}}, {})
 
-    framework = compare.VariantOutputs({}, {"unet": {"x": torch.ones(1)}}, {compare.FRAMEWORK: {}}, {})
+    framework = shared.VariantOutputs({}, {"unet": {"x": torch.ones(1)}}, {FRAMEWORK: {}}, {})
 
     def images(digest: str, simulated: str | None = None):
         parts = {"unet": Counting(float(len(digest))), "vae": Adding(0)}
         variants = SimpleNamespace(
-            engines=engines | {compare.QUANTIZED: parts}, assignments={"unet": {}}, simulated=simulated,
-            digests=lambda: {"unet": digest},
+            engines=engines | {QUANTIZED: parts}, assignments={"unet": {}}, simulated=simulated,
+            digests=lambda: {"unet": digest}, loaded=SimpleNamespace(checkpoint=checkpoint),
+            shared=OfRecipe({}, tmp_path, Cache(tmp_path / "cache", 1e9)),
         )  # fmt: skip
-        kept = OfRecipe({}, tmp_path, Cache(tmp_path / "cache", 1e9))
-        infer = SimpleNamespace(steps=5, engine="openvino", precise_letters=set())
-        made = compare.compare_images(checkpoint, framework, variants, ["a", "b"], infer, kept)
+        infer = of(["a", "b"], steps=5, engine="openvino", precise_letters=set())
+        made = compare.compare_images(variants, framework, infer)
         assert made.of_an_image == {"c": [10, 10]}
         calls_of_images = len(calls) - 1  # one is compared
         calls.clear()
@@ -215,10 +215,10 @@ def test_further_calls_are_of_other_images_and_other_steps(batches, expected):
 def test_a_call_that_is_kept_twice_can_be_saved(monkeypatch, tmp_path):
     """With four steps the third is both half way and one of the further calls."""
     checkpoint, engines = faked(monkeypatch)
-    found = compare.compare_framework(checkpoint, engines[compare.FRAMEWORK], ["a cat"], SimpleNamespace(steps=4))
+    found = compare.compare_framework(checkpoint, engines[FRAMEWORK], of(["a cat"], steps=4))
     assert found.inputs["unet"]["x"].item() == 2 and "2" in found.calls
     found.images.clear()
-    save_file(compare.pack(found), tmp_path / "a.safetensors")
+    save_file(shared.pack(found), tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("widths", [(64, 64), (64, 128)], ids=["one size", "several sizes"])
@@ -228,9 +228,9 @@ def test_images_are_kept_as_they_were(widths):
     same = len(set(widths)) == 1
     made = Generated(np.stack(images) if same else images, torch.stack(latents) if same else latents)
     inputs = {"vae": {"z": torch.ones(1)}}
-    kept = compare.unpack(
-        compare.pack(
-            compare.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, {"7": {"z": torch.ones(2)}})
+    kept = shared.unpack(
+        shared.pack(
+            shared.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, {"7": {"z": torch.ones(2)}})
         )
     )
     assert kept.calls["7"]["z"].shape == (2,)
@@ -246,8 +246,45 @@ def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expecte
     of_letters = {"c": [10, samples - 2 * guided], "f": [0, 0], "h": [2, 2 * guided]}
     checkpoint, _ = faked(monkeypatch)
     monkeypatch.setattr(compare, "samples_per_image", lambda checkpoint, scale: guided)
-    found = compare.counted(
-        checkpoint, of_letters, ["a", "b"], SimpleNamespace(steps=6, scale=5.0, recipe_steps=3, given_schedule="chrc")
-    )
+    infer = of(["a", "b"], scale=5.0, recipe_steps=3, given_schedule="chrc")
+    found = compare.counted(checkpoint, of_letters, infer, 2)
     assert found.in_a_step == 2
     assert (found.whole, found.half) == expected and found.precise == {"h": 1}
+
+
+FACTS = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
+CHOICES = {f"layer{number}": [f"layer{number}"] for number in range(40)}
+
+
+@pytest.fixture
+def jobs(tmp_path) -> Shared:
+    return Shared(FACTS, tmp_path, Cache(tmp_path / "cache", 1e9))
+
+
+def test_errors_are_measured_once_whoever_asks(jobs, tmp_path):
+    asked = []
+
+    def error(quantized):
+        asked.append(tuple(quantized))
+        return 1 / (3 + len(asked))  # no round number
+
+    first = jobs.measured({"of": "one"}, CHOICES, error)
+    assert asked == [(name,) for name in CHOICES] and list(first) == list(CHOICES)
+    assert list(first.values()) == [1 / (4 + number) for number in range(40)], "to the bit"
+    entries = len(list((tmp_path / "cache" / "sensitivities").glob("[!.]*")))
+    assert TOGETHER <= entries <= 2 * TOGETHER, "enough for several processes, and not an entry each"
+    assert jobs.measured({"of": "one"}, CHOICES, error) == first and len(asked) == 40
+    jobs.measured({"of": "another"}, CHOICES, error)
+    assert len(asked) == 80
+
+
+def test_a_choice_is_known_by_its_layers(jobs):
+    """The curve of another recipe has the same names of points."""
+    assert jobs.measured({}, {"1": ["a", "b"]}, len) == {"1": 2}
+    assert jobs.measured({}, {"1": ["a"]}, len) == {"1": 1}
+
+
+def test_what_is_found_is_json(jobs):
+    made = {"products": [[1.5, None]], "schedule": "cre"}
+    assert jobs.found("schedules", {"a": 1}, lambda: made) == made
+    assert jobs.found("schedules", {"a": 1}, lambda: pytest.fail("it is in the cache")) == made

@@ -1,4 +1,4 @@
-"""What a budget leaves for layers, which of them choose together, and what is written about the choice."""
+"""What a limit leaves for layers, which of them choose together and by which images, and what is written of that."""
 
 import csv
 import itertools
@@ -7,9 +7,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
 
 import sd_quant
 from sd_quant.config.assignment_file import entries_in
@@ -19,10 +21,12 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import KEPT, stored_bytes
 from sd_quant.stages import choose, load
+from sd_quant.stages import chosen_by_images as by_images
 from sd_quant.stages import fit as stage
+from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded, Offered
 from sd_quant.stages.open_parts import open_simulated
-from tests.presets import recipe_of
+from tests.presets import job, recipe_of
 from tests.refusals import refused
 from tests.zoo.families import sd15_of_one_level
 
@@ -275,16 +279,11 @@ def statistics(model) -> sd_quant.Statistics:
 
 def same(found: dict[str, LayerAssignment], expected: dict[str, LayerAssignment]) -> bool:
     """Whether assignments are equal bit for bit, but for the reasons why layers are left."""
-
-    def equal(one, other) -> bool:
-        if isinstance(one, tuple):
-            return isinstance(other, tuple) and all(map(equal, one, other))
-        return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-    names = [name for name in LayerAssignment.__slots__ if name != "reason"]
-    return found.keys() == expected.keys() and all(
-        equal(getattr(layer, name), getattr(expected[key], name)) for key, layer in found.items() for name in names
+    one, other = (
+        [(name, row.role, row.alpha, row.output_error, row.fixed_alpha_error) for name, row in rows.items()]
+        for rows in (found, expected)
     )
+    return one == other and assignment_digest(found) == assignment_digest(expected)
 
 
 @pytest.fixture
@@ -401,3 +400,17 @@ def test_layers_that_are_quantized_alone_leave_the_others_smoothed_and_not_round
         for names in ((), [TO_Q], list(assignment))
     )
     assert none < 2e-4 < one < every and every == relative_error(full, output(assignment))
+
+
+def test_formats_are_chosen_by_calibrations_condition_images_and_not_by_those_of_the_job(tmp_path, monkeypatch):
+    for number in range(6):
+        Image.new("RGB", (90, 90), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    (tmp_path / "config.json").touch()
+    net, of_job = f"model.controlnets=[{tmp_path}]", f"infer.control=[{tmp_path}]"
+    asked = job("infer.prompts=[a]", net, of_job, f"model.calibration_control=[{tmp_path}/5.png]")
+    made = Mock(return_value=([], {}))
+    monkeypatch.setattr(by_images, "images_of", made)
+    by_images.image_errors(SimpleNamespace(model=asked.model, infer=asked.infer, recipe=asked.quantize))
+    _, infer, sampling, *_ = made.call_args.args
+    assert len(infer.prompt_list()) == by_images.PROMPTS
+    assert [row["image"].getpixel((0, 0)) for row in sampling.arguments] == [(5, 0, 0)]

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.errors import ResourceError
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.holding import adapted
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.table import write_csv
-from sd_quant.stages import hand_over, session
+from sd_quant.stages import choose, consumer, hand_over, session, target_folder, targets
 from tests.pasting import AWKWARD, words_of
 from tests.presets import job as composed_job
 from tests.refusals import refused
@@ -35,7 +35,7 @@ def test_layers_and_attentions_that_are_lost_are_counted_by_their_reason():
     )  # fmt: skip
     kept = LayerAssignment("kept", "qkv", (4, 4), reason="kept")
     rows = {each.name: each for each in (row("a", 4, 4), row("b", 4, 4, 3, 3), row("c", 4, 4, 1, 1), attention, kept)}
-    found = hand_over.lost(rows, adapted(rows, TARGETS["diffusers_torchao"]))
+    found = targets.lost(rows, adapted(rows, TARGETS["diffusers_torchao"]))
     assert found == {
         "diffusers_torchao holds no convolutions in int8": 2, "diffusers_torchao holds no products of attention": 1
     }  # fmt: skip
@@ -47,9 +47,9 @@ def test_ranges_that_a_tensor_of_several_layers_widens_are_counted():
     for name, amax in zip((f"transformer_blocks.0.attn.to_{each}" for each in "qkv"), (1.0, 3.0, 2.0), strict=True):
         one = row(name, 4, 4, weight_axis=None, weight_amax=torch.tensor([amax]))
         rows[name] = replace(one, format="fp8", activation_format="fp8")
-    (words,) = hand_over.widened(rows, adapted(rows, TARGETS["comfyui"]))
+    (words,) = targets.widened(rows, adapted(rows, TARGETS["comfyui"]))
     assert words.startswith("the ranges of 2 layers: query, key and value are one tensor")
-    assert hand_over.widened(rows, rows) == []
+    assert targets.widened(rows, rows) == []
 
 
 def test_branches_that_a_fused_layer_has_to_stack_are_counted():
@@ -57,16 +57,16 @@ def test_branches_that_a_fused_layer_has_to_stack_are_counted():
     names = [f"a.attn1.to_{each}" for each in "qkv"]
     shared = {name: row(name, 4, 4, low_rank=(up, downs[0].clone())) for name in names}
     apart = shared | {names[2]: replace(shared[names[2]], low_rank=(up, downs[1]))}
-    (words,) = hand_over.stacked(TARGETS["nunchaku"], apart)
+    (words,) = targets.stacked(TARGETS["nunchaku"], apart)
     assert "stacked, 1 times" in words and "quantize.shared_branch=true" in words
-    assert hand_over.stacked(TARGETS["nunchaku"], shared) == []
-    assert hand_over.stacked(TARGETS["diffusers_nunchaku_lite"], apart) == []
-    assert hand_over.stacked(TARGETS["nunchaku"], {names[0]: row(names[0], 4, 4)}) == []
+    assert targets.stacked(TARGETS["nunchaku"], shared) == []
+    assert targets.stacked(TARGETS["diffusers_nunchaku_lite"], apart) == []
+    assert targets.stacked(TARGETS["nunchaku"], {names[0]: row(names[0], 4, 4)}) == []
 
 
 def test_no_consumer_but_a_graph_pads_text():
     x, other = torch.ones(1, 80, 2), torch.ones(1, 90)
-    arguments, inputs = hand_over.without_padding(None, (), {"context": x, "y": other})
+    arguments, inputs = consumer.without_padding(None, (), {"context": x, "y": other})
     assert inputs["context"].shape == (1, CONTEXT_LENGTH, 2) and inputs["y"] is other and arguments == ()
 
 
@@ -75,7 +75,7 @@ def test_every_column_decides_but_those_of_errors(tmp_path):
     layer, found = row("a", 2, 2, pre_quant_scale=torch.ones(2)).row(), {}
     for column in ("", *layer):
         write_csv([layer | ({column: "another"} if column else {})], tmp_path / "layers.csv")
-        found[column] = hand_over.decided(tmp_path / "layers.csv")
+        found[column] = choose.decided(tmp_path / "layers.csv")
     plain = found.pop("")
     ignored = {column for column in found if found[column] == plain}
     assert ignored == {"output_error", "output_error_alpha_0.8"} and len(found) > 18
@@ -83,10 +83,9 @@ def test_every_column_decides_but_those_of_errors(tmp_path):
 
 @pytest.mark.parametrize("when", ["write", "card", "meanwhile"])
 def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, answering, when):
-    folder = tmp_path / "gguf"
+    folder, earlier = tmp_path / "gguf", json.dumps({"files": ["old", "../canary"]})
     folder.mkdir()
-    earlier = json.dumps({"files": ["old", "../canary"]})
-    (folder / hand_over.FIGURES).write_text(earlier)
+    (folder / target_folder.FIGURES).write_text(earlier)
     for name in ("gguf/old", "canary"):
         (tmp_path / name).touch()
 
@@ -98,53 +97,53 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
         if when == "meanwhile":
             (folder / "thesis.txt").touch()
 
-    monkeypatch.setattr(hand_over, "write_folder", write)
-    answering(hand_over, left_out=[], absent=[], versions={})
-    answering(hand_over, sampled=None, written_marks={}, for_files=["Add a node."])
+    def make() -> dict:
+        rows = {"unet_xl": {"a": row("a", 32, 32)}}
+        return target_folder.write_target(TARGETS["gguf"], loaded, rows, rows, folder, "sd-quant", None, tmp_path)
+
+    monkeypatch.setattr(target_folder, "write_folder", write)
+    answering(targets, left_out=[], absent=[], sampled=None)
+    answering(target_folder, versions={}, written_marks={}, for_files=["Add a node."])
     family = SimpleNamespace(DENOISER="unet_xl", NETWORKS={"unet": "UNet2DConditionModel"})
-    contract = SimpleNamespace(weights=torch.float16)
-    parts = lambda: {"unet_xl": SimpleNamespace(component="unet", contract=contract)}  # noqa: E731
-    checkpoint = SimpleNamespace(path=tmp_path, family=family, parts=parts)
-    loaded = SimpleNamespace(checkpoint=checkpoint, denoiser="unet_xl", parts=parts())
-    model = SimpleNamespace(adapters=lambda: [], family="sdxl")
-    job = SimpleNamespace(quantize=SimpleNamespace(**dict.fromkeys(hand_over.KNOBS)), model=model)
-    rows = {"unet_xl": {"a": row("a", 32, 32)}}
-    make = lambda: hand_over.write_target(  # noqa: E731
-        TARGETS["gguf"], loaded, rows, rows, job, folder, "sd-quant hand_over", None, tmp_path
-    )
+    parts = {"unet_xl": SimpleNamespace(component="unet", contract=SimpleNamespace(weights=torch.float16))}
+    loaded = SimpleNamespace(
+        checkpoint=SimpleNamespace(path=tmp_path, family=family, parts=lambda: parts), denoiser="unet_xl",
+        model=SimpleNamespace(adapters=lambda: [], family="sdxl"), infer=SimpleNamespace(given_schedule=None),
+        recipe=SimpleNamespace(**dict.fromkeys(target_folder.KNOBS)),
+    )  # fmt: skip
     if when == "write":
         with pytest.raises(KeyboardInterrupt):
             make()
-        assert (folder / hand_over.FIGURES).read_text() == earlier and not list(tmp_path.glob(".*"))
-        return
-    if when == "meanwhile":
-        with pytest.raises(ConfigError, match="holds thesis.txt, which was not handed over by us"):
+        assert (folder / target_folder.FIGURES).read_text() == earlier and not list(tmp_path.glob(".*"))
+    elif when == "meanwhile":
+        with refused(".*holds thesis.txt, which was not handed over by us"):
             make()
-        assert {path.name for path in folder.iterdir()} == {"thesis.txt", "old", hand_over.FIGURES}
-        return
-    for _ in range(2):  # over the earlier result, and over its own
-        written = make()
-        assert written["bytes"] == {"weights": 200_000}
-        names = {path.name for path in folder.iterdir()}
-        assert names == {"weights", "README.md", hand_over.FIGURES}
-        assert names == set(json.loads((folder / hand_over.FIGURES).read_text())["files"])
-    assert (tmp_path / "canary").exists()
+        assert {path.name for path in folder.iterdir()} == {"thesis.txt", "old", target_folder.FIGURES}
+    else:
+        for _ in range(2):  # over the earlier result, and over its own
+            assert make()["bytes"] == {"weights": 200_000}
+            names = {path.name for path in folder.iterdir()}
+            assert names == {"weights", "README.md", target_folder.FIGURES}
+            assert names == set(json.loads((folder / target_folder.FIGURES).read_text())["files"])
+        assert (tmp_path / "canary").exists()
 
 
 def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["quantize.py"])  # of a checkout, which the reader of a card may not have
     said, run = [], tmp_path / AWKWARD
-    monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[6]))
+    monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[5]))
     knobs = SimpleNamespace(model=None, infer=composed_job().infer)
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet", DENOISERS=()))
-    loaded = SimpleNamespace(parts={}, parameters={}, checkpoint=checkpoint)
+    loaded = SimpleNamespace(checkpoint=checkpoint, infer=knobs.infer)
     answering(
         hand_over, measured_by=None, images_of_run=None, recipe_of_run=knobs, handed_over_table=None, as_text=[],
-        assignment_of=(loaded, {"unet": {"a": row("a", 32, 32)}}), open_session=SimpleNamespace(checkpoint=None),
+        record_of_run={}, chosen_again=(loaded, {"unet": {"a": row("a", 32, 32)}}),
+        open_session=SimpleNamespace(checkpoint=None),
     )  # fmt: skip
     given = ["prompts=[it's a rocket, a key]", "hand_over=[gguf]", "model.path='${x}'"]
-    hand_over.hand_over_run(None, {}, {"gguf": {}}, knobs, run, given)
+    shared = SimpleNamespace(facts={"overrides": given})
+    hand_over.hand_over_run(SimpleNamespace(loaded=loaded, directory=run, shared=shared, assignments={}), {"gguf": {}})
     assert words_of(said.pop(), tmp_path / "bin") == ["sd-quant", "quantize", *given]
     for images in (True, False):
         job = SimpleNamespace(run=AWKWARD, cache=None, targets=lambda: ["gguf"], images=images)
@@ -183,4 +182,4 @@ def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_pa
 )
 def test_a_target_says_which_steps_are_precise_or_is_refused(target, knobs, sentence):
     with refused(sentence):
-        hand_over.check_schedule([target], composed_job(*knobs).infer)
+        targets.check_schedule([target], composed_job(*knobs).infer)

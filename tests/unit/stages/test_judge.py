@@ -1,36 +1,42 @@
-"""What is said of a candidate's own library, and of candidates that fail."""
+"""What is said of a candidate, and of a run as one, of whose config nothing is executed."""
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from sd_quant.config import Judge
+from sd_quant.config import Infer, Judge, Model
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import Rounds
-from sd_quant.stages import judge, judge_one
+from sd_quant.report.record import weights_sha256
+from sd_quant.stages import judge, judge_one, judged_figures, judged_run, third_party
 from sd_quant.stages.judge import judge_all
-from sd_quant.stages.judge_one import judged_entry, judged_runtime
-from sd_quant.stages.subjects import OtherPart, OwnLibrary, Subject
+from sd_quant.stages.judge_one import judged_entry
+from sd_quant.stages.judged_figures import FRAMEWORK, LIBRARY, QUANTIZED, judged_runtime
+from sd_quant.stages.judged_run import MOST_CALIBRATED, run_runtime, run_subject
+from sd_quant.stages.third_party import OwnLibrary, Subject, SubjectPart
+from tests.presets import job
+from tests.refusals import refused
 
 pytestmark = pytest.mark.commit
 
 
 def subject(name: str = "a.gguf", runtime: OwnLibrary | None = None, **more) -> Subject:
-    return Subject(name, Path(name), {}, "gguf", "GGUF 3", 4_000_000, more.pop("rows", []), None, {}, runtime)
+    denoiser = SubjectPart("gguf", "GGUF 3", 4_000_000, 4.0, more.pop("rows", []), None)
+    return Subject(name, Path(name), {}, {"unet": denoiser, **more}, {}, runtime)
 
 
 def baseline(**more) -> SimpleNamespace:
     session = SimpleNamespace(checkpoint=None, parameters={"unet": 8_000_000})
     usual = {"judge": SimpleNamespace(runtimes=True, layers=3), "together": True, "session": session, "prompts": [],
-             "categories": None,
-             "infer": None, "timing": None, "denoiser": "unet", "variant": lambda *_: None,
-             "outputs": lambda directory: None}  # fmt: skip
+             "infer": SimpleNamespace(categories=lambda: None), "timing": None, "denoiser": "unet",
+             "variant": lambda *_: None, "outputs": lambda: None}  # fmt: skip
     return SimpleNamespace(**usual | more)
 
 
@@ -38,45 +44,30 @@ def images(value: int) -> Generated:
     return Generated(np.full((2, 64, 64, 3), value, np.uint8), torch.zeros(2, 1))
 
 
-@pytest.mark.parametrize(
-    ("runtime", "here", "reason"),
-    [
+SDNQ = OwnLibrary("SDNQ", None)
+
+
+def test_a_library_is_compared_with_our_reading_and_timed_beside_torch_or_a_reason_says_why_not(answering, monkeypatch):
+    """It is other people's code: one that fails is a finding, and our reading of the candidate stands."""
+    for runtime, here, reason in (
         (None, baseline(), "no library that opens it computes on this machine"),
-        ("SDNQ", baseline(judge=SimpleNamespace(runtimes=False)), "judge.runtimes is false"),
-        ("SDNQ", baseline(together=False), "memory does not hold it beside the full-precision model"),
-    ],
-)
-def test_why_nothing_is_known_of_a_library_is_said(runtime, here, reason):
-    found = judged_runtime(subject(runtime=runtime and OwnLibrary(runtime, None)), here, images(7), None)
-    assert found == {"reason": reason}
-
-
-def test_a_library_that_fails_is_a_finding_and_no_end(monkeypatch):
-    """It is other people's code; our reading of the candidate stands."""
-
-    class Strange(Exception):
-        pass
-
-    def fail(*_):
-        raise Strange("a kernel\nis missing")
-
-    monkeypatch.setattr(judge_one, "pipeline_of", fail)
-    found = judged_runtime(subject(runtime=OwnLibrary("SDNQ", None)), baseline(), images(7), None)
-    assert found["name"] == "SDNQ" and found["reason"].startswith("it failed with Strange(") and "ms" not in found
-    assert "\n" not in found["reason"]
-
-
-def test_a_library_is_compared_with_our_reading_and_timed_beside_torch(answering):
-    samples = {judge_one.FRAMEWORK: [20.0 + index % 3 for index in range(40)], judge_one.QUANTIZED: [10.0] * 40}
-    answering(judge_one, pipeline_of=None, sampling_of=None, generate=images(8))
-    answering(judge_one, denoiser_rounds=Rounds(samples, {}, 0, "narrow", {}))
-    pool = dict.fromkeys(("unet", judge_one.LIBRARY), SimpleNamespace(device=torch.device("cpu")))
-    found = judged_runtime(subject(runtime=OwnLibrary("SDNQ", None)), baseline(), images(7), pool)
+        (SDNQ, baseline(judge=SimpleNamespace(runtimes=False)), "judge.runtimes is false"),
+        (SDNQ, baseline(together=False), "memory does not hold it beside the full-precision model"),
+    ):
+        assert judged_runtime(subject(runtime=runtime), here, images(7), None) == {"reason": reason}
+    samples = {FRAMEWORK: [20.0 + index % 3 for index in range(40)], QUANTIZED: [10.0] * 40}
+    answering(judged_figures, pipeline_of=None, sampling_of=None, generate=images(8))
+    answering(judged_figures, denoiser_rounds=Rounds(samples, {}, 0, "narrow", {}))
+    pool = dict.fromkeys(("unet", LIBRARY), SimpleNamespace(device=torch.device("cpu")))
+    found = judged_runtime(subject(runtime=SDNQ), baseline(), images(7), pool)
     assert found["ms"] == 10 and found["torch_ms"] == 21 and 1.9 < found["speedup_interval"][0] < found["speedup"] < 2.2
     assert found["agreement"]["values"] == pytest.approx([20 * np.log10(255)] * 2, abs=1e-3)  # each pixel is off by 1
     elsewhere = pool | {"unet": SimpleNamespace(device=torch.device("cuda"))}
-    untimed = judged_runtime(subject(runtime=OwnLibrary("SDNQ", None)), baseline(), images(7), elsewhere)
-    assert untimed.keys() == {"name", "agreement"}
+    assert judged_runtime(subject(runtime=SDNQ), baseline(), images(7), elsewhere).keys() == {"name", "agreement"}
+    monkeypatch.setattr(judged_figures, "pipeline_of", Mock(side_effect=AttributeError("a kernel\nis missing")))
+    failed = judged_runtime(subject(runtime=SDNQ), baseline(), images(7), None)
+    assert failed["name"] == "SDNQ" and failed["reason"].startswith("it failed with AttributeError(")
+    assert "ms" not in failed and "\n" not in failed["reason"]
 
 
 def test_the_layers_that_cost_most_come_first():
@@ -93,7 +84,7 @@ def test_the_layers_that_cost_most_come_first():
     assert entry["formats"] == {"Q4_0": 3, "high precision": 1}
 
 
-def test_a_candidate_that_fails_leaves_why_and_the_others_go_on(monkeypatch, tmp_path):
+def test_a_candidate_that_fails_leaves_why_and_the_others_go_on_but_into_nobodys_folder(monkeypatch, tmp_path):
     judged = []
 
     def judge_one(each, here, reference, mark, folder):
@@ -104,10 +95,15 @@ def test_a_candidate_that_fails_leaves_why_and_the_others_go_on(monkeypatch, tmp
     monkeypatch.setattr(judge, "mark_of", lambda *_: "mark")
     monkeypatch.setattr(judge, "judge_one", judge_one)
     with pytest.raises(ArtifactError, match="not finite"):
-        judge_all([subject(name) for name in "abc"], baseline(), tmp_path)
+        judge_all([subject(name) for name in "abc"], baseline(directory=tmp_path))
     assert judged == ["a", "c"]
     failure = json.loads((tmp_path / "b/failure.json").read_text())
     assert failure == {"status": "failed", "reason": "b has a scale that is not finite", "exit_code": 3}
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/config.yaml").touch()
+    with refused(".*which holds config.yaml that no job has written"):
+        judge_all([subject("d")], baseline(directory=tmp_path))
+    assert (tmp_path / "d/config.yaml").exists() and judged == ["a", "c"]
 
 
 @pytest.mark.parametrize("given", ["a.gguf", "a.gguf/inside.gguf", "."])
@@ -116,9 +112,9 @@ def test_a_candidate_is_never_where_its_results_are(given, tmp_path, monkeypatch
     (tmp_path / "a.gguf").mkdir()
     path = tmp_path / given
     rules = SimpleNamespace(named=lambda: {"a.gguf": path}, trust_runs=False)
-    here = baseline(facts={}, model=None, cache=None)
+    here = baseline(directory=tmp_path)
     with pytest.raises(ConfigError, match="and the folder of its results, .*, lie in each other; set hydra.run.dir"):
-        judge.subjects_of(rules, here, tmp_path)
+        judge.subjects_of(rules, here)
 
 
 @pytest.mark.parametrize(("there", "said"), [
@@ -140,19 +136,13 @@ def test_the_command_of_a_folder_is_what_was_given(monkeypatch):
     assert plan["command"] == ["sd-quant", "judge", "candidates=[a b.gguf]"]
 
 
-def test_results_are_not_written_into_a_folder_of_somebody(tmp_path, monkeypatch):
-    monkeypatch.setattr(judge, "mark_of", lambda *_: "mark")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/config.yaml").touch()
-    with pytest.raises(ConfigError, match="which holds config.yaml that no job has written"):
-        judge_all([subject("a")], baseline(), tmp_path)
-    assert (tmp_path / "a/config.yaml").exists()
-
-
 @dataclass
 class Knobs:
     layers: int = 3
     candidates: tuple = ("a.gguf",)
+
+    def categories(self) -> None:
+        return None
 
 
 def test_what_decides_a_verdict_decides_whether_it_is_found_again():
@@ -174,9 +164,9 @@ def test_what_decides_a_verdict_decides_whether_it_is_found_again():
 def test_other_parts_have_rows_and_an_entry_of_their_own():
     row = {"name": "clip1:layer", "format": "int8", "bits": 8.5}
     plain = {"name": "clip1:other", "format": "high precision", "bits": 16.0}
-    part = OtherPart("diffusers_sdnq", "SDNQ", 1000, 10.0, [row, plain], None, lambda: {"clip1:layer": 0.01})
-    candidate = replace(subject(), others={"clip1": part})
-    assert judge_one.keys_of_others(candidate) == {"clip1": "theirs clip1"}
+    part = SubjectPart("diffusers_sdnq", "SDNQ", 1000, 10.0, [row, plain], None, lambda: {"clip1:layer": 0.01})
+    candidate = subject(clip1=part)
+    assert judged_figures.keys_of(candidate) == {"unet": "theirs", "clip1": "theirs clip1"}
     rows = judge_one.rows_with_others([{"name": "a", "role": "conv", "weight_error": 0.1}], candidate)
     assert [each["name"] for each in rows] == ["a", "clip1:layer", "clip1:other"]
     assert [each["weight_error"] for each in rows] == [0.1, 0.01, None] and "role" not in rows[1]
@@ -184,3 +174,99 @@ def test_other_parts_have_rows_and_an_entry_of_their_own():
         "reader": "diffusers_sdnq", "maker": "SDNQ", "bits": 10.0, "stored_bytes": 1000,
         "formats": {"int8": 1, "high precision": 1},
     }  # fmt: skip
+
+
+@pytest.fixture
+def theirs(answering):
+    """The job of a stranger's run, whose record says nothing."""
+    made = job("model.width=128", "infer.scale=3.0", "infer.prompts=[theirs]", "infer.seed=7")
+    answering(judged_run, recipe_of_run=made, record_of_run={})
+    return made
+
+
+@pytest.fixture
+def runs(tmp_path):
+    ours = job("infer.prompts=[ours]")
+    ours.model.path = "ours.nemo"
+    return SimpleNamespace(
+        session="our session", directory=tmp_path, model=ours.model, infer=ours.infer, cache=None, facts={},
+        judge=SimpleNamespace(trust_runs=False),
+    )  # fmt: skip
+
+
+def test_an_engine_is_opened_only_of_a_run_that_is_trusted(runs, tmp_path):
+    assert run_runtime(tmp_path, "openvino", {}, runs) is None
+    trusted = SimpleNamespace(infer=runs.infer, judge=SimpleNamespace(trust_runs=True))
+    assert run_runtime(tmp_path, "openvino", {}, trusted).name == "openvino"
+    assert run_runtime(tmp_path, "openvino", {"simulated": True}, trusted) is None
+    assert run_runtime(tmp_path, "tensorrt", {}, trusted) is None, "a plan is never loaded"
+
+
+def test_the_recipe_is_the_runs_and_model_images_and_places_are_ours(theirs, runs, monkeypatch, tmp_path):
+    seen = []
+
+    def chosen_again(job, run, step, session, directory):
+        seen.append((job, session, directory))
+        raise InterruptedError
+
+    monkeypatch.setattr(judged_run, "chosen_again", chosen_again)
+    with pytest.raises(InterruptedError):
+        run_subject("a", tmp_path / "a", runs)
+    ((used, session, directory),) = seen
+    model: Model = used.model
+    infer: Infer = used.infer
+    assert (session, directory, used.quantize) == ("our session", tmp_path, theirs.quantize)
+    assert (model.path, model.width) == ("ours.nemo", 128)
+    assert (infer.prompts, infer.seed, infer.scale) == (["ours"], runs.infer.seed, 3.0)
+    assert runs.infer.scale != 3.0, "and ours stays as it is"
+
+
+def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, tmp_path):
+    theirs.quantize = SimpleNamespace(calibration=None, calib_size=MOST_CALIBRATED, n_steps=2)
+    with pytest.raises(ConfigError, match=r"was calibrated on 51200 prompts in 2 steps, expected at most 51200 of"):
+        run_subject("a", tmp_path / "a", runs)
+
+
+@pytest.mark.parametrize(
+    ("of_run", "beside"), [("with", False), ("without", True), ("other", None)], ids=["fused", "beside", "another"]
+)
+def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
+    theirs, runs, monkeypatch, answering, tmp_path, of_run, beside
+):
+    """Its recipe is derived of the checkpoint without them; a run with them is as it is, and no other is taken."""
+    seen = []
+
+    def chosen_again(job, run, step, session, directory):
+        seen.append((job.model.loras, session.checkpoint))
+        return SimpleNamespace(part_presets={}), {"unet": {"a": "row"}}
+
+    runs.session = SimpleNamespace(checkpoint="fused", denoiser="unet", parameters={"unet": 1})
+    runs.facts = {"inputs": {"checkpoint": {"sha256": "without"}, "lora 1 at 1.0": {"sha256": "lora"}}}
+    runs.model = replace(runs.model, loras=["a.safetensors"])
+    of_run = weights_sha256(runs.facts) if of_run == "with" else of_run
+    monkeypatch.setattr(judged_run, "chosen_again", chosen_again)
+    monkeypatch.setattr(judged_run, "without_loras", lambda checkpoint: f"not {checkpoint}")
+    monkeypatch.setattr(judged_run, "with_loras_beside", lambda *given: {"beside": given})
+    monkeypatch.setattr(judged_run, "open_simulated", lambda *given: given[:2])
+    answering(judged_run, record_of_run={"inputs": {"checkpoint": {"sha256": of_run}}})
+    answering(judged_run, artifact=tmp_path, onnx_bytes=1, fingerprint={}, rows_of_run=[])
+    if beside is None:
+        with pytest.raises(ConfigError, match="which has other weights than model.path"):
+            run_subject("a", tmp_path / "a", runs)
+        return
+    found = run_subject("a", tmp_path / "a", runs)
+    assert found.loras == ("beside" if beside else "fused")
+    assert seen == [([], "not fused") if beside else (["a.safetensors"], "fused")]
+    assert found.denoiser.open() == ("fused", {"beside": ("fused", "unet", {"a": "row"})} if beside else {"a": "row"})
+    assert found.no_runtime == (third_party.WITHOUT_LORAS if beside else judged_run.UNTRUSTED)
+
+
+def test_a_policy_of_precise_steps_is_the_schedule_of_the_judges_steps():
+    def declared(first: int, last: int) -> SimpleNamespace:
+        return SimpleNamespace(precise_ends=(first, last), path="a")
+
+    assert third_party.schedule_of(declared(2, 1), 5) == "hhcch"
+    assert third_party.schedule_of(declared(0, 3), 3) == "hhh"
+    assert third_party.schedule_of(declared(0, 0), 5) is third_party.schedule_of(declared(0, 1), 1) is None
+    with refused("a multiplies unquantized inputs in its first 3 and last 3 steps, which overlap in 5; set infer."):
+        third_party.schedule_of(declared(3, 3), 5)

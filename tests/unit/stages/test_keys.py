@@ -13,7 +13,7 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.parts import Contract
 from sd_quant.quantization.hessians import Hessians
-from sd_quant.stages import compare, export_onnx, export_trt, shared
+from sd_quant.stages import export_onnx, export_trt, shared
 
 pytestmark = pytest.mark.commit
 
@@ -42,7 +42,7 @@ def ask(*key: object, **_: object) -> None:
 def key_of_images(now, patch, folder) -> None:
     machine = {"cpu": now.cpu, "usable_cores": now.cores, "gpus": now.gpus}
     facts = {"inputs": {"checkpoint": {"sha256": now.checkpoint}}, "versions": now.versions, "machine": machine}
-    kept, infer = compare.KeptOutputs(facts, folder, Cache(None)), SimpleNamespace(precision=now.precision)
+    kept, infer = shared.Shared(facts, folder, Cache(None)), SimpleNamespace(precision=now.precision)
     ask(kept.origin(now.opened, now.prompts, infer, {"engine": now.engine}, now.sampling))
 
 

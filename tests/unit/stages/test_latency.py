@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sd_quant.cache import Cache
 from sd_quant.config import PART_NAMES, Infer, Timing
 from sd_quant.inference.timed_calls import ImageTimes
 from sd_quant.metrics import latency
@@ -17,14 +18,19 @@ from sd_quant.report.summary import timed_alone
 from sd_quant.report.timing import Timed
 from sd_quant.stages import infer
 from sd_quant.stages import latency as timing
-from sd_quant.stages.compare import CallsOfAnImage
 from sd_quant.stages.latency import compare_latency
 from sd_quant.stages.occasions import count_run
+from sd_quant.stages.shared import CallsOfAnImage, Shared
 from tests.presets import job
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # whole images
 INFER = job(
-    "infer.width=64", "infer.height=64", "infer.steps=2", "infer.num_warmup_runs=1", "infer.num_timed_runs=3"
+    "infer.width=64",
+    "infer.height=64",
+    "infer.steps=2",
+    "infer.num_warmup_runs=1",
+    "infer.num_timed_runs=3",
+    "infer.prompts=[a rocket]",
 ).infer
 TIMING = Timing(half_width=0.01, budget_s=0)
 
@@ -72,8 +78,14 @@ def clocked(checkpoint, monkeypatch) -> Clocked:
     return clocked
 
 
-def compared(checkpoint, variants: dict, together: bool = True, infer: Infer = INFER, **more) -> dict:
-    return compare_latency(checkpoint, variants, ["a rocket"], infer, TIMING, together, **more)
+def compared(
+    checkpoint, engines: dict, together: bool = True, infer: Infer = INFER, others=(), timing=TIMING, **more
+) -> dict:
+    variants = SimpleNamespace(
+        loaded=SimpleNamespace(checkpoint=checkpoint), engines=engines, together=together, simulated=None,
+        assignments=dict.fromkeys([checkpoint.family.DENOISER, *others]),
+    )  # fmt: skip
+    return compare_latency(variants, infer, timing, **more)
 
 
 def read_from(latency: dict) -> Timed:
@@ -86,7 +98,9 @@ def read_from(latency: dict) -> Timed:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_each_number_is_of_its_own_variant(checkpoint, clocked, together):
+    """The compiled framework's, of 2 s, is a second baseline in the rounds of the engines."""
     variants = clocked.variants()
+    variants["compiled_framework"] = {"unet_xl": clocked.taking(2.0)}
     found = compared(checkpoint, variants, together)
 
     unet = found["openvino"]["unet_xl"]["2"]  # guidance doubles the batch
@@ -106,6 +120,11 @@ def test_each_number_is_of_its_own_variant(checkpoint, clocked, together):
     assert unet["rounds"]["together"] == together
     assert found["openvino"]["vae"]["1"]["quantized"] == {"p50_ms": None, "reason": "not quantized"}
     assert "speedup" not in found["openvino"]["vae"]["1"]
+    compiled = found["torch_compiled"]
+    assert compiled.keys() == {"unet_xl", "image"} and compiled["unet_xl"]["2"]["full_precision"]["p50_ms"] == 2000
+    # both text encoders and the VAE by the unquantized engine, two steps of the compiled denoiser
+    assert compiled["image"]["1"]["full_precision"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 2000)
+    assert read_from(found).image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -137,7 +156,7 @@ def test_an_image_takes_the_calls_of_its_schedule(checkpoint, clocked, together)
     if together:
         assert image["whole_images"]["speedup"] == pytest.approx(20 / 13), "made with that schedule"
     halves = CallsOfAnImage(1, 1)  # here half of a batch takes as long as all of it
-    found = compare_latency(checkpoint, variants, ["a rocket"], infer, TIMING, together, calls=halves)["openvino"]
+    found = compared(checkpoint, variants, together, infer, calls=halves)["openvino"]
     assert found["image"]["1"]["quantized"]["calls_share"] == pytest.approx(1)
 
 
@@ -179,20 +198,6 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
     })  # fmt: skip
     assert read.image_speedup().value == found["image"]["1"]["speedup"] == pytest.approx(15 / image)
     assert read.denoiser_speedup().value == pytest.approx(10 / (image - 5)), "of the mean of an image's calls"
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_the_compiled_framework_is_a_second_baseline_in_the_rounds_of_the_engines(checkpoint, clocked, together):
-    """4 s of the unquantized engine, 1 s of the quantized one, 2 s of the compiled framework."""
-    variants = clocked.variants()
-    variants["compiled_framework"] = {"unet_xl": clocked.taking(2.0)}
-    found = compared(checkpoint, variants, together)
-    assert found["torch_compiled"].keys() == {"unet_xl", "image"}
-    assert found["torch_compiled"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 2000
-    # both text encoders and the VAE by the unquantized engine, two steps of the compiled denoiser
-    assert found["torch_compiled"]["image"]["1"]["full_precision"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 2000)
-    assert found["openvino"]["unet_xl"]["2"]["speedup"] == pytest.approx(4)
-    assert read_from(found).image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))
 
 
 def test_whole_images_are_made_in_turn_and_the_record_says_whether_they_agree(checkpoint, clocked, caplog):
@@ -287,21 +292,21 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clocked,
 def test_a_run_is_an_occasion_whose_intervals_those_before_widen(checkpoint, clocked, monkeypatch, tmp_path):
     """A job whose engine leaves no file here; in a job that is timed with others later nothing is probed."""
     wide = job("infer.width=64", "infer.height=64", "infer.steps=2", "infer.num_warmup_runs=1", "infer=torch_native",
-               "infer.num_timed_runs=8", f"cache.dir={tmp_path}")  # fmt: skip
-    facts = {"machine": {"cpu": "a processor"}}
+               "infer.num_timed_runs=8", "infer.prompts=[a rocket]")  # fmt: skip
+    shared = Shared({"machine": {"cpu": "a processor"}}, tmp_path, Cache(tmp_path, 1e9))
     for hour, seconds in enumerate((1.0, 0.8, 1.2, 0.9, 1.1)):
         monkeypatch.setattr(occasions.time, "time", lambda hour=hour: 3600.0 * hour)
         variants = clocked.variants(quantized=seconds)
         enough = Timing(half_width=0.01, budget_s=9)
-        found = compare_latency(checkpoint, variants, ["a rocket"], wide.infer, enough, True)
-        count_run(found, "unet_xl", wide, facts, "mark", tmp_path)
+        found = compared(checkpoint, variants, infer=wide.infer, timing=enough)
+        count_run(found, "unet_xl", wide, shared, "mark")
         call, image = found["torch_native"]["unet_xl"]["2"], found["torch_native"]["image"]["1"]
         assert ("own_interval" in call) == ("own_interval" in image) == (hour == 4)
         assert call["rounds"]["probes"] == [{"cpu_int8_tops": 2.0}] * len(call["rounds"]["probes"]) != []
     for each in (call, image):
         assert each["speedup_interval"][0] < each["own_interval"][0] < each["speedup"] < each["own_interval"][1]
     later = compared(checkpoint, clocked.variants(), infer=wide.infer)
-    count_run(later, "unet_xl", wide, facts, "mark", tmp_path)
+    count_run(later, "unet_xl", wide, shared, "mark")
     assert later["torch_native"]["unet_xl"]["2"]["rounds"]["probes"] == []
     (file,) = (tmp_path / "occasions").glob("*.json")
     assert len(occasions.read_history(file)) == 5

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from sd_quant.config.comparison import WAYS
 from sd_quant.errors import ConfigError, SdQuantError
 from sd_quant.inference.loading import load_model
 from sd_quant.stages import noise_floor as stage
-from sd_quant.stages.compare import FRAMEWORK, KeptOutputs, VariantOutputs
 from sd_quant.stages.load import with_recipe
 from sd_quant.stages.session import open_unchecked
+from sd_quant.stages.shared import Shared, VariantOutputs
+from sd_quant.stages.variants import FRAMEWORK
 from tests.presets import job
 
 from ...zoo.families import TINY
@@ -34,19 +36,18 @@ def tiny(tmp_path_factory):
     )  # fmt: skip
     session = open_unchecked(given.model)
     loaded = with_recipe(session, given.model, given.infer, given.quantize)
+    shared = Shared(FACTS | {"inputs": {}}, folder, Cache(folder / "cache", 1e9))
     variants = SimpleNamespace(
-        engines={FRAMEWORK: load_model(session.checkpoint).torch_engines()}, make_room=lambda: None
-    )
-    kept = KeptOutputs(FACTS | {"inputs": {}}, folder, Cache(folder / "cache", 1e9))
-    prompts = given.infer.prompt_list()
+        loaded=loaded, shared=shared, engines={FRAMEWORK: load_model(session.checkpoint).torch_engines()},
+        make_room=lambda: None, directory=folder,
+    )  # fmt: skip
     pipeline = stage.pipeline_of(session.checkpoint, variants.engines[FRAMEWORK])
-    images = stage.generate(pipeline, prompts, stage.sampling_of(given.infer), "reference")
-    framework = VariantOutputs({FRAMEWORK: images}, {}, {}, {})
-    return SimpleNamespace(loaded=loaded, infer=given.infer, rest=(loaded, variants, framework, prompts), kept=kept)
+    images = stage.generate(pipeline, given.infer.prompt_list(), stage.sampling_of(given.infer), "reference")
+    return SimpleNamespace(loaded=loaded, infer=given.infer, rest=(variants, VariantOutputs({FRAMEWORK: images})))
 
 
-def floor_of(tiny, *ways: str, infer=None):
-    return stage.noise_floor(ways, *tiny.rest, infer or tiny.infer, tiny.kept)
+def floor_of(tiny, *ways: str):
+    return stage.noise_floor(ways, *tiny.rest)
 
 
 def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monkeypatch):
@@ -78,13 +79,9 @@ def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monk
 
 
 def test_a_way_that_fails_leaves_the_others_and_says_why(tiny, monkeypatch):
-    def overflows(pipeline, prompts, sampling, description, by_batch):
-        raise SdQuantError("torch gave a latent that is not finite")
-
-    monkeypatch.setattr(stage, "generate", overflows)
-    assert floor_of(tiny, "fp16", "runtime") == {
-        "fp16": {"reason": "torch gave a latent that is not finite"}, "runtime": {}
-    }  # fmt: skip
+    error = SdQuantError("torch gave a latent that is not finite")
+    monkeypatch.setattr(stage, "generate", Mock(side_effect=error))
+    assert floor_of(tiny, "fp16", "runtime") == {"fp16": {"reason": str(error)}, "runtime": {}}
 
 
 REFUSED = [
@@ -98,11 +95,11 @@ REFUSED = [
 
 @pytest.mark.parametrize(("way", "knobs", "reason"), REFUSED, ids=[f"{way}-{[*knobs]}" for way, knobs, _ in REFUSED])
 def test_a_way_that_is_none_here_is_refused_by_name_and_explained_with_all(tiny, way, knobs, reason):
-    infer = replace(tiny.infer, **knobs)
+    loaded = replace(tiny.loaded, infer=replace(tiny.infer, **knobs))
     with pytest.raises(ConfigError, match=f"^noise_floor has {way}, but {reason}.*; leave it out, or give noise_floor"):
-        stage.check_noise_floor([way], tiny.loaded, infer)
-    stage.check_noise_floor(["all"], tiny.loaded, infer)
-    assert stage.why_not_made(way, tiny.loaded, infer).startswith(reason)
+        stage.check_noise_floor([way], loaded)
+    stage.check_noise_floor(["all"], loaded)
+    assert stage.why_not_made(way, loaded).startswith(reason)
 
 
 def test_an_unknown_way_is_refused_and_all_names_every_one():
@@ -114,10 +111,10 @@ def test_an_unknown_way_is_refused_and_all_names_every_one():
 
 def test_no_class_of_processor_below_the_lowest(tiny, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert stage.why_not_made("isa", tiny.loaded, tiny.infer) == "no class below this processor's is known"
+    assert stage.why_not_made("isa", tiny.loaded) == "no class below this processor's is known"
     monkeypatch.setattr(stage, "best_device", lambda: torch.device("cuda"))
     for way in ("isa", "threads"):
-        assert "torch computes on the GPU" in stage.why_not_made(way, tiny.loaded, tiny.infer)
+        assert "torch computes on the GPU" in stage.why_not_made(way, tiny.loaded)
 
 
 @pytest.mark.nightly

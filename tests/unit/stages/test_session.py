@@ -1,16 +1,18 @@
-"""Every check is made when a session is opened, in an order in which what takes long comes last."""
+"""Every check is made when a session opens, those that take long last; and what knobs say of images."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
+from PIL import Image
 
 from sd_quant.errors import ConfigError
 from sd_quant.inference import memory
 from sd_quant.places import HOME
 from sd_quant.stages import session as stage
+from sd_quant.stages.generate import keep_prompts, sampling_of
 from sd_quant.stages.resources import workload_of
-from tests.presets import job
+from tests.presets import infer_job, job
 
 pytestmark = pytest.mark.commit
 
@@ -27,7 +29,7 @@ def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, w
     path = str(HOME / "checkpoints/sdxl_mini.nemo")
     usual = {"family": "sdxl", "width": 64, "height": 64, "sizes": None, "path": path}
     sections = {"model": SimpleNamespace(**usual | sides), "infer": SimpleNamespace(**usual)}
-    stage.warn_of_size(sections["model"], sections)
+    stage.checks.warn_of_size(sections["model"], sections)
     assert [message.partition(", and")[0] for message in caplog.messages] == warned
     assert all("and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
 
@@ -44,9 +46,9 @@ def session(monkeypatch) -> stage.Session:
 @pytest.mark.parametrize(("simulated", "stages"), [(True, {"images", "the simulation"}), (False, {"images"})])
 def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(session, monkeypatch, simulated, stages):
     checks = Mock()
-    monkeypatch.setattr(stage, "check_request", checks.request)
+    monkeypatch.setattr(stage.checks, "check_request", checks.request)
     monkeypatch.setattr(stage.Session, "check", checks.structure)
-    monkeypatch.setattr(stage, "check_machine", checks.machine)
+    monkeypatch.setattr(stage.resources, "check_machine", checks.machine)
     session.check_images(None, INFER, simulated)
     request, structure, (name, (needs,), _) = checks.mock_calls
     assert (request, structure, name) == (call.request(None, INFER), call.structure(None, INFER), "machine")
@@ -75,3 +77,38 @@ def test_arguments_that_change_the_steps_of_a_stated_family_are_refused():
     made = job("model=sd3_mini", "model.arguments={sigmas: [1.0, 0.5]}")
     with pytest.raises(ConfigError, match="^model.arguments are .*it denoises in 2 steps, and by the knobs of steps"):
         stage.open_session(made.model, made.infer)
+
+
+PROMPTS = "infer.prompts=[a cat, a dog]"
+
+
+def test_negative_prompts_are_those_of_the_images():
+    sampling = sampling_of(infer_job(PROMPTS, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2").infer)
+    assert sampling.negative_prompts == ["rain", "rain", "nude", "nude"] and sampling.latents is None
+
+
+def test_condition_images_come_in_turn_for_each_sample_of_a_prompt(tmp_path):
+    for number, name in enumerate("abc"):
+        Image.new("RGB", (90, 90), (number, 0, 0)).save(tmp_path / f"{name}.png")
+    knobs = PROMPTS, f"infer.control=[{tmp_path},{tmp_path}/a.png]", "infer.num_samples=2"
+    infer = infer_job(*knobs).infer
+    assert len(infer.prompt_list()) == 6 and sampling_of(infer_job(PROMPTS).infer).arguments is None
+    rows = [[image.getpixel((0, 0))[0] for image in row["image"]] for row in sampling_of(infer).arguments]
+    assert rows == [[0, 0], [0, 0], [1, 0], [1, 0], [2, 0], [2, 0]]
+
+
+def test_drawn_prompts_are_kept_and_whole_texts_are_not(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\na fox\n")
+    (tmp_path / "prompts.csv").write_text("Prompts,Category\na cat,Animals\n'5' on a door,Text\n")
+    for name, knobs, kept in (
+        ("prompts.txt", (), None),
+        ("prompts.txt", ("infer.num_prompts=2",), ["Prompt"]),
+        ("prompts.csv", (), ["Prompt\tCategory", "a cat\tAnimals", "'5' on a door\tText"]),
+    ):
+        infer = infer_job(f"infer.prompts={tmp_path / name}", *knobs).infer
+        keep_prompts(infer, tmp_path)
+        file = tmp_path / "prompts.tsv"
+        assert (file.read_text().splitlines()[: len(kept)] == kept) if kept else not file.exists()
+        if kept:
+            again = infer_job(f"infer.prompts={file}").infer
+            assert (again.prompt_list(), again.categories()) == (infer.prompt_list(), infer.categories())

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from functools import cache
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import onnx
 import pytest
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.commit
 
 IMAGE = {"full_precision": {"p50_ms": 50.0, "rest": 0.5}}
 composed = cache(job)
+TIMED = dataclasses.asdict(job().timing)
 CHECKPOINT = SimpleNamespace(family=SimpleNamespace(DENOISER="unet_xl"))
 SESSION = SimpleNamespace(checkpoint=CHECKPOINT, denoiser="unet_xl", parameters={"unet_xl": 10**6})
 
@@ -61,7 +63,8 @@ def sweep(tmp_path):
                 "latency": {knobs.infer.engine: {"image": {str(knobs.infer.batch_size): IMAGE}}},
             }  # fmt: skip
             (folder / "metrics.json").write_text(json.dumps(record | changes))
-        plan = {"jobs": [{"name": name, "varied": {}} for name in jobs], "command": [], "varied": []}
+            (folder / "layers.csv").touch()
+        plan = {"jobs": [{"name": name, "varied": {}} for name in jobs], "command": [], "varied": [], "timing": TIMED}
         (tmp_path / "sweep.json").write_text(json.dumps(plan))
         return tmp_path
 
@@ -135,38 +138,30 @@ def test_what_other_quantized_parts_save_is_each_jobs_own(sweep, opened):
 
 @pytest.mark.parametrize(("engines", "budgets"), [(1, 1), (3, 3), (7, 5)])
 def test_each_engine_has_a_time_of_its_own_up_to_five(sweep, opened, monkeypatch, engines, budgets):
-    given, rounds = [], time_sweep.denoiser_rounds
-
-    def told(checkpoint, engines, infer, timing):
-        given.append(timing.budget_s)
-        return rounds(checkpoint, engines, infer, timing)
-
-    monkeypatch.setattr(time_sweep, "denoiser_rounds", told)
+    monkeypatch.setattr(time_sweep, "denoiser_rounds", given := Mock(side_effect=time_sweep.denoiser_rounds))
     time_sweep.time_sweep(sweep(**{f"job{number}": (f"weights {number}", [], {}) for number in range(engines)}))
-    assert given == [8 * budgets]
+    assert [call.args[-1].budget_s for call in given.mock_calls] == [8 * budgets]
 
 
 @pytest.mark.slow
-def test_other_images_are_other_workloads_with_a_reference_of_their_own(sweep, opened):
-    image = ("infer.image=examples/sdxl_mini/card/high_contrast.png",)
-    workloads = [(), ("infer.batch_size=2",), ("infer.width=192",), image, (*image, "infer.strength=0.3")]
-    folder = sweep(**{name: ("one", overrides, {}) for name, overrides in zip("abcde", workloads, strict=True)})
-    time_sweep.time_sweep(folder)
-    assert timed(folder) == ([[[name]] for name in "abcde"], {}) and opened.count("unquantized") == 5
-
-
-def test_the_compiled_framework_is_in_the_rounds_of_jobs_that_ask_for_it(sweep, opened, monkeypatch):
-    closed = []
+def test_other_images_are_other_workloads_with_a_reference_of_their_own(sweep, opened, monkeypatch):
+    """And with the compiled framework in their rounds, where the job asks for it."""
+    image, closed = ("infer.image=examples/sdxl_mini/card/high_contrast.png",), []
     compiled = SimpleNamespace(close=lambda: closed.append("compiled"))
     monkeypatch.setattr(time_sweep, "open_compiled", lambda checkpoint, infer, part: compiled)
-    folder = sweep(a=("one", ["compiled_baseline=true"], {}), b=("two", [], {}))
+    workloads = [
+        (), ("infer.batch_size=2",), ("infer.width=192",), image, (*image, "infer.strength=0.3"),
+        ("compiled_baseline=true",),
+    ]  # fmt: skip
+    folder = sweep(**{name: ("one", overrides, {}) for name, overrides in zip("abcdef", workloads, strict=True)})
     time_sweep.time_sweep(folder)
-    assert [block["compiled_ms"] for block in read_object(folder / TIMING)["blocks"]] == [[1.0] * 5, None]
+    assert timed(folder) == ([[[name]] for name in "abcdef"], {}) and opened.count("unquantized") == 6
+    assert [block["compiled_ms"] for block in read_object(folder / TIMING)["blocks"]] == [None] * 5 + [[1.0] * 5]
     assert closed == ["compiled"]
 
 
 def test_what_memory_does_not_hold_at_once_is_timed_in_blocks_or_keeps_its_own_figures(sweep, opened, monkeypatch):
-    monkeypatch.setattr(time_sweep, "most_at_once", lambda checkpoint, job: 0 if job.infer.batch_size == 4 else 2)
+    monkeypatch.setattr(time_sweep, "most_at_once", lambda *given: 0 if given[2].batch_size == 4 else 2)
     folder = sweep(a=("a", [], {}), b=("b", [], {}), c=("c", [], {}), d=("d", ["infer.batch_size=4"], {}))
     time_sweep.time_sweep(folder)
     assert timed(folder) == ([[["a"], ["b"]], [["c"]]], {"d": time_sweep.NO_ROOM}) and opened.count("unquantized") == 1

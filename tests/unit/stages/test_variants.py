@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages import session, variants
+from sd_quant.stages import open_parts, session, variants
 from sd_quant.stages.session import Session
 from sd_quant.stages.variants import Native, Simulated, keys_of, keys_of_letters
 from tests.presets import job
@@ -26,7 +26,7 @@ SIMULATED, BY_TORCH = {"unet": Simulated("unet")}, {"vae": "vae"}
 
 class Opened(Session):
     parts, parameters, denoiser = dict.fromkeys(PARTS, EXPORTED), {"unet": 10**9, "vae": 10**8}, "unet"
-    denoisers = ["unet"]
+    denoisers, infer = ["unet"], job().infer
 
 
 @pytest.mark.parametrize(
@@ -47,29 +47,29 @@ def test_each_variant_has_its_own_file_of_what_is_quantized(
 ):
     """What no engine executes is simulated, and what is not exported computed by torch."""
     parts = {part: EXPORTED if part in exported else REFUSED for part in PARTS}
-    found = keys_of(SimpleNamespace(parts=parts, denoisers=["unet"]), assigned, engine, RUN, simulated)
+    loaded = SimpleNamespace(parts=parts, denoisers=["unet"], infer=SimpleNamespace(engine=engine))
+    found = keys_of(loaded, assigned, RUN, simulated)
     assert found == {
         "framework": {part: part for part in PARTS}, "full_precision": full_precision, "quantized": quantized
     }  # fmt: skip
+    loaded.denoisers = PARTS  # all of which are simulated where one has no engine
+    assert not simulated or keys_of(loaded, assigned, RUN, True)["quantized"] == {
+        each: Simulated(each) for each in PARTS
+    }
 
 
 def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_memory(monkeypatch):
     asked = []
     monkeypatch.setattr(session, "fits", lambda memory, what, gpu: asked.append((memory, gpu)) or True)
-    monkeypatch.setattr(variants, "open_torch_engine", lambda checkpoint, infer, part, assignment: ("as it is", part))
-    monkeypatch.setattr(variants, "open_compiled", lambda checkpoint, infer, part: ("compiled", part))
-    opened, infer = Opened(None), job().infer
-    with_it, without = (variants.variants_of(opened, infer, {}, RUN, None, baseline) for baseline in (True, False))
+    monkeypatch.setattr(open_parts, "open_torch_engine", lambda checkpoint, infer, part, assignment: ("as it is", part))
+    monkeypatch.setattr(open_parts, "open_compiled", lambda checkpoint, infer, part: ("compiled", part))
+    shared = SimpleNamespace(directory=RUN)
+    with_it, without = (variants.variants_of(Opened(None), {}, shared, None, baseline) for baseline in (True, False))
     assert "compiled_framework" not in without.engines and with_it.engines["compiled_framework"].keys() == {"unet"}
     assert with_it.engines["compiled_framework"]["unet"] == ("compiled", "unet")
     (memory, gpu), (memory_without, gpu_without) = asked
     assert sum(memory.values()) - sum(memory_without.values()) == 4e9  # fp32
     assert sum(gpu.values()) - sum(gpu_without.values()) == 2e9  # fp16
-
-
-def test_all_quantized_denoisers_are_simulated_where_one_has_no_engine():
-    loaded = SimpleNamespace(parts=dict.fromkeys(PARTS, EXPORTED), denoisers=PARTS)
-    assert keys_of(loaded, PARTS, "openvino", RUN, True)["quantized"] == {part: Simulated(part) for part in PARTS}
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,10 @@ def test_precise_steps_have_the_recipes_weights_or_the_unquantized_engine(own, p
 
 def test_torch_quantizes_no_inputs_in_a_precise_step(monkeypatch):
     layer = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
-    monkeypatch.setattr(variants, "open_simulated", lambda checkpoint, assignment, part: assignment["layer"])
-    monkeypatch.setattr(variants, "open_torch_engine", lambda checkpoint, infer, part, assignment: assignment["layer"])
+    monkeypatch.setattr(open_parts, "open_simulated", lambda checkpoint, assignment, part: assignment["layer"])
+    monkeypatch.setattr(
+        open_parts, "open_torch_engine", lambda checkpoint, infer, part, assignment: assignment["layer"]
+    )
     for kind in (Simulated("unet"), Native("unet", True)):
         opened = [
             variants.open_engine(None, None, {"unet": {"layer": layer}}, key)
@@ -101,10 +103,12 @@ def test_torch_quantizes_no_inputs_in_a_precise_step(monkeypatch):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_torch_shares_the_weights_of_a_precise_step_if_both_networks_are_open(monkeypatch, together):
-    shared, steps = [], job("infer=torch_native", "infer.precise_steps=last1").infer
+    joined, opened = [], Opened(None)
+    monkeypatch.setattr(Opened, "infer", job("infer=torch_native", "infer.precise_steps=last1").infer)
     monkeypatch.setattr(session, "fits", lambda *sizes: together)
     monkeypatch.setattr(variants, "open_engine", lambda checkpoint, infer, assignments, key: key)
-    monkeypatch.setattr(variants, "module_of", lambda engine: engine)
-    monkeypatch.setattr(variants, "share_weights", lambda *networks: shared.append(networks))
-    precise = variants.variants_of(Opened(None), steps, {"unet": {}}, RUN, None).engines["quantized"]["unet/h"]
-    assert precise.weights_alone and shared == [(precise, CODES["unet"])] * together
+    monkeypatch.setattr(open_parts, "module_of", lambda engine: engine)
+    monkeypatch.setattr(variants, "share_weights", lambda *networks: joined.append(networks))
+    shared = SimpleNamespace(directory=RUN)
+    precise = variants.variants_of(opened, {"unet": {}}, shared, None).engines["quantized"]["unet/h"]
+    assert precise.weights_alone and joined == [(precise, CODES["unet"])] * together

@@ -1,0 +1,75 @@
+"""The model in full precision, and all that candidates of a judgement are compared by."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sd_quant.config import CacheFolder, Infer, Judge, JudgeJob, Metrics, Model, QuantizeJob, Timing
+from sd_quant.engines.base import Engine
+from sd_quant.engines.pool import Pool, Variant
+from sd_quant.models.checkpoint import denoisers_of
+from sd_quant.report.provenance import provenance
+from sd_quant.stages.compare import framework_images
+from sd_quant.stages.consumer import Scores
+from sd_quant.stages.open_parts import open_torch
+from sd_quant.stages.resources import Needs, by_torch, part_needs, workload_of
+from sd_quant.stages.session import Session, open_session
+from sd_quant.stages.shared import Shared, VariantOutputs, cache_of
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The model in full precision, and all that candidates are compared by."""
+
+    session: Session
+    directory: Path  # for files in progress
+    model: Model
+    infer: Infer
+    judge: Judge
+    timing: Timing
+    cache: CacheFolder
+    metrics: Metrics
+    facts: dict  # as ``provenance`` has them, of the full-precision model
+    together: bool  # whether memory holds two denoisers
+    text: Scores | None = None  # of ``text_fidelity``, where a candidate's consumer cuts the text
+
+    @property
+    def prompts(self) -> list[str]:
+        return self.infer.prompt_list()
+
+    @property
+    def denoiser(self) -> str:
+        return self.session.denoiser
+
+    def engines(self, others: Mapping[str, Callable[[], Engine]] = {}) -> Pool:
+        """The model's parts by name and ``others`` by theirs; one at a time if memory does not hold two denoisers."""
+
+        def open_engine(key: str) -> Engine:
+            return others[key]() if key in others else open_torch(self.session.checkpoint, self.infer, key)
+
+        return self.session.engines(open_engine, self.together)
+
+    def variant(self, pool: Pool, keys: Mapping[str, str] = {}) -> Variant:
+        """The model with other engines of the ``pool``, whose ``keys`` are given by part."""
+        return Variant(pool, {part: part for part in self.session.parts} | dict(keys))
+
+    def outputs(self) -> VariantOutputs:
+        """Make the images of the model in full precision."""
+        pool = self.engines()
+        try:
+            shared = Shared(self.facts, self.directory, cache_of(self.cache))
+            return framework_images(self.session.checkpoint, self.variant(pool), self.infer, shared)
+        finally:
+            pool.close()
+
+
+def baseline_of(job: JudgeJob | QuantizeJob, directory: Path) -> Baseline:
+    """The full-precision model, checked; ``directory`` is that of the results."""
+    work = by_torch(workload_of(job.infer))
+    session = open_session(job.model, job.infer, lambda session: part_needs(session.parameters, work), directory)
+    weights = {"the candidate": 4.0 * sum(session.parameters[part] for part in denoisers_of(session.checkpoint))}
+    return Baseline(
+        session, directory, job.model, job.infer, job.judge, job.timing, job.cache, job.metrics,
+        provenance(job.model.inputs() | job.infer.inputs(), []),
+        session.together(work, Needs(weights, weights), "the model and a candidate"),
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""Images of a quantized model as other tools compute it, against full precision's.
+
+What was written for a tool is read back by the format's own reader, and images are made with what it has read.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from sd_quant.config import Infer
+from sd_quant.engines.pool import Variant
+from sd_quant.engines.torch import TorchEngine
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.inference.samplers import engine_of_letter
+from sd_quant.interchange import ForeignFormat
+from sd_quant.interchange.denoiser import weights_alone, with_denoiser
+from sd_quant.metrics.fidelity import image_scores
+from sd_quant.metrics.images import Images
+from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, in_place
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+from sd_quant.report.record import ImageScores
+from sd_quant.stages.generate import generate, sampling_of
+from sd_quant.stages.open_parts import open_changed, open_torch
+from sd_quant.stages.resources import by_torch, workload_of
+from sd_quant.stages.session import Session
+from sd_quant.stages.targets import TEXT, Assignments, Rows, cuts_padding
+
+Scores = dict[str, ImageScores]  # by name
+# What quantization and the text change, of a result, the paths of ``write_folder``, with these assignments
+Measure = Callable[[ForeignFormat, Assignments, Mapping[str, Path]], tuple[Scores, Scores | None]]
+
+
+def measured_by(loaded: Session, infer: Infer, reference: Images) -> Measure:
+    """Measure results against the ``reference``, images of the same ``infer`` in full precision.
+
+    A file is given full precision's text, as by ``judge``; what its consumer's text changes is another figure.
+    """
+    checkpoint, denoiser = loaded.checkpoint, loaded.denoiser
+    text = cache(partial(text_fidelity, loaded, infer, reference))
+
+    def measure(target: ForeignFormat, held: Assignments, result: Mapping[str, Path]) -> tuple[Scores, Scores | None]:
+        opened = {
+            part: partial(open_consumed, in_place(checkpoint, part), held[part], target, path)
+            for part, path in result.items()
+        }
+        for letter in infer.precise_letters:
+            opened[engine_of_letter(denoiser, letter)] = partial(
+                open_consumed, checkpoint, held[denoiser], target, result[denoiser], True
+            )
+        fidelity = fidelity_of(loaded, infer, reference, opened, target.name)
+        return fidelity, text() if cuts_padding(target, checkpoint) else None
+
+    return measure
+
+
+def fidelity_of(
+    session: Session, infer: Infer, reference: Images, opened: Mapping[str, Callable[[], TorchEngine]], label: str
+) -> Scores:
+    """PSNR, SSIM and LPIPS of images against the ``reference``; parts that are not ``opened`` are the checkpoint's."""
+
+    def open_engine(part: str) -> TorchEngine:
+        return opened[part]() if part in opened else open_torch(session.checkpoint, infer, part)
+
+    pool = session.engines(open_engine, session.together(by_torch(workload_of(infer))))
+    try:
+        pipeline = pipeline_of(session.checkpoint, Variant(pool, {part: part for part in (*session.parts, *opened)}))
+        sampling = replace(sampling_of(infer), schedule=infer.given_schedule if infer.precise_letters else None)
+        return image_scores(reference, generate(pipeline, infer.prompt_list(), sampling, label).images)
+    finally:
+        pool.close()
+
+
+def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
+    """The scores of full precision whose text has CLIP's tokens alone, as most consumers pass it."""
+
+    def open_denoiser() -> TorchEngine:
+        engine = open_torch(session.checkpoint, infer, session.denoiser)
+        engine.module.register_forward_pre_hook(without_padding, with_kwargs=True)
+        return engine
+
+    return fidelity_of(session, infer, reference, {session.denoiser: open_denoiser}, f"{CONTEXT_LENGTH} tokens")
+
+
+def open_consumed(
+    checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path, precise: bool = False
+) -> TorchEngine:
+    """The denoiser as the target's consumer computes it, a graph simulated; ``precise``: inputs unquantized."""
+    if target.runtime is None:
+        denoiser = target.module.read(result, checkpoint)
+        own = weights_alone(denoiser) if precise else denoiser
+        return open_changed(checkpoint, lambda module: with_denoiser(module, checkpoint, own))
+    from sd_quant.interchange.exported_parts import simulate_graph
+
+    weights = denoiser_part(checkpoint).contract.weights
+    return open_changed(checkpoint, lambda module: simulate_graph(denoiser_of(checkpoint, module), rows, weights))
+
+
+def without_padding(module: nn.Module, arguments: tuple, inputs: Mapping[str, Tensor]) -> tuple:
+    """A pre-hook: cuts the text among the inputs behind CLIP's tokens, because only NeMo pads it with zeros."""
+    return arguments, {name: x[:, :CONTEXT_LENGTH] if name in TEXT else x for name, x in inputs.items()}

@@ -1,0 +1,119 @@
+"""A run of ``quantize.py`` as the subject of a judgement.
+
+It is computed by its assignment, which is derived again from its knobs and has to be the one that it has written down.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sd_quant.checkpoints.lora import without_loras
+from sd_quant.config import BESIDE, artifact, recipe_of_run
+from sd_quant.engines import RUNTIMES
+from sd_quant.engines.onnx_input import onnx_files
+from sd_quant.errors import ConfigError
+from sd_quant.metrics.memory import StageTimer
+from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
+from sd_quant.report.candidates import HIGH_PRECISION
+from sd_quant.report.provenance import fingerprint
+from sd_quant.report.record import base_sha256, weights_sha256
+from sd_quant.stages.assign import with_loras_beside
+from sd_quant.stages.baseline import Baseline
+from sd_quant.stages.choose import chosen_again, record_of_run
+from sd_quant.stages.open_parts import open_file, open_simulated
+from sd_quant.stages.session import Session
+from sd_quant.stages.third_party import WITHOUT_LORAS, OwnLibrary, Subject, SubjectPart
+
+RUN = "sd_quant run"  # what stands for a reader's name
+UNTRUSTED = "judge.trust_runs is false, and a run's file is executed only where it is true"
+MOST_CALIBRATED = 1024 * 50  # prompts by steps: more than any source recommends
+# A run's own knobs that decide its statistics, beside the recipe
+OF_CALIBRATION = (
+    *("calibration_prompts", "calibration_table", "calibration_image", "calibration_mask", "calibration_control"),
+    *("width", "height", "sizes"),
+)
+OF_GUIDANCE = ("scale", "negative_prompt", "strength")
+
+
+def run_subject(name: str, run: Path, baseline: Baseline) -> Subject:
+    """A run of anybody: a recipe for the judge's own model, which is derived again.
+
+    One of the model without its LoRAs gets these beside its weights. Raises ConfigError for a run of other weights.
+    """
+    job, record, session = recipe_of_run(str(run), baseline.cache), record_of_run(run), baseline.session
+    of_run, sha256, loras = weights_sha256(record), weights_sha256(baseline.facts), baseline.model.loras
+    without = of_run != sha256 and bool(loras) and of_run == base_sha256(baseline.facts)
+    if of_run != sha256 and not without:
+        raise ConfigError(
+            f"the candidate {run} quantizes {job.model.path}, which has other weights than model.path; "
+            "give runs of the full-precision model that the others are compared with"
+        )
+    engine = job.infer.engine
+    if job.quantize.calibration is None and job.quantize.calib_size * job.quantize.n_steps > MOST_CALIBRATED:
+        raise ConfigError(
+            f"the candidate {run} was calibrated on {job.quantize.calib_size} prompts in {job.quantize.n_steps} steps, "
+            f"expected at most {MOST_CALIBRATED} of these together; give its statistics with the run"
+        )
+    job.model = replace(baseline.model, **{name: getattr(job.model, name) for name in (*OF_CALIBRATION, "denoiser")})
+    guided = {name: getattr(job.infer, name) for name in OF_GUIDANCE}
+    job.infer = copy.copy(baseline.infer)
+    for knob, value in guided.items():
+        setattr(job.infer, knob, value)
+    of_the_run = session
+    if without:
+        job.model, of_the_run = replace(job.model, loras=[]), Session(without_loras(session.checkpoint))
+    loaded, assignments = chosen_again(job, run, StageTimer(), of_the_run, baseline.directory)
+    if without:
+        assignments = {part: with_loras_beside(session.checkpoint, part, rows) for part, rows in assignments.items()}
+    presets = {part: loaded.part_presets.get(part, "fit") for part in assignments} | {
+        session.denoiser: job.quantize.format
+    }
+    parts = {
+        part: SubjectPart(
+            RUN, f"sd-quant {presets[part]}", stored := onnx_bytes(run, part), 8 * stored / session.parameters[part],
+            rows_of_run(rows, "" if part == session.denoiser else f"{part}:"),
+            partial(open_simulated, session.checkpoint, rows, part),
+        )
+        for part, rows in assignments.items()
+    }  # fmt: skip
+    return Subject(
+        name, run, fingerprint(run), parts,
+        runtime=None if without else run_runtime(artifact(run, "onnx", session.denoiser), engine, record, baseline),
+        no_runtime=WITHOUT_LORAS if without else Subject.no_runtime if baseline.judge.trust_runs else UNTRUSTED,
+        loras=(BESIDE if without else job.quantize.loras) if loras else None,
+    )  # fmt: skip
+
+
+def onnx_bytes(run: Path, part: str) -> int:
+    return sum(file.stat().st_size for file in onnx_files(artifact(run, "onnx", part)))
+
+
+def rows_of_run(assignment: Mapping[str, LayerAssignment], prefix: str) -> list[dict[str, Any]]:
+    """The rows of an assignment as those of a third-party checkpoint."""
+    return [
+        {
+            "name": f"{prefix}{layer.name}",
+            "role": layer.role,
+            "weight_shape": "x".join(map(str, layer.weight_shape)),
+            "format": layer.format or HIGH_PRECISION,
+            "bits": None,
+            "scales": "",
+            "inputs": layer.activation_format or HIGH_PRECISION,
+            "output_error": layer.output_error,
+        }
+        for layer in assignment.values()
+        if layer.role not in WITHOUT_WEIGHTS
+    ]
+
+
+def run_runtime(path: Path, engine: str, record: Mapping[str, Any], baseline: Baseline) -> OwnLibrary | None:
+    """The run's ``engine`` for its file at ``path``, where it is trusted, installed and computes on a processor."""
+    row = RUNTIMES[engine]
+    here = row.file == "onnx" and row.device == "cpu" and find_spec(row.package) is not None
+    if not baseline.judge.trust_runs or record.get("simulated") or not here:
+        return None
+    return OwnLibrary(engine, partial(open_file, path, replace(baseline.infer, engine=engine)))

@@ -1,0 +1,140 @@
+"""What the files of other tools hold of a recipe and of a pipeline, and what they lose."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+import torch
+
+from sd_quant.checkpoints.diffusers_pipeline import defaults_of, with_tokenizers
+from sd_quant.config import Infer
+from sd_quant.config.precise_steps import ends_of
+from sd_quant.errors import ConfigError
+from sd_quant.inference.loading import pipeline_of
+from sd_quant.interchange import TARGETS, ForeignFormat
+from sd_quant.interchange.holding import adapted, check_bf16, check_served, groups_of, inputs_of
+from sd_quant.interchange.other_parts import adapted_part
+from sd_quant.interchange.sampling import Sampled
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoisers_of, empty_modules
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
+from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.text import counted
+
+TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
+Rows = Mapping[str, LayerAssignment]
+Assignments = Mapping[str, Rows]  # by part, the denoiser first
+
+
+def check_servers(targets: Collection[str], checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a target whose servers do not load the checkpoint's pipeline, or that lacks its bf16."""
+    for name in targets:
+        check_served(TARGETS[name], checkpoint)
+        check_bf16(TARGETS[name], checkpoint)
+
+
+def check_schedule(targets: Collection[str], infer: Infer) -> None:
+    """Raises ConfigError for a target that does not say which steps are precise, or not of these."""
+    letters = infer.precise_letters
+    for target in map(TARGETS.__getitem__, targets) if letters else ():
+        able = ", ".join(name for name, each in TARGETS.items() if each.policy)
+        if not target.policy:
+            raise ConfigError(
+                f"{target.name} cannot say which steps are precise, and this recipe has such steps; export to {able}, "
+                "or a run without infer.precise_steps and infer.schedule"
+            )
+        if infer.chooses_precise or ends_of(infer.given_schedule) is None:
+            raise ConfigError(
+                f"{target.name} says how many first and last steps are h, and the schedule is "
+                f"{infer.given_schedule or 'chosen later'}; give places such as infer.precise_steps=first3,last3"
+            )
+
+
+def rows_of(targets: Collection[str], assignments: Assignments, checkpoint: Checkpoint) -> dict[str, Assignments]:
+    """Each part's rows as each target holds them. Raises ConfigError for a target that holds none of a denoiser's."""
+    denoisers = denoisers_of(checkpoint)
+    return {
+        name: {
+            part: adapted(rows, TARGETS[name])
+            if part in denoisers
+            else adapted_part(rows, TARGETS[name], checkpoint, part)
+            for part, rows in assignments.items()
+        }
+        for name in targets
+    }
+
+
+def quantized_in(rows: Rows) -> int:
+    """How many layers are quantized."""
+    return sum(layer.format is not None for layer in rows.values())
+
+
+def computed_inputs(rows: Rows, target: ForeignFormat) -> dict[str, str]:
+    """How the target's consumer computes inputs, by the format of the weight, of those that a layer has."""
+    ways: dict[str, set[str]] = {}
+    for row in rows.values():
+        if row.format is not None:
+            ways.setdefault(row.format, set()).add(inputs_of(row, target))
+    return {name: " or ".join(sorted(ways[name])) for name in target.formats if name in ways}
+
+
+def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
+    """How many of the layers and attentions that the recipe quantizes are in high precision, by the reason."""
+    names = [
+        name
+        for name, layer in assignment.items()
+        if (layer.format, layer.attention_amax is None) != (rows[name].format, rows[name].attention_amax is None)
+    ]
+    return dict(Counter(rows[name].reason for name in names))
+
+
+def widened(assignment: Rows, rows: Rows) -> list[str]:
+    """In words how many layers have a wider range than the recipe's, because their tensor has one range."""
+    wider = [
+        name for name, row in rows.items()
+        if row.format and row.weight_amax is not None and not torch.equal(row.weight_amax, assignment[name].weight_amax)
+    ]  # fmt: skip
+    if not wider:
+        return []
+    return [
+        f"the ranges of {counted(len(wider), 'layer')}: query, key and value are one tensor, which has the largest of "
+        f"theirs"
+    ]
+
+
+def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
+    """In words how many layers that the target fuses have more than one branch, which makes it slower."""
+    groups = [[rows[name].low_rank for name in group] for _, _, group in groups_of(rows, target.fused)]
+    downs = [[branch[1] for branch in group if branch is not None] for group in groups]
+    apart = [own for own in downs if not all(torch.equal(down, own[0]) for down in own)]
+    if not apart:
+        return []
+    return [
+        f"speed: query, key and value are one layer, in which their branches are stacked, {len(apart)} times; the rank "
+        "of the stack holds for the whole file. quantize.shared_branch=true has one branch for all three"
+    ]
+
+
+def left_out(target: ForeignFormat, checkpoint: Checkpoint, assignment: Rows, rows: Rows) -> list[str]:
+    """What of the pipeline and of the recipe's ``assignment`` the target's result lacks, in words."""
+    text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
+    nets = ["ControlNets, which are added to it as to any checkpoint"] * bool(getattr(checkpoint, "controlnets", ()))
+    cut = [text] * cuts_padding(target, checkpoint)
+    return [*target.left_out, *cut, *nets, *widened(assignment, rows), *stacked(target, rows)]
+
+
+def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:
+    """Whether the target's consumer gives the denoiser CLIP's tokens alone, without the zeros that NeMo adds."""
+    tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
+    return not target.pads and checkpoint.family.PADDED and tokens[0] > CONTEXT_LENGTH
+
+
+def absent(checkpoint: Checkpoint) -> list[str]:
+    """The components that the pipeline lacks, which diffusers has to be told when it opens a folder."""
+    return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
+
+
+def sampled(checkpoint: Checkpoint, family: str = "") -> Sampled:
+    """How the ``checkpoint`` samples: its own scheduler, and its networks' configs."""
+    scheduler, modules = pipeline_of(checkpoint, {}).own_sampler, empty_modules(checkpoint)
+    kind = next(each for each in type(scheduler).__mro__ if each.__module__.startswith("diffusers."))
+    vae, denoiser = (getattr(modules.get(name), "config", {}) for name in ("vae", denoiser_part(checkpoint).component))
+    return Sampled(family, kind.__name__, scheduler.config, defaults_of(kind), vae, denoiser)

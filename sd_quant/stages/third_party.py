@@ -1,0 +1,205 @@
+"""A third-party checkpoint as the subject of a judgement, computed as the tool that it is made for computes it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sd_quant.config import BESIDE, FUSED
+from sd_quant.config.precise_steps import with_ends
+from sd_quant.devices import CPU, best_device
+from sd_quant.engines.base import Engine, cast_inputs
+from sd_quant.engines.torch import TorchEngine
+from sd_quant.errors import ConfigError
+from sd_quant.interchange import FORMATS
+from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, weights_alone, with_denoiser
+from sd_quant.interchange.errors import plain_weight, unfolded
+from sd_quant.interchange.other_parts import read_parts
+from sd_quant.interchange.sampling import check_marks
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoiser_weights, empty_denoiser, in_place
+from sd_quant.models.roles import roles_of
+from sd_quant.numbers import relative_error
+from sd_quant.report.candidates import HIGH_PRECISION
+from sd_quant.report.provenance import fingerprint
+from sd_quant.stages.baseline import Baseline
+from sd_quant.stages.open_parts import open_changed
+from sd_quant.stages.targets import cuts_padding, sampled
+
+WITHOUT_LORAS = "what its own library or runtime computes is without the LoRAs, which are beside it here"
+BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.float64: 64.0}
+
+
+@dataclass(frozen=True)
+class OwnLibrary:
+    """The library or runtime that a checkpoint is made for, where it computes on this machine."""
+
+    name: str
+    open: Callable[[], Engine]  # may raise anything: it is other people's code
+
+
+@dataclass(frozen=True)
+class SubjectPart:
+    """A part as a third-party checkpoint or a run has it."""
+
+    reader: str  # a name of ``interchange.FORMATS``, or RUN
+    maker: str  # who made it, for people
+    stored_bytes: int  # of its network, an autoencoder's encoder included where it is a third party's
+    bits: float  # per weight of these
+    rows: list[dict[str, Any]]  # of ``layers.csv``: every layer, quantized or not
+    open: Callable[[], Engine]  # as its consumer computes it, in torch and fp32
+    # the relative errors of quantized weights by the rows' names; none of a run, and of a denoiser
+    weight_errors: Callable[[], Mapping[str, float | None]] = dict
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A third-party checkpoint or a run, opened."""
+
+    name: str  # of the folder of its results, and in tables
+    path: Path
+    file: Mapping[str, Any]  # what ``provenance.fingerprint`` says of it
+    parts: Mapping[str, SubjectPart]  # the denoiser first, then others that are quantized; the model's own stand beside
+    # layers of the denoiser that are quantized, for inputs of the full-precision network; empty of a run
+    layers: Mapping[str, QuantizedLayer] = field(default_factory=dict)
+    runtime: OwnLibrary | None = None
+    no_runtime: str = "no library that opens it computes on this machine"  # why there is none, where there is none
+    loras: str | None = None  # where it has those of the full-precision model: FUSED or BESIDE; None: there are none
+    cuts_text: bool = False  # whether its consumer passes the text without the zeros behind it
+    schedule: str | None = None  # of its steps, see ``inference.calls``
+    open_precise: Callable[[], Engine] | None = None  # the denoiser of steps with unquantized inputs, if it has such
+
+    @property
+    def denoiser(self) -> SubjectPart:
+        return next(iter(self.parts.values()))
+
+    @property
+    def others(self) -> dict[str, SubjectPart]:
+        return dict(list(self.parts.items())[1:])
+
+
+def third_party(name: str, path: Path, baseline: Baseline) -> Subject:
+    """The third-party checkpoint at ``path``. Raises what the readers raise."""
+    checkpoint = baseline.session.checkpoint
+    others = read_parts(path, checkpoint)
+    denoiser = others.pop(baseline.denoiser)
+    if denoiser.marks:
+        check_marks(path, denoiser.marks, sampled(checkpoint))
+    rows = rows_of(denoiser, checkpoint.family.layer_roles(empty_denoiser(checkpoint)))
+    layers, loras = unfolded(denoiser, checkpoint), None
+    if adapted_of(checkpoint):
+        loras = FUSED if holds_loras(denoiser, layers, checkpoint) else BESIDE
+    if loras == BESIDE:
+        denoiser = with_loras(denoiser, layers, checkpoint)
+        layers = unfolded(denoiser, checkpoint)
+    schedule = schedule_of(denoiser, baseline.infer.recipe_steps)
+    if schedule is not None:
+        denoiser = replace(denoiser, maker=f"{denoiser.maker}, steps {schedule}")
+    return Subject(
+        name, path, fingerprint(path),
+        {baseline.denoiser: subject_part(denoiser, checkpoint, rows)}
+        | {part: other_part(read, in_place(checkpoint, part), part) for part, read in others.items()},
+        layers, runtime_of(denoiser, checkpoint), WITHOUT_LORAS if loras == BESIDE else Subject.no_runtime,
+        loras, cuts_padding(FORMATS[denoiser.format], checkpoint), schedule,
+        partial(open_computed, checkpoint, weights_alone(denoiser)) if schedule else None,
+    )  # fmt: skip
+
+
+def subject_part(
+    read: QuantizedDenoiser,
+    checkpoint: Checkpoint,
+    rows: list[dict[str, Any]],
+    weight_errors: Callable[[], Mapping[str, float | None]] = dict,
+) -> SubjectPart:
+    opened = partial(open_computed, checkpoint, read)
+    return SubjectPart(read.format, read.maker, read.stored_bytes, read.bits, rows, opened, weight_errors)
+
+
+def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
+    """The schedule of precise first and last steps; None without, and for one step. Raises ConfigError."""
+    first, last = denoiser.precise_ends
+    if first + last > steps:
+        raise ConfigError(
+            f"{denoiser.path} multiplies unquantized inputs in its first {first} and last {last} steps, which overlap "
+            f"in {steps}; set infer.steps to {first + last} at least"
+        )
+    return with_ends(first, last, steps) if (first or last) and steps > 1 else None
+
+
+def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> SubjectPart:
+    """A part of a third-party checkpoint, which ``checkpoint`` has in the denoiser's place."""
+    weights, network = denoiser_weights(checkpoint), empty_denoiser(checkpoint)
+    denoises = part in checkpoint.family.DENOISERS
+    rows = rows_of(read, checkpoint.family.layer_roles(network) if denoises else roles_of(network, ()))
+    if adapted_of(checkpoint) and not holds_loras(read, read.layers, checkpoint):
+        read = with_loras(read, read.layers, checkpoint)
+
+    def weight_errors() -> dict[str, float | None]:
+        return {
+            f"{part}:{name}": relative_error(weights[f"{name}.weight"].float(), plain_weight(layer))
+            for name, layer in read.layers.items()
+        }
+
+    named = [row | {"name": f"{part}:{row['name']}"} for row in rows]
+    return subject_part(read, checkpoint, named, weight_errors)
+
+
+def rows_of(denoiser: QuantizedDenoiser, roles: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The columns of ``layers.csv`` that are known before anything is computed."""
+    rows = []
+    for name, role in roles.items():
+        layer = denoiser.layers.get(name)
+        stored = layer.weight if layer is not None else denoiser.parameters[f"{name}.weight"]
+        inputs = denoiser.rounded.get(name) if layer is None else layer.inputs
+        rows.append({
+            "name": name,
+            "role": role,
+            "weight_shape": "x".join(map(str, stored.shape)),
+            "format": layer.format if layer is not None else HIGH_PRECISION,
+            "bits": layer.bits if layer is not None else BITS[stored.dtype],
+            "scales": layer.scales if layer is not None else "",
+            "inputs": HIGH_PRECISION if inputs is None else str(inputs),
+        })  # fmt: skip
+    return rows
+
+
+def open_computed(checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> TorchEngine:
+    """The denoiser as its consumer computes it."""
+    return open_changed(checkpoint, lambda module: with_denoiser(module, checkpoint, denoiser))
+
+
+class LibraryEngine(TorchEngine):
+    """A denoiser that another library has opened: its weights may be of any kind, so its dtype is asked for.
+
+    It runs without inference mode, in which quanto fails.
+    """
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, *arguments: Any):
+        super().__init__(module, *arguments)
+        self.inputs = {name: dtype if each.is_floating_point else each for name, each in self.inputs.items()}
+
+    @torch.no_grad()
+    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+        output = self.module(**cast_inputs(self.inputs, inputs, self.device))
+        outputs = output if isinstance(output, tuple) else (output,)
+        return {name: each.float() for name, each in zip(self.outputs, outputs, strict=True)}
+
+    def reopen(self) -> bool:
+        return False  # weights of any kind are not to be moved
+
+
+def runtime_of(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> OwnLibrary | None:
+    if denoiser.runtime is None:
+        return None
+    opened, part = denoiser.runtime, denoiser_part(checkpoint)
+
+    def open_library() -> Engine:
+        network, device = opened().eval().requires_grad_(False), best_device()
+        network = network if device == CPU else network.to(device)  # which some libraries refuse, even where it is
+        return LibraryEngine(part.wrap(network), cast(torch.dtype, network.dtype), part.contract)
+
+    return OwnLibrary(denoiser.maker, open_library)
