@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from sd_quant.config import artifact
-from sd_quant.engines import RUNTIMES, load_engine
+from sd_quant.engines import REFEREE, RUNTIMES, load_engine
 from sd_quant.engines.tensorrt.build import profile_of
 from sd_quant.errors import exit_with_its_code
 from sd_quant.inference.parity import PART_TOLERANCE, SHARE_OF_COST, distance
 from sd_quant.models.parts import first_output
 from sd_quant.places import existing
 
-REFERENCE = "onnxruntime"
 TIMESTEP, TOKENS = 500, 64  # of the inputs of rank 1; random tokens are below
 
 
@@ -62,10 +61,10 @@ def compare(run: Path, engine: str) -> Iterator[dict]:
         part, unquantized = folder.name, artifact(run / "full_precision", "onnx", folder.name)
         path = artifact(run, "onnx", part)
         inputs = inputs_of(path, part, (knobs["width"], knobs["height"]))
-        expected = computed(REFERENCE, path, inputs)
+        expected = computed(REFEREE, path, inputs)
         tolerance = PART_TOLERANCE[torch.float16]
         if unquantized.is_file():
-            tolerance += SHARE_OF_COST * distance(computed(REFERENCE, unquantized, inputs), expected)
+            tolerance += SHARE_OF_COST * distance(computed(REFEREE, unquantized, inputs), expected)
         error = distance(expected, computed(engine, artifact(run, str(kind), part), inputs))
         yield {"what": f"{part} with ONNX Runtime", "relative_error": error, "tolerance": tolerance}
 
