@@ -30,12 +30,12 @@ from sd_quant.places import output_path, shown
 from sd_quant.process import cores
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.report import provenance
-from sd_quant.report.gpu_report import SCHEMA, GpuReport, row_of, without_names
+from sd_quant.report.gpu_report import SCHEMA, GpuReport, contradiction_of, row_of, without_names
 from sd_quant.report.record import DONE, RECORD
 
 CHECKPOINTS = {  # overrides of each
     "mini": ["infer.num_prompts=8"],
-    "full": ["model=sdxl_nemo", "model.path={full}", "calib_size=2", "quantize.n_steps=2", "infer.num_prompts=2",
+    "full": ["model=sdxl_nemo", "model.path=full.nemo", "calib_size=2", "quantize.n_steps=2", "infer.num_prompts=2",
              "infer.steps=4"],
 }  # fmt: skip
 PRESETS = [name for name in FORMATS if name in presets()]  # of one format for weights and inputs
@@ -52,19 +52,19 @@ class Job:
     engine: str
     fmt: str
 
-    def command(self, out: Path) -> list[str]:
-        """Return the command, which writes to ``folder``."""
+    @property
+    def name(self) -> str:
+        return f"{self.checkpoint}_{self.engine}_{self.fmt}"
+
+    def words(self) -> list[str]:
+        """Return the arguments of ``sd_quant``, for a process in the folder of the report."""
         runtime = [f"infer={self.engine}"]
         if self.engine in PLAN_BUILDERS:
             runtime += [f"export_trt={self.engine}", "compiled_baseline=true", "infer.cuda_graph=true"]
         else:
             runtime += ["export_trt=none", *(["infer.cuda_graph=true"] if self.engine == COMPILED else [])]
-        overrides = [each.format(full=out / "full.nemo") for each in CHECKPOINTS[self.checkpoint]]
-        words = [f"quantize={self.fmt}", "quant_level=3", *runtime, *overrides, f"hydra.run.dir={self.folder(out)}"]
-        return [sys.executable, "-m", "sd_quant", "quantize", *words]
-
-    def folder(self, out: Path) -> Path:
-        return out / f"{self.checkpoint}_{self.engine}_{self.fmt}"
+        own = [*CHECKPOINTS[self.checkpoint], f"hydra.run.dir={self.name}"]
+        return ["quantize", f"quantize={self.fmt}", "quant_level=3", *runtime, *own]
 
 
 def main() -> None:
@@ -100,23 +100,22 @@ def done(job: Job, out: Path, gpu: str | None) -> dict[str, Any]:
     """Return the figures of a job, or why it has none."""
     if (reason := unable(job, gpu)) is not None:
         return {"ended": NOT_RUN, "reason": without_names(reason, ())}
-    if "{full}" in " ".join(CHECKPOINTS[job.checkpoint]) and not (out / "full.nemo").is_file():
-        command = [sys.executable, "-m", "sd_quant.checkpoints.synthetic", str(out / "full.nemo")]
-        if (reason := failure_of(command, out / "full.log")) is not None:
-            return {"ended": FAILED, "reason": reason}
-    folder = job.folder(out)
-    if (reason := failure_of(job.command(out), out / f"{folder.name}.log")) is not None:
+    reason = None
+    if job.checkpoint == "full" and not (out / "full.nemo").is_file():
+        reason = failure_of(out, "full", "sd_quant.checkpoints.synthetic", "full.nemo")
+    if (reason := reason or failure_of(out, job.name, "sd_quant", *job.words())) is not None:
         return {"ended": FAILED, "reason": reason}
-    row = row_of(json.loads((folder / RECORD).read_text(encoding="utf-8")), job.engine)
+    row = row_of(json.loads((out / job.name / RECORD).read_text(encoding="utf-8")), job.engine)
     if job.engine != COMPILED:
-        log = out / f"{folder.name}_onnxruntime.log"
-        command = [sys.executable, "-m", "sd_quant.stages.compare_plans", str(folder), job.engine]
-        reason = failure_of(command, log)
-        entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+        name = f"{job.name}_compared"
+        reason = failure_of(out, name, "sd_quant.stages.compare_plans", job.name, job.engine)
+        lines = (out / f"{name}.log").read_text(encoding="utf-8").splitlines()
+        row["parity"] += (entries := [json.loads(line) for line in lines if line.startswith("{")])
         wrong = [entry["what"] for entry in entries if not entry["relative_error"] <= entry["tolerance"]]
-        row["parity"] += entries
         if reason is not None or wrong:
             return {"ended": FAILED, "reason": reason or f"the plan differs in {', '.join(wrong)}"}
+    if (reason := contradiction_of(row)) is not None:  # such as a run that had to simulate, which has no latency
+        return {"ended": FAILED, "reason": without_names(f"its record cannot be sent: {reason}", names_here())}
     return row
 
 
@@ -133,10 +132,14 @@ def unable(job: Job, gpu: str | None) -> str | None:
     return None
 
 
-def failure_of(command: Sequence[str], log: Path) -> str | None:
-    """Run a command whose output goes to ``log``; return None, or the line that says why it failed."""
+def failure_of(out: Path, name: str, module: str, *words: str) -> str | None:
+    """Run a module in the folder ``out``, with its output in a log of this name; return why it failed, or None."""
+    log = out / f"{name}.log"
     with log.open("w", encoding="utf-8") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", module, *words], cwd=out, stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT,
+        ).returncode  # fmt: skip
     if code == 0:
         return None
     if code == -2 or code == 130:
@@ -155,7 +158,7 @@ def names_here() -> list[str]:
 
 
 def report_of(rows: Sequence[dict[str, Any]], rehearsal: bool) -> dict[str, Any]:
-    """Return the report as JSON has it. Raises pydantic's ValidationError for rows that contradict themselves."""
+    """Return the report as JSON has it."""
     name, capability, driver, memory = NO_GPU if rehearsal else next(iter(listed_gpus()))
     processor = provenance.processor()
     report = {

@@ -150,13 +150,24 @@ def read_report(content: bytes, name: str) -> GpuReport:
     try:
         return GpuReport.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"])) or "its content"
-        why = first["msg"].removeprefix("Value error, ")
         raise ArtifactError(
-            f"{name} is no report of {SCHEMA}: {one_line(where, 100)}: {one_line(why, 200)}; make it again with "
-            "sd-quant gpu-report"
+            f"{name} is no report of {SCHEMA}: {first_of(error)}; make it again with sd-quant gpu-report"
         ) from None
+
+
+def contradiction_of(row: Mapping[str, Any]) -> str | None:
+    """Return what a report could not hold of the figures of ``row_of``, or None."""
+    try:
+        Row.model_validate({"checkpoint": "mini", "engine": "", "format": "", **row})
+    except ValidationError as error:
+        return first_of(error)
+    return None
+
+
+def first_of(error: ValidationError) -> str:
+    found = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(map(str, found["loc"])) or "its content"
+    return f"{one_line(where, 100)}: {one_line(found['msg'].removeprefix('Value error, '), 200)}"
 
 
 def row_of(record: Mapping[str, Any], engine: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from sd_quant.commands import gpu_report
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.report.gpu_report import read_report
+from tests.nested import with_values
 
 from ..report.sweeps import record_of_plan
 
@@ -24,7 +24,7 @@ H20 = ["NVIDIA H20", "9.0", "550.1", "97871 MiB"]
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A Hopper GPU with mainline TensorRT. Returns the commands that are run, and what fails by a word in it."""
-    found = SimpleNamespace(commands=[], fails={}, error=1e-3)
+    found = SimpleNamespace(commands=[], fails={}, error=1e-3, changes={})
     monkeypatch.setattr(gpu_report, "usable_gpu", lambda: "SM90")
     monkeypatch.setattr(gpu_report, "listed_gpus", lambda: [H20])
     monkeypatch.setattr(gpu_report, "clocks", lambda: {"clocks.sm": "1980 MHz"}.items())
@@ -33,20 +33,21 @@ def machine(monkeypatch, tmp_path):
         lambda engine, gpu, used: f"{engine} has no {gpu}" if (engine, *used) in NO_PLANS else None,
     )  # fmt: skip
 
-    def run(command, stdout, **options):
+    def run(command, cwd, stdout, **options):
+        assert cwd == tmp_path
         found.commands.append(command[1:])
         for word, (code, text) in found.fails.items():
             if any(word in each for each in command):
                 stdout.write(text)
                 return SimpleNamespace(returncode=code)
         if "sd_quant.checkpoints.synthetic" in command:
-            Path(command[-1]).touch()
+            (cwd / command[-1]).touch()
         elif "sd_quant.stages.compare_plans" in command:
             stdout.write(f"a log\n{json.dumps({'what': 'vae', 'relative_error': found.error, 'tolerance': 0.01})}\n")
         else:
-            folder = Path(command[-1].removeprefix("hydra.run.dir="))
+            folder = cwd / command[-1].removeprefix("hydra.run.dir=")
             folder.mkdir()
-            made = record_of_plan()
+            made = with_values(record_of_plan(), found.changes)
             if "infer=torch_compiled" in command:
                 made["latency"]["torch_compiled"] = made["latency"].pop("tensorrt")
             (folder / "metrics.json").write_text(json.dumps(made))
@@ -92,6 +93,14 @@ def test_a_plan_that_onnx_runtime_contradicts_fails(machine):
     with pytest.raises(SdQuantError, match="4 of 30 rows failed"):
         gpu_report.main()
     assert {row.reason for row in machine.report().rows if row.ended == "failed"} == {"the plan differs in vae"}
+
+
+def test_a_run_that_was_simulated_has_no_latency_to_send(machine):
+    untimed = {"p50_ms": None, "reason": "simulated: no product in /home"}
+    machine.changes = {"latency.tensorrt.unet_xl.2.quantized": untimed}
+    with pytest.raises(SdQuantError, match="8 of 30 rows failed"):
+        gpu_report.main()
+    assert "its record cannot be sent: denoiser.quantized_ms: Input" in machine.report().rows[0].reason
 
 
 def test_cancelling_stops_and_leaves_the_rows_before(machine):
