@@ -11,6 +11,6 @@ def with_values(mapping: Mapping, values: Mapping[str, object]) -> dict:
         *outer, last = dotted.split(".")
         inner = copy
         for name in outer:
-            inner = inner[name]
+            inner = inner[int(name) if isinstance(inner, list) else name]
         inner[last] = value
     return copy

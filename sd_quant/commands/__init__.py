@@ -10,6 +10,7 @@ COMMANDS = {  # name: (module:function in sd_quant, meaning)
     "votes": ("commands.addons:votes", "count blind votes on the images of a report, or draw other pairs to vote on"),
     "inspect": ("commands.stages:inspect", "look at any pipeline of diffusers: what can be quantized and exported"),
     "convert": ("checkpoints.convert:main", "convert SDXL between an archive of NeMo, a diffusers folder and one file"),
+    "gpu-report": ("commands.gpu_report:main", "run plans on this GPU and write what they reach, to be sent"),
     "doctor": ("commands.doctor:main", "print what is installed and what works here, to paste into an issue"),
     "report": ("report.__main__:main", "make the report of a run or a sweep again from its records"),
 }

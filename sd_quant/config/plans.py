@@ -140,7 +140,8 @@ def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, s
         return WITHOUT_A_GPU, reason
     if (reason := why_not(library, formats)) and not why_not(WITHOUT_A_GPU, formats):
         return WITHOUT_A_GPU, reason
-    return library, f"the GPU is {found}, which runs the plans that are built"
+    advice = gpu.better_format(found, formats.get("inputs", ()))
+    return library, f"the GPU is {found}, which runs the plans that are built" + (f"; {advice}" if advice else "")
 
 
 def no_plan_runs(library: str, found: str, used: Collection[str], targets: Collection[str] = ()) -> str | None:

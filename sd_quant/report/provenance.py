@@ -63,6 +63,9 @@ def machine() -> dict:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "compute_capabilities": [
+            "SM{}{}".format(*torch.cuda.get_device_capability(index)) for index in range(torch.cuda.device_count())
+        ],
     }
 
 

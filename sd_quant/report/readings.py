@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from sd_quant.engines import RUNTIMES
+from sd_quant.engines.gpu import better_format
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.intervals import Interval, recorded
 from sd_quant.report.record import ABSENT, VARIANTS, at
@@ -69,6 +71,15 @@ def degenerate_images(record: Any, most: int = 3) -> str:
     """The first degenerate images of a record in words, and the number of others; empty where there are none."""
     words = [*degenerate_of(record).values()]
     return "; ".join(words[:most] + [f"{len(words) - most} more images are degenerate"] * (len(words) > most))
+
+
+def better_format_of(record: Any) -> str | None:
+    """Why another format than a run's is faster on the GPU that it ran on, and which; None where nothing is known."""
+    runtime = RUNTIMES.get(str(at(record, "knobs", "infer", "engine")))
+    capabilities, enabled = at(record, "environment", "machine", "compute_capabilities"), at(record, "knobs", "enable")
+    if runtime is None or runtime.device == "cpu" or not capabilities or not at(record, "knobs", "quant_level"):
+        return None
+    return better_format(capabilities[0], [str(at(pair, "activation")) for pair in (enabled or {}).values()])
 
 
 def slower(speedup: float | None) -> str | None:

@@ -27,7 +27,14 @@ from typing import Any
 
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.intervals import Interval, mean_interval, sum_of
-from sd_quant.report.readings import are_identical, degenerate_images, interval_of, psnr_of_images, score_of
+from sd_quant.report.readings import (
+    are_identical,
+    better_format_of,
+    degenerate_images,
+    interval_of,
+    psnr_of_images,
+    score_of,
+)
 from sd_quant.report.record import DONE, at
 from sd_quant.report.rule import FEWEST_IMAGES, Rule, rule_of
 from sd_quant.report.summary import Row, Sweep, interval_columns, scores_of
@@ -49,6 +56,7 @@ class Option:
     speedup: float
     psnr: tuple[float, ...] = ()  # of each image that is not identical to full precision's, in dB
     degenerate: str = ""  # the images that are, in words
+    better_format: str | None = None  # why another format is faster on its GPU
     name: str = ""  # of the recipe, in sentences
 
     @property
@@ -93,14 +101,15 @@ def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
         if row["status"] == DONE and images and row["image_speedup"] and fidelity_db(row) is not None:
             timed = job.timed if job.timed is not None and job.timed.rest is not None else None
             psnr, broken = tuple(filter(math.isfinite, capped(job.record, math.inf))), degenerate_images(job.record)
-            found.append(Option(row, images, timed, row["image_speedup"], psnr, broken, sweep.recipes[job.name]))
+            better, name = better_format_of(job.record), sweep.recipes[job.name]
+            found.append(Option(row, images, timed, row["image_speedup"], psnr, broken, better, name))
     return found
 
 
 def below_floor(option: Option, rule: Rule) -> str | None:
     """The breach of the rule's floor in words; None for a recipe that passes."""
-    if option.degenerate or not option.psnr:
-        return option.degenerate or None
+    if option.better_format or option.degenerate or not option.psnr:
+        return option.better_format or option.degenerate or None
     if rule.worst_db is not None and min(option.psnr) < rule.worst_db:
         return f"its worst image has {min(option.psnr):.1f} dB"
     mean = mean_interval(option.psnr, rule.confidence)

@@ -347,6 +347,7 @@ class Machine(TypedDict, total=False):
     cpu_governor: Annotated[str | None, Doc("the policy for the frequency, such as performance")]
     memory_bytes: Annotated[Finite, Doc("of the machine")]
     gpus: Annotated[list[str], Doc("the names of its GPUs")]
+    compute_capabilities: Annotated[list[str], Doc("those of its GPUs, such as SM90")]
 
 
 class Environment(TypedDict):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sd_quant.places import shown
-from sd_quant.report.readings import degenerate_images, latency_of, names, slower
+from sd_quant.report.readings import better_format_of, degenerate_images, latency_of, names, slower
 from sd_quant.report.record import DONE, IMAGE, at
 from sd_quant.report.summary import Sweep, workload
 from sd_quant.report.timing import blocks_by_job, busy_because
@@ -35,6 +35,8 @@ def warnings_of_record(record: Any, engine: str, speedups: Mapping[str, float | 
     words, fell_back = degenerate_images(record), at(record, "executed", "fell_back")
     sentences = [f"DEGENERATE: {whose}{words}."] if words else []
     sentences += [f"SLOWER: {whose}{what} {takes}." for what, each in speedups.items() if (takes := slower(each))]
+    if better := better_format_of(record):
+        sentences.append(f"FORMAT: {whose}{better}.")
     if fell_back:
         sentences.append(
             f"FLOAT: {whose}{engine} computes {len(fell_back)} of {at(record, 'executed', 'of')} quantized layers in "

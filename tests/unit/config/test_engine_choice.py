@@ -44,14 +44,15 @@ def test_the_engine_of_a_job_is_what_runs_its_plans_here(on, found, knobs, engin
 
 
 @pytest.mark.parametrize(("found", "fmt", "chosen"), [
-    ("SM90", "int8", ("tensorrt", "the GPU is SM90, which runs the plans that are built")),
+    ("SM90", "int8", ("tensorrt", f"the GPU is SM90, which runs the plans that are built; {gpu.TAKE_FP8}")),
+    ("SM90", "fp8", ("tensorrt", "the GPU is SM90, which runs the plans that are built")),
     ("SM80", "fp8", ("openvino", "the GPU is SM80, which runs no plan of tensorrt in fp8")),
 ])  # fmt: skip
 def test_tensorrt_builds_for_the_gpu_that_is_there(on, monkeypatch, found, fmt, chosen):
     monkeypatch.setattr(plans, "find_spec", lambda name: name)
     trt = job("quantize", {"infer.engine": "openvino"}).trt
     on(found)
-    assert plans.engine_for(trt, {"weights": {fmt}}) == chosen
+    assert plans.engine_for(trt, {"weights": {fmt}, "inputs": {fmt}}) == chosen
 
 
 def test_what_is_named_stays_and_what_follows_from_the_choice_is_checked(on):

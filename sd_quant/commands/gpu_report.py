@@ -1,0 +1,194 @@
+"""Run plans and torch's engines on this machine's GPU, and write what they reach to one JSON file, to be sent as it is.
+
+Runs ``quantize`` on the shipped checkpoint and on SDXL at full size with random weights, in every format that this GPU
+multiplies, on every engine that is installed. A run is a process of its own, because a crash in a GPU's library ends
+its process; the report names it with its reason and goes on. A repeated command goes on where it was.
+
+An hour with TensorRT, of which building plans of the full size takes most; a quarter of an hour with torch alone. Needs
+40 GB of disk, 7 of them for the random checkpoint.
+"""
+
+import argparse
+import getpass
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sd_quant.commands.doctor import listed_gpus, usable_gpu, why_not_here
+from sd_quant.config.recipe import presets
+from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, WITHOUT_A_GPU, why_not
+from sd_quant.errors import ResourceError, SdQuantError
+from sd_quant.files import write_json
+from sd_quant.places import output_path, shown
+from sd_quant.process import cores
+from sd_quant.quantization.formats import FORMATS
+from sd_quant.report import provenance
+from sd_quant.report.gpu_report import SCHEMA, GpuReport, contradiction_of, row_of, without_names
+from sd_quant.report.record import DONE, RECORD
+
+CHECKPOINTS = {  # overrides of each
+    "mini": ["infer.num_prompts=8"],
+    "full": ["model=sdxl_nemo", "model.path=full.nemo", "calib_size=2", "quantize.n_steps=2", "infer.num_prompts=2",
+             "infer.steps=4"],
+}  # fmt: skip
+PRESETS = [name for name in FORMATS if name in presets()]  # of one format for weights and inputs
+CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+FAILED, NOT_RUN = "failed", "not run"
+NO_GPU = ("GPU", "0.0", "none", "none")  # of a rehearsal
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of ``quantize``."""
+
+    checkpoint: str
+    engine: str
+    fmt: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.checkpoint}_{self.engine}_{self.fmt}"
+
+    def words(self) -> list[str]:
+        """Return the arguments of ``sd_quant``, for a process in the folder of the report."""
+        runtime = [f"infer={self.engine}"]
+        if self.engine in PLAN_BUILDERS:
+            runtime += [f"export_trt={self.engine}", "compiled_baseline=true", "infer.cuda_graph=true"]
+        else:
+            runtime += ["export_trt=none", *(["infer.cuda_graph=true"] if self.engine == COMPILED else [])]
+        own = [*CHECKPOINTS[self.checkpoint], f"hydra.run.dir={self.name}"]
+        return ["quantize", f"quantize={self.fmt}", "quant_level=3", *runtime, *own]
+
+
+def main() -> None:
+    """Do all jobs and write the report. Raises SdQuantError, after the report is written, where a job failed."""
+    parser = argparse.ArgumentParser("sd-quant gpu-report", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", default="outputs/gpu_report", help="folder of the report and of the runs (%(default)s)"
+    )
+    parser.add_argument("--checkpoints", nargs="+", choices=CHECKPOINTS, default=[*CHECKPOINTS], help="(both)")
+    parser.add_argument("--formats", nargs="+", choices=PRESETS, default=PRESETS, help="(those that this GPU can)")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU: OpenVINO stands in for the engines")
+    given = parser.parse_args()
+    out, gpu = output_path(given.out), usable_gpu()
+    if gpu is None and not given.rehearse:
+        raise ResourceError(
+            "there is no NVIDIA GPU that torch can use, expected one that nvidia-smi lists and a torch for CUDA; see "
+            "sd-quant doctor, or add --rehearse to try the command on the processor"
+        )
+    engines = [WITHOUT_A_GPU] if given.rehearse else [COMPILED, *PLAN_BUILDERS]
+    out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for checkpoint in given.checkpoints:
+        for job in (Job(checkpoint, engine, fmt) for engine in engines for fmt in given.formats):
+            rows.append({"checkpoint": checkpoint, "engine": job.engine, "format": job.fmt, **done(job, out, gpu)})
+            print(f"{checkpoint} {job.engine} {job.fmt}: {in_words(rows[-1])}", flush=True)
+            write_json(out / "gpu_report.json", report_of(rows, given.rehearse))  # what stops the next leaves these
+    print(f"report: {shown(out / 'gpu_report.json')}; docs/gpu.md says where to send it")
+    if failed := [f"{row['checkpoint']} {row['engine']} {row['format']}" for row in rows if row["ended"] == FAILED]:
+        raise SdQuantError(f"{len(failed)} of {len(rows)} rows failed: {', '.join(failed)}; the report has the reasons")
+
+
+def done(job: Job, out: Path, gpu: str | None) -> dict[str, Any]:
+    """Return the figures of a job, or why it has none."""
+    if (reason := unable(job, gpu)) is not None:
+        return {"ended": NOT_RUN, "reason": without_names(reason, ())}
+    reason = None
+    if job.checkpoint == "full" and not (out / "full.nemo").is_file():
+        reason = failure_of(out, "full", "sd_quant.checkpoints.synthetic", "full.nemo")
+    if (reason := reason or failure_of(out, job.name, "sd_quant", *job.words())) is not None:
+        return {"ended": FAILED, "reason": reason}
+    row = row_of(json.loads((out / job.name / RECORD).read_text(encoding="utf-8")), job.engine)
+    if job.engine != COMPILED:
+        name = f"{job.name}_compared"
+        reason = failure_of(out, name, "sd_quant.stages.compare_plans", job.name, job.engine)
+        lines = (out / f"{name}.log").read_text(encoding="utf-8").splitlines()
+        row["parity"] += (entries := [json.loads(line) for line in lines if line.startswith("{")])
+        wrong = [entry["what"] for entry in entries if not entry["relative_error"] <= entry["tolerance"]]
+        if reason is not None or wrong:
+            return {"ended": FAILED, "reason": reason or f"the plan differs in {', '.join(wrong)}"}
+    if (reason := contradiction_of(row)) is not None:  # such as a run that had to simulate, which has no latency
+        return {"ended": FAILED, "reason": without_names(f"its record cannot be sent: {reason}", names_here())}
+    return row
+
+
+def unable(job: Job, gpu: str | None) -> str | None:
+    """Return why the engine multiplies no codes of the format on this machine, or None."""
+    reason = why_not_here(job.engine, gpu, {job.fmt}) or why_not(
+        job.engine, dict.fromkeys(("weights", "inputs"), [job.fmt])
+    )
+    if reason or RUNTIMES[job.engine].file is not None:
+        return reason
+    needed = FORMATS[job.fmt].torch_compute_capability
+    if needed is None or gpu is None or int(gpu.removeprefix("SM")) < 10 * needed[0] + needed[1]:
+        return f"torch multiplies no {job.fmt} on {gpu}"
+    return None
+
+
+def failure_of(out: Path, name: str, module: str, *words: str) -> str | None:
+    """Run a module in the folder ``out``, with its output in a log of this name; return why it failed, or None."""
+    log = out / f"{name}.log"
+    with log.open("w", encoding="utf-8") as file:
+        code = subprocess.run(
+            [sys.executable, "-m", module, *words], cwd=out, stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT,
+        ).returncode  # fmt: skip
+    if code == 0:
+        return None
+    if code == -2 or code == 130:
+        raise KeyboardInterrupt
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    last = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no output")
+    return without_names(f"exit code {code}: {last}", names_here())
+
+
+def names_here() -> list[str]:
+    """Return the names of the user and the host, which no report holds."""
+    user = ""
+    with suppress(OSError, KeyError):  # of a user without an entry
+        user = getpass.getuser()
+    return [platform.node(), user]
+
+
+def report_of(rows: Sequence[dict[str, Any]], rehearsal: bool) -> dict[str, Any]:
+    """Return the report as JSON has it."""
+    name, capability, driver, memory = NO_GPU if rehearsal else next(iter(listed_gpus()))
+    processor = provenance.processor()
+    report = {
+        "schema": SCHEMA,
+        "made_by": "sd-quant gpu-report",
+        "day": datetime.now(UTC).date().isoformat(),
+        "rehearsal": rehearsal,
+        "gpu": {"name": name, "compute_capability": capability, "memory": memory, "driver": driver,
+                "clocks": {} if rehearsal else dict(clocks())},
+        "processor": processor["cpu"] or platform.machine(),
+        "cores": cores(),
+        "versions": provenance.versions(*provenance.PACKAGES),
+        "rows": rows,
+    }  # fmt: skip
+    GpuReport.model_validate(report)
+    return report
+
+
+def clocks() -> Iterator[tuple[str, str]]:
+    """Yield the GPU's clocks and power limit as nvidia-smi prints them."""
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        yield from zip(CLOCKS, printed.strip().split(", "), strict=False)
+
+
+def in_words(row: dict[str, Any]) -> str:
+    """Return how a row ended, in a line."""
+    if row["ended"] != DONE:
+        return f"{row['ended']}, {row['reason']}"
+    over = row["denoiser"]["over_compiled"] or row["denoiser"]["over_full_precision"]
+    against = "compiled torch" if row["denoiser"]["over_compiled"] else "the unquantized engine"
+    return f"{row['denoiser']['quantized_ms']:.2f} ms a call, {over['value']:.2f} times the speed of {against}"

@@ -1,0 +1,227 @@
+"""The report of a GPU: one JSON file of what plans and torch's engines reach on it, which its owner sends as it is.
+
+Each row is a run of ``quantize``, whose figures are copied from its record one by one, so that no path, prompt or name
+of a person gets into the file. ``GpuReport`` is its shape, which refuses all other names, because reports come from
+strangers. The road not taken is to send the record, which holds paths and prompts.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sd_quant.engines import COMPILED
+from sd_quant.errors import ArtifactError
+from sd_quant.metrics.intervals import Interval, ratio_interval, recorded
+from sd_quant.report.record import DONE, at
+from sd_quant.text import one_line
+
+SCHEMA = "sd-quant gpu report 1"
+MOST_BYTES = 1_000_000
+AGREEMENT = 0.1  # between a speed-up, measured by rounds, and the quotient of the medians of its latencies
+PATHS = re.compile(r"\S*[/\\~@]\S*")
+
+
+def without_paths(text: str) -> str:
+    """Refuse a text that holds a path or an address. Raises ValueError."""
+    if found := PATHS.search(text):
+        raise ValueError(f"holds the path or address {found[0]}")
+    return text
+
+
+Text = Annotated[str, Field(max_length=400), AfterValidator(without_paths)]
+Milliseconds = Annotated[float, Field(gt=0)]
+
+
+class Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Speedup(Closed):
+    """A quotient of two latencies with its 95 % interval, whose ends are null where the rounds were too few."""
+
+    value: Annotated[float, Field(gt=0)]
+    low: float | None
+    high: float | None
+
+    @model_validator(mode="after")
+    def within_its_interval(self) -> "Speedup":
+        if self.low is not None and self.high is not None and not self.low <= self.value <= self.high:
+            raise ValueError(f"the speed-up {self.value:g} is outside of its interval {self.low:g} to {self.high:g}")
+        return self
+
+
+class Latency(Closed):
+    """Median latencies of one call of the denoiser, timed in the same rounds, in milliseconds."""
+
+    samples: int  # in the call; 2 with guidance
+    compiled_ms: Milliseconds | None  # torch.compile in 16 bits, unquantized
+    full_precision_ms: Milliseconds  # the row's engine, unquantized
+    quantized_ms: Milliseconds
+    over_compiled: Speedup | None
+    over_full_precision: Speedup
+
+    @model_validator(mode="after")
+    def of_its_latencies(self) -> "Latency":
+        for name, milliseconds in (("compiled", self.compiled_ms), ("full_precision", self.full_precision_ms)):
+            speedup = getattr(self, f"over_{name}")
+            if milliseconds is None or speedup is None:
+                continue
+            quotient = milliseconds / self.quantized_ms
+            if abs(math.log(speedup.value / quotient)) > AGREEMENT:
+                raise ValueError(
+                    f"the speed-up over_{name} is {speedup.value:g}, and its latencies, {milliseconds:g} and "
+                    f"{self.quantized_ms:g} ms, give {quotient:.3g}"
+                )
+        return self
+
+
+class Parity(Closed):
+    """An error relative to the norm of the reference's output, and the largest that is accepted."""
+
+    what: Text
+    relative_error: float
+    tolerance: float
+
+
+class Row(Closed):
+    """A checkpoint in a format on an engine."""
+
+    checkpoint: Literal["mini", "full"]  # the shipped one, or SDXL at full size with random weights
+    engine: Text
+    format: Text
+    ended: Literal["done", "failed", "not run"]
+    reason: Text | None = None  # why it is not done
+    denoiser: Latency | None = None
+    image_ms: Milliseconds | None = None  # from prompt to image, quantized
+    steps: int | None = None
+    size: tuple[int, int] | None = Field(default=None, strict=False)  # width and height in pixels
+    psnr_db: float | None = None  # mean over the images, to those of full precision
+    executed: int | None = None  # layers whose codes the engine multiplies
+    layers: int | None = None  # quantized layers
+    parity: list[Parity] = []  # with torch; of plans also with ONNX Runtime
+    plan_bytes: int | None = None
+    plan_seconds: float | None = None
+    peak_cuda_memory_bytes: int | None = None
+    seconds: float | None = None
+
+    @model_validator(mode="after")
+    def complete(self) -> "Row":
+        if (self.ended == DONE) != (self.denoiser is not None):
+            raise ValueError(f"a row that is {self.ended} has {'no' if self.denoiser is None else 'a'} latency")
+        return self
+
+
+class Gpu(Closed):
+    """The GPU as nvidia-smi describes it."""
+
+    name: Text
+    compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    memory: Text
+    driver: Text
+    clocks: dict[Annotated[str, Field(pattern=r"^[a-z_.]+$")], Text]  # in MHz, and the power limit in W
+
+
+class GpuReport(Closed):
+    """All rows of a machine."""
+
+    schema_: Literal["sd-quant gpu report 1"] = Field(alias="schema")
+    made_by: Literal["sd-quant gpu-report", "make gpu-check"]
+    day: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    rehearsal: bool  # without a GPU: OpenVINO stands in for plans
+    gpu: Gpu
+    processor: Text
+    cores: int
+    versions: dict[Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]+$")], Text | None]
+    rows: Annotated[list[Row], Field(min_length=1)]
+
+
+def read_report(content: bytes, name: str) -> GpuReport:
+    """Return the report in the bytes of the file ``name``.
+
+    Raises ArtifactError for a file over MOST_BYTES, another schema, an unknown name, and figures that contradict.
+    """
+    if len(content) > MOST_BYTES:
+        raise ArtifactError(
+            f"{name} is larger than {MOST_BYTES} bytes, expected a report as sd-quant gpu-report writes it"
+        )
+    try:
+        return GpuReport.model_validate_json(content)
+    except ValidationError as error:
+        raise ArtifactError(
+            f"{name} is no report of {SCHEMA}: {first_of(error)}; make it again with sd-quant gpu-report"
+        ) from None
+
+
+def contradiction_of(row: Mapping[str, Any]) -> str | None:
+    """Return what a report could not hold of the figures of ``row_of``, or None."""
+    try:
+        Row.model_validate({"checkpoint": "mini", "engine": "", "format": "", **row})
+    except ValidationError as error:
+        return first_of(error)
+    return None
+
+
+def first_of(error: ValidationError) -> str:
+    found = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(map(str, found["loc"])) or "its content"
+    return f"{one_line(where, 100)}: {one_line(found['msg'].removeprefix('Value error, '), 200)}"
+
+
+def row_of(record: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return the figures of a row, as ``Row`` has them, from the record of its run on ``engine``."""
+    part, samples = at(record, "denoiser", "part"), at(record, "denoiser", "samples_per_image")
+    latency, knobs = at(record, "latency", engine), at(record, "knobs", "infer") or {}
+    timed = at(latency, part, str(samples))
+    compiled = at(record, "latency", COMPILED, part, str(samples), "full_precision")
+    if engine == COMPILED:  # whose unquantized engine is the compiled baseline
+        compiled = at(timed, "full_precision")
+    full, quantized = at(timed, "full_precision"), at(timed, "quantized")
+    plans, parity = at(record, "plans") or {}, at(record, "parity") or {}
+    return {
+        "ended": DONE,
+        "denoiser": {
+            "samples": samples,
+            "compiled_ms": at(compiled, "p50_ms"),
+            "full_precision_ms": at(full, "p50_ms"),
+            "quantized_ms": at(quantized, "p50_ms"),
+            "over_compiled": over(compiled, quantized, at(timed, "rounds", "openings") or []),
+            "over_full_precision": as_speedup(recorded(at(timed, "speedup"), at(timed, "speedup_interval"))),
+        },
+        "image_ms": at(latency, "image", "1", "quantized", "p50_ms"),
+        "steps": knobs.get("steps"),
+        "size": [knobs.get("width"), knobs.get("height")],
+        "psnr_db": at(record, "fidelity", "psnr", "mean"),
+        "executed": at(record, "executed", "count"),
+        "layers": at(record, "executed", "of"),
+        "parity": [
+            {"what": f"{name} with torch", **{key: entry[key] for key in ("relative_error", "tolerance")}}
+            for name, entry in parity.items()
+            if at(entry, "relative_error") is not None
+        ],
+        "plan_bytes": at(plans, part, "bytes"),
+        "plan_seconds": at(plans, part, "seconds"),
+        "peak_cuda_memory_bytes": cuda if isinstance(cuda := record.get("peak_cuda_memory_bytes"), int) else None,
+        "seconds": record.get("seconds"),
+    }
+
+
+def over(slower: Any, faster: Any, openings: Sequence[int]) -> dict[str, float | None] | None:
+    """Return the speed-up of the second latency of a record over the first, both from the same rounds."""
+    a, b = (at(each, "samples_ms") or [] for each in (slower, faster))
+    return as_speedup(ratio_interval(a, b, openings)) if a and len(a) == len(b) else None
+
+
+def as_speedup(interval: Interval) -> dict[str, float | None]:
+    low, high = interval.ends
+    return {"value": interval.value, "low": low, "high": high}
+
+
+def without_names(text: str, names: Sequence[str]) -> str:
+    """Return an error's line without paths, addresses and the ``names`` of a user and a host."""
+    text = PATHS.sub("<path>", text)
+    for name in filter(None, names):
+        text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
+    return one_line(text, 400)

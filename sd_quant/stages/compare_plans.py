@@ -1,0 +1,82 @@
+"""The engines of a finished run beside ONNX Runtime, which computes the same ONNX files on the processor.
+
+    python -m sd_quant.stages.compare_plans <folder of a run> tensorrt
+
+ONNX Runtime shares no code with torch, the exporter or TensorRT, so it is the referee of plans. Inputs are random. An
+unquantized part is held to the tolerance of fp16. In a quantized network one rounding that flips changes all that
+follow, so SHARE_OF_COST of what quantization itself moves the output is accepted too. That finds a wrong plan, and not
+one that leaves layers unquantized: ``parity`` and ``executed`` of the run's record show that, layer by layer.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import torch
+from torch import Tensor
+
+from sd_quant.config import artifact
+from sd_quant.engines import REFEREE, RUNTIMES, load_engine
+from sd_quant.engines.tensorrt.build import profile_of
+from sd_quant.errors import exit_with_its_code
+from sd_quant.inference.parity import PART_TOLERANCE, SHARE_OF_COST, distance
+from sd_quant.models.parts import first_output
+from sd_quant.places import existing
+
+TIMESTEP, TOKENS = 500, 64  # of the inputs of rank 1; random tokens are below
+
+
+def inputs_of(onnx_path: Path, part: str, size: tuple[int, int]) -> dict[str, Tensor]:
+    """Return random inputs of one image of ``size`` for an ONNX file, with their dtypes."""
+    model = onnx.load(onnx_path, load_external_data=False)
+    likely = {name: shapes[1] for name, shapes in profile_of(onnx_path, part, 1, None, size, guided=True).items()}
+    random, found = torch.Generator().manual_seed(0), {}
+    for value in model.graph.input:
+        shape = tuple(likely[value.name])
+        kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        if kind.kind == "i" and len(shape) > 1:
+            tensor = torch.randint(TOKENS, shape, generator=random)
+        else:
+            tensor = torch.full(shape, TIMESTEP) if len(shape) == 1 else torch.randn(shape, generator=random)
+        found[value.name] = tensor
+    return found
+
+
+def computed(engine: str, path: Path, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the first output, fp32 on the processor; the engine is closed again."""
+    opened = load_engine(engine, path)
+    try:
+        return first_output(opened(**inputs))[0].float().cpu()
+    finally:
+        opened.close()
+
+
+def compare(run: Path, engine: str) -> Iterator[dict]:
+    """Yield ``{what, relative_error, tolerance}`` for each part of a run that has files of ``engine``."""
+    record = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+    knobs, kind = record["knobs"]["infer"], RUNTIMES[engine].file
+    for folder in sorted((run / "onnx").iterdir()):
+        part, unquantized = folder.name, artifact(run / "full_precision", "onnx", folder.name)
+        path = artifact(run, "onnx", part)
+        inputs = inputs_of(path, part, (knobs["width"], knobs["height"]))
+        expected = computed(REFEREE, path, inputs)
+        tolerance = PART_TOLERANCE[torch.float16]
+        if unquantized.is_file():
+            tolerance += SHARE_OF_COST * distance(computed(REFEREE, unquantized, inputs), expected)
+        error = distance(expected, computed(engine, artifact(run, str(kind), part), inputs))
+        yield {"what": f"{part} with ONNX Runtime", "relative_error": error, "tolerance": tolerance}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="the folder of a finished run")
+    parser.add_argument("engine", choices=[name for name, runtime in RUNTIMES.items() if runtime.file])
+    given = parser.parse_args()
+    for entry in compare(existing("run", given.run, "the folder of a finished run"), given.engine):
+        print(json.dumps(entry), flush=True)
+
+
+if __name__ == "__main__":
+    exit_with_its_code(main)

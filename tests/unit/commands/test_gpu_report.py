@@ -1,0 +1,123 @@
+"""``sd-quant gpu-report``, with a GPU that is not there: its runs leave records as they would."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sd_quant.commands import gpu_report
+from sd_quant.errors import ResourceError, SdQuantError
+from sd_quant.report.gpu_report import read_report
+from tests.nested import with_values
+
+from ..report.sweeps import record_of_plan
+
+pytestmark = pytest.mark.commit
+NO_PLANS = {
+    *(("tensorrt", fmt) for fmt in ("nvfp4", "mxfp4", "mxfp8")),
+    *(("tensorrt_rtx", fmt) for fmt in gpu_report.PRESETS),
+}
+H20 = ["NVIDIA H20", "9.0", "550.1", "97871 MiB"]
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A Hopper GPU with mainline TensorRT. Returns the commands that are run, and what fails by a word in it."""
+    found = SimpleNamespace(commands=[], fails={}, error=1e-3, changes={})
+    monkeypatch.setattr(gpu_report, "usable_gpu", lambda: "SM90")
+    monkeypatch.setattr(gpu_report, "listed_gpus", lambda: [H20])
+    monkeypatch.setattr(gpu_report, "clocks", lambda: {"clocks.sm": "1980 MHz"}.items())
+    monkeypatch.setattr(
+        gpu_report, "why_not_here",
+        lambda engine, gpu, used: f"{engine} has no {gpu}" if (engine, *used) in NO_PLANS else None,
+    )  # fmt: skip
+
+    def run(command, cwd, stdout, **options):
+        assert cwd == tmp_path
+        found.commands.append(command[1:])
+        for word, (code, text) in found.fails.items():
+            if any(word in each for each in command):
+                stdout.write(text)
+                return SimpleNamespace(returncode=code)
+        if "sd_quant.checkpoints.synthetic" in command:
+            (cwd / command[-1]).touch()
+        elif "sd_quant.stages.compare_plans" in command:
+            stdout.write(f"a log\n{json.dumps({'what': 'vae', 'relative_error': found.error, 'tolerance': 0.01})}\n")
+        else:
+            folder = cwd / command[-1].removeprefix("hydra.run.dir=")
+            folder.mkdir()
+            made = with_values(record_of_plan(), found.changes)
+            if "infer=torch_compiled" in command:
+                made["latency"]["torch_compiled"] = made["latency"].pop("tensorrt")
+            (folder / "metrics.json").write_text(json.dumps(made))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(gpu_report.subprocess, "run", run)
+    found.report = lambda: read_report((tmp_path / "gpu_report.json").read_bytes(), "it")
+    monkeypatch.setattr(sys, "argv", ["gpu-report", "--out", str(tmp_path)])
+    return found
+
+
+def test_every_checkpoint_runs_on_every_engine_and_format_of_the_gpu(machine, capsys):
+    gpu_report.main()
+    report, runs = machine.report(), [command for command in machine.commands if "quantize" in command]
+    ended = {(row.checkpoint, row.engine, row.format): row.ended for row in report.rows}
+    assert len(ended) == 2 * 3 * len(gpu_report.PRESETS) and len(runs) == 8
+    assert {key for key, each in ended.items() if each == "done"} == {
+        (checkpoint, engine, fmt)
+        for checkpoint in ("mini", "full") for engine in ("torch_compiled", "tensorrt") for fmt in ("fp8", "int8")
+    }  # fmt: skip
+    assert report.gpu.name == "NVIDIA H20" and report.gpu.clocks == {"clocks.sm": "1980 MHz"} and not report.rehearsal
+    reasons = {row.reason for row in report.rows if row.ended == "not run"}
+    assert {"torch multiplies no nvfp4 on SM90", "tensorrt has no SM90", "tensorrt_rtx has no SM90"} <= reasons
+    of_plans = next(command for command in runs if "infer=tensorrt" in command)
+    assert {"export_trt=tensorrt", "compiled_baseline=true", "infer.cuda_graph=true", "quant_level=3"} <= {*of_plans}
+    assert "mini tensorrt fp8: done" not in capsys.readouterr().out  # it says more than that
+    plan = next(row for row in report.rows if row.engine == "tensorrt" and row.ended == "done")
+    assert [each.what for each in plan.parity] == ["vae with torch", "vae"]
+    assert sum("sd_quant.checkpoints.synthetic" in command for command in machine.commands) == 1
+
+
+def test_a_run_that_fails_is_a_row_with_its_reason_and_the_others_go_on(machine):
+    machine.fails = {"full_tensorrt_fp8": (1, "19:01 load\nerror: /tmp/x.plan cannot be built\n"),
+                     "mini_torch_compiled_int8": (-11, "")}  # fmt: skip
+    with pytest.raises(SdQuantError, match="2 of 30 rows failed: mini torch_compiled int8, full tensorrt fp8"):
+        gpu_report.main()
+    failed = {row.checkpoint: row.reason for row in machine.report().rows if row.ended == "failed"}
+    assert failed == {"mini": "exit code -11: no output", "full": "exit code 1: error: <path> cannot be built"}
+
+
+def test_a_plan_that_onnx_runtime_contradicts_fails(machine):
+    machine.error = float("nan")
+    with pytest.raises(SdQuantError, match="4 of 30 rows failed"):
+        gpu_report.main()
+    assert {row.reason for row in machine.report().rows if row.ended == "failed"} == {"the plan differs in vae"}
+
+
+def test_a_run_that_was_simulated_has_no_latency_to_send(machine):
+    untimed = {"p50_ms": None, "reason": "simulated: no product in /home"}
+    machine.changes = {"latency.tensorrt.unet_xl.2.quantized": untimed}
+    with pytest.raises(SdQuantError, match="8 of 30 rows failed"):
+        gpu_report.main()
+    assert "its record cannot be sent: denoiser.quantized_ms: Input" in machine.report().rows[0].reason
+
+
+def test_cancelling_stops_and_leaves_the_rows_before(machine):
+    machine.fails = {"mini_torch_compiled_fp8": (130, "error: cancelled\n")}
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report.main()
+    assert [(row.format, row.ended) for row in machine.report().rows] == [("int8", "done")]
+
+
+def test_torch_multiplies_no_fp8_on_ampere(machine):
+    job = gpu_report.Job("mini", "torch_compiled", "fp8")
+    assert gpu_report.unable(job, "SM86") == "torch multiplies no fp8 on SM86"
+    assert gpu_report.unable(job, "SM89") is None
+
+
+def test_without_a_gpu_nothing_is_run(machine, monkeypatch):
+    monkeypatch.setattr(gpu_report, "usable_gpu", lambda: None)
+    with pytest.raises(ResourceError, match="there is no NVIDIA GPU that torch can use.*--rehearse"):
+        gpu_report.main()
+    assert not machine.commands
