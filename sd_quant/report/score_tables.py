@@ -171,7 +171,8 @@ def score_tables(sweep: Sweep) -> list[Table]:
 def category_tables(sweep: Sweep) -> list[Table]:
     """A table for each score that has categories, a column a recipe."""
     tables = []
-    for score in shown(dict.fromkeys((*SCORES, *NAMED))):
+    keys = dict.fromkeys((*SCORES, *NAMED))
+    for score in shown(key for key in keys if any(at(job.record, "by_category", key) for job in sweep.jobs)):
         entries = {job.name: at(job.record, "by_category", score.key) for job in sweep.jobs}
         found = {name: entry for name, entry in entries.items() if entry}
         lines = []
