@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from sd_quant.checkpoints.entries import check_known, check_served
-from sd_quant.checkpoints.opened import Opened
+from sd_quant.checkpoints.opened import OpenedFiles
 from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import check_downloaded, refusing
@@ -74,7 +74,7 @@ class Entries:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusersCheckpoint(Opened):
+class DiffusersCheckpoint(OpenedFiles):
     """An opened folder."""
 
     index: dict[str, Any]  # the content of model_index.json, as if saved without the networks that are left out

@@ -9,8 +9,7 @@ from typing import Any, TypedDict, Unpack
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.checkpoints.lora import fused
 from sd_quant.checkpoints.nemo import open_nemo
-from sd_quant.checkpoints.opened import Opened
-from sd_quant.checkpoints.other_networks import with_controlnets, with_vae
+from sd_quant.checkpoints.other_networks import Opened, with_controlnets, with_vae
 from sd_quant.checkpoints.single_file import open_single_file
 from sd_quant.checkpoints.unopened import INDEX, check_kind
 from sd_quant.errors import ConfigError

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from sd_quant.checkpoints.opened import Opened
+from sd_quant.checkpoints.other_networks import Opened
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import refusing
 from sd_quant.files.archive import open_members, whole_file

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from sd_quant.checkpoints.nemo_entries import DISCRETIZATION, check_entries, needed_entries
-from sd_quant.checkpoints.opened import Opened
+from sd_quant.checkpoints.opened import OpenedFiles
 from sd_quant.checkpoints.unopened import CONFIG
 from sd_quant.errors import ArtifactError
 from sd_quant.files import refusing
@@ -48,7 +48,7 @@ SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NemoCheckpoint(Opened):
+class NemoCheckpoint(OpenedFiles):
     """An opened SDXL. A single file or a folder becomes one too."""
 
     io: str = "nemo"

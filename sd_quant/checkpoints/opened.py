@@ -1,24 +1,21 @@
 """Common content of an opened folder of diffusers and an opened SDXL of NeMo."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from sd_quant.files.tensors import Weights
 from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.controlnet import ControlNets, with_controlnets
-from sd_quant.models.family import Family, PipelineCall, StandIn, family_named
+from sd_quant.models.family import Family, family_named
 from sd_quant.models.parts import Part, with_dtypes, with_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened(ABC):
-    """A ``Checkpoint`` whose weights are complete and of the right shapes."""
+class OpenedFiles:
+    """A checkpoint whose weights are complete and of the right shapes."""
 
     path: Path
     name: str = "sdxl"  # of the family
@@ -29,15 +26,6 @@ class Opened(ABC):
     dtypes: Dtypes = None  # of exported weights, see ``models.parts``
     controlnets: ControlNets = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of the pipeline's call
-
-    @abstractmethod
-    def parts(self) -> dict[str, Part]: ...
-
-    @abstractmethod
-    def build(self) -> dict[str, nn.Module]: ...
-
-    @abstractmethod
-    def called(self, stand_in: StandIn) -> PipelineCall: ...
 
     @property
     def family(self) -> Family:

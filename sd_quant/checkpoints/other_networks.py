@@ -21,7 +21,6 @@ from sd_quant.checkpoints.diffusers_pipeline import (
     weights_of,
 )
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, from_nemo
-from sd_quant.checkpoints.opened import Opened
 from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.errors import ConfigError
 from sd_quant.files import refusing
@@ -34,6 +33,7 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
 from sd_quant.models.controlnet import KIND, ControlNet
 from sd_quant.names.nemo import PREFIX, locations
 
+Opened = DiffusersCheckpoint | NemoCheckpoint
 SHARED = (  # entries that a ControlNet's config and the denoiser's have alike
     "in_channels", "block_out_channels", "layers_per_block", "cross_attention_dim", "addition_embed_type",
     "addition_time_embed_dim", "projection_class_embeddings_input_dim",
@@ -63,7 +63,7 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
     components = checkpoint.components | {VAE: weights}
     if isinstance(checkpoint, DiffusersCheckpoint):
         return replace(checkpoint, configs=checkpoint.configs | {VAE: config}, components=components)
-    return replace(cast(NemoCheckpoint, checkpoint), vae=config, components=components)
+    return replace(checkpoint, vae=config, components=components)
 
 
 def latents(config: Mapping[str, Any]) -> dict[str, Any]:
