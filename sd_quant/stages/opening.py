@@ -24,7 +24,7 @@ from sd_quant.stages.job_folder import kept_knobs
 from sd_quant.stages.levers import check_levers
 from sd_quant.stages.load import Loaded, load
 from sd_quant.stages.noise_floor import check_noise_floor
-from sd_quant.stages.open_parts import check_cuda_graph, say_choice
+from sd_quant.stages.open_parts import check_cuda_graph
 from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.session import write_observed
 from sd_quant.stages.targets import check_schedule, check_servers
@@ -64,7 +64,6 @@ def check_runtimes(job: QuantizeJob) -> None:
 def opened(job: QuantizeJob, directory: Path) -> Loaded:
     """Open the checkpoint, checked by all that later steps need. Writes knobs, drawn prompts, observations."""
     torch.set_num_threads(threads())
-    say_choice(job.infer)
     if refused := job.why_no_plans():
         LOG.info("no plans are built: %s", refused)
     write_text(directory / "config.yaml", yaml.safe_dump(kept_knobs(job), sort_keys=False))

@@ -15,6 +15,7 @@ from sd_quant.stages.hand_over import hand_over_run, rows_of_run
 from sd_quant.stages.levers import compared, scheduled
 from sd_quant.stages.noise_floor import noise_floor
 from sd_quant.stages.occasions import latency_of_run
+from sd_quant.stages.open_parts import say_choice
 from sd_quant.stages.opening import opened
 from sd_quant.stages.run_record import Results, written_record
 from sd_quant.stages.shared import Shared
@@ -25,6 +26,7 @@ from sd_quant.stages.verify import executed_layers, memory_of_run, verify
 def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
     """Take all steps, write the record with the job's ``fingerprint``, and return it."""
     step = StageTimer()
+    say_choice(job.infer)
     with step("load"):
         loaded = opened(job, shared.directory)
     simulated = why_simulated(loaded, job.formats())
