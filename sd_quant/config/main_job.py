@@ -224,16 +224,13 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
     if runtime.file is None:
         expected = f"another, such as infer=openvino, because torch itself multiplies no {quantize.format}"
         check(torch_multiplies(quantize.enable), "infer.engine", engine, expected)
+        able = lambda recipe: torch_multiplies(recipe.enable) and recipe.rank == 0  # noqa: E731
+        such = f"that infer.engine={engine} multiplies, such as int8 or int8_weight_only"
+        knob = "quantize.choices" if quantize.assignment is None else "a label of assignment"
         for label, recipe in quantize.offered().items():
-            expected = f"presets that infer.engine={engine} multiplies, such as int8 or int8_weight_only"
-            knob = "quantize.choices" if quantize.assignment is None else "a label of assignment"
-            able = label == quantize.format or (torch_multiplies(recipe.enable) and recipe.rank == 0)
-            check(able, knob, label, expected)
+            check(label == quantize.format or able(recipe), knob, label, f"presets {such}")
         for part, preset in quantize.quantized_parts.items():
-            found = part_recipe(preset)
-            able = found is None or (torch_multiplies(found.enable) and found.rank == 0)
-            expected = f"a preset that infer.engine={engine} multiplies, such as int8 or int8_weight_only"
-            check(able, f"quantize.parts.{part}", preset, expected)
+            check(able(part_recipe(preset)), f"quantize.parts.{part}", preset, f"a preset {such}")
         codes = f"infer.engine={engine} multiplies codes with codes, and fit leaves inputs of other parts in fp16"
         branch = f"infer.engine={engine} computes no low-rank branch"
         check_unused(quantize, "quantize.", (True, {"fit": None}, codes), (True, {"rank": 0, "loras": FUSED}, branch))

@@ -53,11 +53,8 @@ def environment(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(HOME / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source, *source.glob("addons/*")],
-        check=True,
-        env=clean(),
-    )
+    wheel = ["wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source, *source.glob("addons/*")]
+    subprocess.run([*pip, *wheel], check=True, env=clean())
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     (site,) = (folder / "venv/lib").glob("*/site-packages")
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -179,8 +176,7 @@ def test_a_folder_that_cannot_be_written_and_data_that_is_missing(user, environm
     refused = user("python", "-c", code, "quantize")
     assert (refused.returncode, refused.stderr.count("\n")) == (4, 1), refused.stderr
     assert "was installed without its configuration; install it again" in refused.stderr
-    refused = subprocess.run(
-        [environment / "bin/sd-quant", "quantize"], cwd="/proc", capture_output=True, text=True, env=clean()
-    )
+    command, options = [environment / "bin/sd-quant", "quantize"], {"capture_output": True, "text": True}
+    refused = subprocess.run(command, cwd="/proc", env=clean(), **options)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
     assert "cannot be written, because of /proc" in refused.stderr

@@ -54,9 +54,8 @@ def test_on_one_host_jobs_end_with_the_command_and_one_that_fails_stops_no_other
     assert all(f"job {number} of 3: quant_level={number}" in said for number in (1, 2, 3))
     assert json_of(folder / "quant_level=3/failure.json")["exit_code"] == 2
     assert ".lock is no file" in (folder / "quant_level=3/quantize.log").read_text()
-    assert "which works in" not in "".join(
-        (folder / job / "quantize.log").read_text() for job in JOBS
-    )  # no job has waited
+    logs = "".join((folder / job / "quantize.log").read_text() for job in JOBS)
+    assert "which works in" not in logs, "no job has waited"
     assert same(without_times(folder / "summary.csv")[:2], sweep.undisturbed)
 
     here = len(os.sched_getaffinity(0))

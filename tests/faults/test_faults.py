@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ..run import main
-from .job import STAGES, Job, differing, is_temporary, leftovers, main_job, small_disk, tiny, whole
-from .run import CODES, SPARED, Unbroken, killed_at, resumed, starved, unbroken
+from . import run
+from .run import STAGES, Job, Unbroken, leftovers, whole
 
 pytestmark = pytest.mark.commit
 
@@ -19,9 +19,9 @@ def unbroken_job(tmp_path_factory) -> Iterator[tuple[Job, Unbroken, Path]]:
     """A job on a small disk, what it has left there, and the graphs that it had in its cache."""
     folder = tmp_path_factory.mktemp("faults")
     try:
-        with small_disk(512) as disk:
-            job = main_job(disk / "job", tiny(folder))
-            model = unbroken(job)
+        with run.small_disk(512) as disk:
+            job = run.main_job(disk / "job", run.tiny(folder))
+            model = run.unbroken(job)
             yield job, model, shutil.copytree(job.root / "cache/graph", folder / "graphs")
     except PermissionError as error:
         pytest.skip(f"no small disk can be mounted here: {error}")
@@ -41,19 +41,19 @@ def emptied(unbroken_job) -> tuple[Job, Unbroken]:
 def test_a_job_that_is_killed_and_given_again_leaves_what_an_unbroken_one_leaves(emptied, sent):
     job, model = emptied
     assert tuple(model.moments) == STAGES and len(model.artifacts) >= 10
-    ended, _ = killed_at(job, "plans", sent)
-    assert ended.code == CODES[sent] and ended.stages[-1] == "plans"
+    ended, _ = run.killed_at(job, "plans", sent)
+    assert ended.code == run.CODES[sent] and ended.stages[-1] == "plans"
     assert whole(job, model.artifacts) == []
     assert sent == signal.SIGKILL or leftovers(job) == []
-    assert resumed(job, model.artifacts) == []
+    assert run.resumed(job, model.artifacts) == []
 
 
 @pytest.mark.nightly
 def test_a_job_that_is_starved_and_given_again_leaves_what_an_unbroken_one_leaves(emptied):
     job, model = emptied
-    ended, problems = starved(job, "parity", job.root.parent / "filler", SPARED, model.artifacts)
+    ended, problems = run.starved(job, "parity", job.root.parent / "filler", run.SPARED, model.artifacts)
     assert (ended.code, ended.stages[-1], problems) == (4, "parity", [])
-    assert resumed(job, model.artifacts) == []
+    assert run.resumed(job, model.artifacts) == []
 
 
 @pytest.mark.nightly
@@ -67,12 +67,12 @@ def test_other_commands_that_are_killed_and_given_again_leave_the_same(capsys):
 def test_what_differs_is_named(tmp_path):
     """Else the comparisons above show nothing."""
     names = ["differs: a", "differs: b", "differs: c"]
-    assert differing({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == names
-    job = main_job(tmp_path, ())
+    assert run.differing({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == names
+    job = run.main_job(tmp_path, ())
     (job.out / "images").mkdir(parents=True)
     (job.out / "images" / "0000.png").write_bytes(b"half")
     (job.out / "metrics.json").write_text('{"fidelity": {"psnr": 30}, "sizes_bytes": {}, "latency": {}}')
     expected = {"images/0000.png": "another", "metrics.json: fidelity": "another"}
     assert len(whole(job, expected)) == 3  # both differ, and one is new
     assert "a record of a job that was not done" in whole(job, expected | {"layers.csv": "missing"})[-1]
-    assert is_temporary(job.out / ".vae.onnx.12.part") and not is_temporary(job.root / "tmp")
+    assert run.is_temporary(job.out / ".vae.onnx.12.part") and not run.is_temporary(job.root / "tmp")

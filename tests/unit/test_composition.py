@@ -161,9 +161,8 @@ def test_a_path_reaches_the_job_as_typed_or_is_refused_with_one_that_does(multir
         assert readable(argument, multirun) == argument
     override = OverridesParser.create().parse_override(argument)
     quoted, several = path.strip()[0:1] in ('"', "'"), "," in path
-    assert (
-        (override.is_sweep_override() and several) or override.value() == path or (quoted and argument.endswith(path))
-    )
+    kept = quoted and argument.endswith(path)
+    assert (override.is_sweep_override() and several) or override.value() == path or kept
 
 
 def compose_infer(*overrides: str):

@@ -131,9 +131,8 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     made = Quantized(model, "int8", model.job(None, knobs), loaded, rows, knobs)
     with pytest.raises(ConfigError, match="^hand_over does not use steps without prompts; give prompts$"):
         made.hand_over("comfyui", tmp_path / "out", steps=3)
-    monkeypatch.setattr(
-        sd_quant.interface.Model, "generate", lambda *given, sampling: SimpleNamespace(images=given[1:])
-    )
+    made_of = lambda *given, sampling: SimpleNamespace(images=given[1:])  # noqa: E731
+    monkeypatch.setattr(sd_quant.interface.Model, "generate", made_of)
     scores = {"lpips": {"values": [0.001, 0.09]}}
 
     def fidelity_of(loaded, infer, reference, opened, target):
@@ -213,10 +212,8 @@ def test_a_comparison_is_a_table_with_intervals(model, tmp_path):
     scores = {"psnr": {"values": [30.0, 32.0, None]}, "ssim": {"mean": 0.9}, "lpips": {"mean": 0.01}}
     same = {"psnr": {"values": [None] * 3}, "ssim": {"mean": 1.0}, "lpips": {"mean": 0.0}}
     one = {"psnr": {"values": [30.0]}, "ssim": {"mean": 0.9}, "lpips": {"mean": 0.01}}
-    results = [
-        Result(Quantized(model, name, None, loaded, {}), images, each)
-        for name, each in (("a", scores), ("b", same), ("c", one))
-    ]
+    named = {"a": scores, "b": same, "c": one}
+    results = [Result(Quantized(model, name, None, loaded, {}), images, each) for name, each in named.items()]
     comparison = Comparison(["x", "y", "z"], images, results)
     first, second, third = comparison.rows()
     assert (first["recipe"], first["psnr_db"], first["share_of_fp16"]) == ("a", 31.0, 1.0)

@@ -65,10 +65,8 @@ def test_a_program_without_its_checkout_and_a_script_that_dies_leave_rows_that_s
 
 def test_rows_are_kept_by_program_and_a_worse_one_is_noticed(monkeypatch, tmp_path):
     monkeypatch.setattr(rows, "RECORD", tmp_path / "programs.tsv")
-    others, right = (
-        replace(ROW, program="another", verdict="loaded"),
-        replace(ROW, verdict="ok", layer=1.2345e-7, image=57.31),
-    )
+    others = replace(ROW, program="another", verdict="loaded")
+    right = replace(ROW, verdict="ok", layer=1.2345e-7, image=57.31)
     save([others, replace(right, preset="gone"), right])
     save([right])
     found = kept()
@@ -113,7 +111,5 @@ def test_the_table_has_every_preset_of_every_target_that_a_program_opens():
         wanted = preset_names(target) if facts.runtime is None else ["int8"]
         assert {(target, preset) for preset in wanted} <= found
     assert all((HERE / f"{program.script}.py").is_file() for program in PROGRAMS.values())
-    assert {row["program"] for row in kept().values()} == {
-        *PROGRAMS,
-        *(name for each in PIPELINES.values() for name in each),
-    }
+    drawn = {name for each in PIPELINES.values() for name in each}
+    assert {row["program"] for row in kept().values()} == {*PROGRAMS, *drawn}

@@ -72,10 +72,8 @@ def test_numbers_have_an_order_and_texts_have_none():
 
 def test_a_job_that_failed_is_as_bad_as_the_worst():
     told = told_of({"a": Outcome(30.0, 0.2), "b": Outcome(25.0, -0.1), "c": None})
-    assert told["c"] == (25.0, {"shortfall": 0.2, "floor": 1.0}) and told["b"] == (
-        25.0,
-        {"shortfall": -0.1, "floor": -1.0},
-    )
+    assert told["c"] == (25.0, {"shortfall": 0.2, "floor": 1.0})
+    assert told["b"] == (25.0, {"shortfall": -0.1, "floor": -1.0})
     assert set(told_of({"a": Outcome(30.0, 0.2, passes=False)})["a"][1]) == {"shortfall"}
 
 
@@ -181,8 +179,6 @@ def test_without_optuna_it_says_what_to_install(monkeypatch):
 def test_a_single_run_searches_nothing(tmp_path):
     command = cli.import_module("sd_quant.commands.quantize").main
     overrides = ["search=3", "verdict.speedup=1.2", f"hydra.run.dir={tmp_path}/run"]
-    with (
-        cli.composing("quantize"),
-        pytest.raises(ConfigError, match="^search is 3 and proposes jobs of a sweep, and thi"),
-    ):
+    said = "^search is 3 and proposes jobs of a sweep, and thi"
+    with cli.composing("quantize"), pytest.raises(ConfigError, match=said):
         cli.check_command(command, overrides, sweep.plain_config("quantize", overrides))

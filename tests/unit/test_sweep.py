@@ -126,12 +126,10 @@ def ended(*statuses: str) -> Sweep:
 def test_a_launcher_that_failed_is_told_from_a_job_that_did():
     error = RuntimeError("no such\n  cluster")
     assert sweep.outcome(ended(DONE, DONE), error) == (0, "")
+    of_launcher = "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a)"
     for statuses, told in {
-        (DONE, FAILED): "1 of 2 jobs is not done (b: why b)",
-        (FAILED, UNFINISHED, UNFINISHED): (
-            "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a)"
-        ),
-    }.items():
+        (DONE, FAILED): "1 of 2 jobs is not done (b: why b)", (FAILED, UNFINISHED, UNFINISHED): of_launcher,
+    }.items():  # fmt: skip
         assert sweep.outcome(ended(*statuses), error) == (1, f"{told}; the same command tries them again")
     assert "why b" in sweep.outcome(ended(DONE, UNFINISHED))[1]
 

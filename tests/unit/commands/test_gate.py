@@ -82,9 +82,8 @@ def test_verdicts_replace_verdicts_alone(output, tmp_path, monkeypatch):
 
     before = files()
     monkeypatch.setattr(sys, "argv", ["gate", f"run={tmp_path}", "min_psnr=36", f"output={tmp_path / output}"])
-    with pytest.raises(
-        ConfigError, match="verdicts of a gate .*(would replace|cannot be written).*(change|set) output"
-    ):
+    said = "verdicts of a gate .*(would replace|cannot be written).*(change|set) output"
+    with pytest.raises(ConfigError, match=said):
         gate.main()
     assert before == files()
 
