@@ -17,7 +17,7 @@ from sd_quant.places import output_path
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import HALF, assigned_bytes
 from sd_quant.simulation.modelopt import restorable, save_quantized
-from sd_quant.stages.choose import rows_of_layers
+from sd_quant.stages.choose import Assignments, rows_of_layers
 from sd_quant.stages.consumer import measured_by
 from sd_quant.stages.export_onnx import delivered_files, export_parts
 from sd_quant.stages.generate import sampling_of
@@ -26,7 +26,6 @@ from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.run_record import count_layers
 from sd_quant.stages.target_folder import write_target
 from sd_quant.stages.targets import check_servers, rows_of
-from sd_quant.stages.variants import Assignments
 
 
 @dataclass(frozen=True, repr=False)

@@ -125,6 +125,20 @@ def test_no_files_import_each_other_in_a_ring():
         pytest.fail(f"a ring: {' <- '.join(error.args[1])}")
 
 
+def test_a_module_imports_twenty_of_ours_at_most():
+    assert not {name: len(found) for name in modules() if len(found := own_imports(name)) > 20}
+
+
+def test_a_function_takes_eight_parameters_at_most():
+    """But for Triton's kernels, whose parameters are those of a launch."""
+    for name in modules():
+        for node in ast.walk(tree_of(modules()[name])):
+            if isinstance(node, ast.FunctionDef) and not node.name.endswith("product_kernel"):
+                taken = [node.args.vararg, node.args.kwarg, *node.args.posonlyargs, *node.args.args]
+                named = {each.arg for each in (*taken, *node.args.kwonlyargs) if each is not None} - {"self", "cls"}
+                assert len(named) <= 8, f"{node.name} of {name} takes {len(named)}"
+
+
 def test_the_package_imports_no_add_on():
     for name in modules():
         assert not [full for full in imports_of(modules()[name]) if full.startswith("sd_quant_")], name
