@@ -65,7 +65,7 @@ if "--row" in sys.argv:  # in a child only: the parent sits beside what is measu
     from sd_quant.metrics.memory import peak_memory_bytes
     from sd_quant.models.checkpoint import contracts_of, empty_modules
     from sd_quant.models.parts import wrapped
-    from sd_quant.models.unet import attentions, layer_roles, shared_inputs
+    from sd_quant.models.sdxl import FAMILY
     from sd_quant.numbers import relative_error
     from sd_quant.quantization.assignment import LayerAssignment
     from sd_quant.quantization.derivation import derive
@@ -130,7 +130,7 @@ def synthetic(options: argparse.Namespace) -> dict:
 def calibration(options: argparse.Namespace) -> dict:
     """One calibration pass over one prompt with the model in fp32, from which every recipe is derived."""
     model = load_model(open_nemo(options.checkpoint))
-    names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
+    names = [name for name, role in FAMILY.layer_roles(model.modules["unet"]).items() if role != "excluded"]
     size = min(STATISTICS_SIZE, options.size)
     sampling = Sampling(STATISTICS_STEPS, GUIDANCE, size, size, 1, SEED)
     wanted = Pass(model, names, [PROMPT], sampling)
@@ -147,11 +147,11 @@ def assignment(options: argparse.Namespace, checkpoint: NemoCheckpoint, level: s
 
 
 def derived(options: argparse.Namespace, checkpoint: NemoCheckpoint, recipe: Quantize) -> dict[str, LayerAssignment]:
-    roles, weights = layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
+    roles, weights = FAMILY.layer_roles(empty_modules(checkpoint)["unet"]), checkpoint.components["unet"]
     layers = unpack(load_file(statistics_file(options))).layers
     return derive(
-        roles, lambda name: weights[f"{name}.weight"], layers, recipe, shared_inputs(roles),
-        attentions=attentions(empty_modules(checkpoint)["unet"]),
+        roles, lambda name: weights[f"{name}.weight"], layers, recipe, FAMILY.shared_inputs(roles),
+        attentions=FAMILY.attentions(empty_modules(checkpoint)["unet"]),
         exceptions=excluded(roles, recipe.exclude.get("sdxl", ())), bias_of=lambda name: weights.get(f"{name}.bias"),
     )  # fmt: skip
 
@@ -187,7 +187,7 @@ def reference(options: argparse.Namespace) -> dict:
 
     checkpoint = open_nemo(options.checkpoint)
     part, contract = load_model(checkpoint).parts["unet_xl"], contracts_of(checkpoint)["unet_xl"]
-    roles = layer_roles(part.unet)
+    roles = FAMILY.layer_roles(part.unet)
     names = [name for name, role in roles.items() if role != "excluded"]
     chosen = {name: LayerAssignment(name, roles[name], (), "int8", "int8", weight_axis=0) for name in names}
     config = modelopt_config(chosen) | {"algorithm": {"method": "smoothquant", "alpha": ALPHA}}
@@ -262,11 +262,11 @@ def count_operations(options: argparse.Namespace) -> dict:
     products at level 4."""
     checkpoint = open_nemo(options.checkpoint)
     part = wrapped(checkpoint.parts(), empty_modules(checkpoint))["unet_xl"].eval()
-    shapes, roles = pass_shapes(options, checkpoint), layer_roles(part.unet)
+    shapes, roles = pass_shapes(options, checkpoint), FAMILY.layer_roles(part.unet)
     total, found = operations(part, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     flops = {name: found[f"unet.{name}"] for name in roles}
     chosen = {level: [n for n, role in roles.items() if reason_kept(role, float(level)) is None] for level in LEVELS}
-    own = [name for name in attentions(part.unet) if name.endswith(SELF_ATTENTION)]
+    own = [name for name in FAMILY.attentions(part.unet) if name.endswith(SELF_ATTENTION)]
     inside = {name: found[f"unet.{name}"] - sum(flops[n] for n in roles if n.startswith(f"{name}.")) for name in own}
     products = {"4": sum(inside.values())}
     quantized = {level: sum(map(flops.get, names)) + products.get(level, 0) for level, names in chosen.items()}

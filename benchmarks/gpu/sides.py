@@ -16,7 +16,7 @@ from sd_quant.checkpoints.nemo_networks import sdxl_base_config
 from sd_quant.engines.base import Engine
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine, compiled
-from sd_quant.models import unet as family
+from sd_quant.models.sdxl import FAMILY as family
 from sd_quant.models.sdxl import unet_part
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, unet_config
 from sd_quant.quantization.assignment import LayerAssignment

@@ -57,7 +57,7 @@ def attention_heads(denoiser: nn.Module) -> dict[str, Heads]:
         if isinstance(module, Attention | FluxAttention):
             config: Any = denoiser.config
             rotary = tuple(config.axes_dims_rope) if isinstance(module, FluxAttention) else ()
-            normed = getattr(module.norm_q, "weight", None) is not None
+            normed = getattr(getattr(module, "norm_q", None), "weight", None) is not None  # HiDream names it otherwise
             found[name] = Heads(module.to_q.out_features // module.heads, rotary, normed)
     return found
 

@@ -12,7 +12,7 @@ from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.loading import LoadedModel, load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.unet import layer_roles
+from sd_quant.models.sdxl import FAMILY
 from sd_quant.places import HOME
 from sd_quant.quantization.statistics import Statistics
 
@@ -27,7 +27,7 @@ def fresh() -> LoadedModel:
 
 
 def collected(model: LoadedModel, prompts=PROMPTS, devices: int = 1, **options) -> Statistics:
-    names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
+    names = [name for name, role in FAMILY.layer_roles(model.modules["unet"]).items() if role != "excluded"]
     wanted = Pass(model, names, prompts, SAMPLING)
     return calibrate(wanted, fabric_for("cpu", devices), checkpoint_sha256="", **options)
 

@@ -29,8 +29,7 @@ from sd_quant.interchange.comfyui_marks import MARK
 from sd_quant.interchange.diffusers_bitsandbytes import TABLES
 from sd_quant.names.authors import authors_places
 
-from ..unit.interchange.cases import INT4_ROWS, PER_ROW_FP8, PLAIN, ROTATED, W4A8
-from ..unit.interchange.conftest import recipe_of
+from ..unit.interchange.conftest import INT4_ROWS, PER_ROW_FP8, PLAIN, ROTATED, W4A8, recipe_of
 from ..unit.tiny import TOKENS, Tiny
 from ..zoo.families import TINY, redraw
 from .harness import Reader

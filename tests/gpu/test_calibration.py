@@ -9,7 +9,7 @@ from sd_quant.calibration.collection import Pass, calibrate, fabric_for
 from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.inference.loading import load_model
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.unet import layer_roles
+from sd_quant.models.sdxl import FAMILY
 
 pytestmark = [
     pytest.mark.commit,
@@ -23,7 +23,7 @@ PROMPTS = [f"a glossy icon of a {thing}" for thing in ("duck", "robot", "frog", 
 @pytest.fixture(scope="module")
 def statistics():
     model = load_model(open_nemo(CHECKPOINT))
-    names = [name for name, role in layer_roles(model.modules["unet"]).items() if role != "excluded"]
+    names = [name for name, role in FAMILY.layer_roles(model.modules["unet"]).items() if role != "excluded"]
 
     def collect(accelerator: str, devices: int = 1):
         sampling = Sampling(2, 5.0, 64, 64, 1, 42)
