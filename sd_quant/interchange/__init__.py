@@ -1,20 +1,20 @@
-"""Foreign formats: the files of other tools. Each module with ``FACTS`` reads a format, writes it, or does both.
+"""Quantized checkpoints of other tools: each module with ``FACTS`` reads a file format, writes it, or does both.
 
-``recognizes(path)`` tells files and folders of the format at a glance, unless the facts have the ``method`` of a
-folder's config. ``read(path, checkpoint)`` returns a ``QuantizedDenoiser`` without reading a weight; it raises
-ArtifactError or ConfigError for missing, damaged and undecoded files, and for another denoiser than that of
-``checkpoint``. ``write(checkpoint, assignment, folder)`` writes the quantized denoiser, all else in fp16, with one
-tensor in memory at a time, and returns the path for ``read``; it raises ResourceError when the disk is full. Both take
-the facts' other ``networks`` too, of a checkpoint with the network in the denoiser's place. A new format is a module
-``sd_quant/interchange/<name>.py`` and its name in ``NAMES``.
+``recognizes(path)`` decides whether a path has the format; a module with a ``method`` has none, as ``quant_method`` in
+the folder's config decides. ``read(path, checkpoint)`` returns a ``QuantizedDenoiser`` without reading a weight. It
+raises ArtifactError or ConfigError for a missing, damaged or undecoded file, and for a denoiser other than that of
+``checkpoint``. ``write(checkpoint, assignment, folder)`` writes the quantized denoiser, unquantized tensors in 16 bits,
+with one tensor in memory at a time, and returns the path for ``read``. It raises ResourceError when the disk is full.
+Both also accept an ``OtherNetwork``, such as a text encoder, of a class in ``networks``. A new format is a module and
+its name in ``NAMES``.
 
-Readers treat files as hostile: nothing in them is executed, sizes are checked before allocation, and a file that is
-only partly understood is refused by names. ``holding`` adapts an assignment to the facts. Configuration needs the facts
-before torch is imported, so they are evaluated from a module's source, as in Ansible.
+Readers treat files as hostile: nothing in them is executed, sizes are checked before allocation, and a file with
+unknown parts is refused with their names. ``holding`` adapts an assignment to a format. Configuration needs ``FACTS``
+before torch is imported, so they are evaluated from the module's source, as in Ansible.
 
-Two roads were not taken. Opening each file with its tool's library executes what the file names, needs six libraries at
-once, and does not say what is stored; an installed library computes the same besides, see
-``QuantizedDenoiser.runtime``. Converting exported files would have to find the assignment's codes again.
+Alternatives not taken: opening each file with its tool's library, which executes code that the file names, needs six
+libraries at once, and does not show how layers are stored (an installed library only checks results, see
+``QuantizedDenoiser.runtime``); and converting exported files, whose quantized values would have to be found again.
 """
 
 import ast
@@ -45,7 +45,7 @@ DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it
 
 @dataclass(frozen=True)
 class Server:
-    """Facts of a server from its source; docs/targets.md has the results of its loader."""
+    """An inference server, described from its source code; docs/targets.md has the results of running its loader."""
 
     version: str  # whose source was read
     command: str  # with {folder} and the denoiser's {component} in it
@@ -61,7 +61,7 @@ class Server:
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """Facts of a format: what can be read, what it can hold of an assignment, and the tool that opens it."""
+    """A file format of another tool: what is read, which parts of an assignment it can store, and what opens it."""
 
     name: str  # of its module
     reads: str | None = None  # the files or folders that are read, for people; None: none is
@@ -122,26 +122,26 @@ class ForeignFormat:
         return partial(quantized_by, method=self.method) if self.method else self.module.recognizes
 
     def takes_per_token(self, name: str) -> bool:
-        """Whether inputs of a layer in the format ``name`` may be scaled per token by a recipe."""
+        """Return whether a recipe may scale the inputs of a layer in the format ``name`` per token."""
         return name in self.per_token or self.formats.get(name) in OWN_INPUTS
 
     def takes_inputs(self, name: str, inputs: str | None) -> bool:
-        """Whether a layer in the format ``name`` may have its inputs in the format ``inputs``, or as they are."""
+        """Return whether weights in the format ``name`` allow inputs in the format ``inputs``; None: unquantized."""
         expected = {self.inputs_in.get(name, name), *([None] if name in self.weights_alone else [])}
         return self.formats.get(name) not in (STATIC, IN_BLOCKS) or inputs in expected
 
     def takes_scales(self, name: str, per_row: bool, per_token: bool) -> bool:
-        """Whether a weight in the format ``name`` may have a scale for each row, or else one for all."""
+        """Return whether a weight in the format ``name`` may have a scale per row (``per_row``) or one in all."""
         by_row = per_token and self.formats.get(name) == STATIC  # then weights are scaled by row, as inputs are
         return by_row or self.per_channel.get(name, per_row) == per_row
 
     def refuses(self, where: str, name: str) -> str | None:
-        """Why the runtime of the graphs cannot execute the format ``name`` in ``where``; None where it can."""
+        """Return why the graphs' runtime cannot execute the format ``name`` for ``where``; None if it can."""
         return RUNTIMES[self.runtime].refuses(where, formats.FORMATS[name]) if self.runtime else None
 
 
 def facts_of(name: str) -> ForeignFormat:
-    """The ``FACTS`` in the source of a format's module, which is not executed."""
+    """Evaluate ``FACTS`` in the source of the format's module ``name``, without importing the module."""
     source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
     (facts,) = (
         statement.value
@@ -153,7 +153,7 @@ def facts_of(name: str) -> ForeignFormat:
 
 
 def with_graphs(facts: ForeignFormat) -> ForeignFormat:
-    """Facts of a pipeline of exported graphs, which hold all formats of the runtime."""
+    """Return ``facts`` completed for a pipeline of exported graphs, which store every format with an ONNX type."""
     held = [name for name, row in formats.FORMATS.items() if row.onnx_type]
     every = frozenset(held)
     return replace(
@@ -170,9 +170,9 @@ TARGETS = {name: facts for name, facts in FORMATS.items() if facts.formats}
 
 
 def format_of(path: Path) -> ForeignFormat:
-    """The one format of a third-party checkpoint.
+    """Return the format of a third-party checkpoint.
 
-    Raises ConfigError for a missing path or an unknown format, ArtifactError for a file of two formats, and
+    Raises ConfigError for a missing path or an unknown format, ArtifactError for a file that fits two formats, and
     ResourceError without the package that decodes it.
     """
     if not path.exists():
