@@ -47,15 +47,15 @@ DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it
 class Server:
     """An inference server, described from its source code; docs/targets.md has the results of running its loader."""
 
-    version: str  # whose source was read
-    command: str  # with {folder} and the denoiser's {component} in it
-    gpus: Mapping[str, str]  # that the formats need
-    pipelines: frozenset[str]  # diffusers' classes whose layers it loads quantized
-    mixed: bool = False  # whether it loads several formats together
+    version: str  # the version whose source was read
+    command: str  # starts the server; {folder} and the denoiser's {component} are filled in
+    gpus: Mapping[str, str]  # the GPUs that each weight format needs
+    pipelines: frozenset[str]  # diffusers' pipeline classes whose layers the server loads quantized
+    mixed: bool = False  # whether it loads several weight formats in one network
     per_token: bool = False  # whether it loads layers whose inputs are scaled per token
-    one_config: bool = False  # whether it takes a denoiser's quantization_config for a second denoiser's too
-    # Patterns of layers that it makes in full precision, by pipeline, as far as that was read. Of some in FP8 vLLM-Omni
-    # and SGLang dequantize the codes, of NVFP4 they refuse them, and of block FP8 SGLang takes codes for weights.
+    one_config: bool = False  # whether it applies one denoiser's quantization_config to a second denoiser too
+    # Name patterns of layers that it builds unquantized, by pipeline, as far as its source was read. If stored in FP8,
+    # vLLM-Omni and SGLang dequantize some of these; NVFP4 they refuse; block FP8 SGLang uses without the scales.
     plain: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -63,52 +63,52 @@ class Server:
 class ForeignFormat:
     """A file format of another tool: what is read, which parts of an assignment it can store, and what opens it."""
 
-    name: str  # of its module
-    reads: str | None = None  # the files or folders that are read, for people; None: none is
-    method: str = ""  # ``quant_method`` in a denoiser's config, which tells such a folder; "": the module tells
-    package: str | None = None  # which reads and writes the files, unless it is always there; an extra's name too
+    name: str  # the name of the format's module
+    reads: str | None = None  # a description of the files or folders that are read; None: the format is only written
+    method: str = ""  # ``quant_method`` in the denoiser's config of such a folder; "": see ``recognizes``
+    package: str | None = None  # an optional package that reads and writes the files; also the name of our extra
     consumer: str = ""  # the tool that opens what is written
-    tried: tuple[str, ...] = ()  # the packages with which a test opened it
-    formats: Mapping[str, str] = field(default_factory=dict)  # of weights, each with its way of inputs
-    inputs_in: Mapping[str, str] = field(default_factory=dict)  # formats whose inputs are quantized in another
+    tried: tuple[str, ...] = ()  # the packages with which a test opened the result
+    formats: Mapping[str, str] = field(default_factory=dict)  # weight formats written, and how inputs are computed
+    inputs_in: Mapping[str, str] = field(default_factory=dict)  # weight formats whose inputs have another format
     # the consumer's code that opens the result, with {folder}, {component} and {network} for the denoiser's place and
     # class, and {absent} for the components that are missing; or the steps that a person takes, by family
     loading: str | Mapping[str, tuple[str, ...]] = ""
     also: str = ""  # another tool that opens the folder, with {folder}, in Markdown
-    untried: str = ""  # where no test opens the result with the tool itself: what was read of it, and what it needs
-    broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
-    weights_alone: frozenset[str] = frozenset()  # formats whose inputs may stay in fp16, whatever their way of inputs
-    convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
+    untried: str = ""  # if no test opens the result with the tool itself: how it was checked, and what it needs
+    broken: Mapping[str, str] = field(default_factory=dict)  # package versions that cannot open the result, and why
+    weights_alone: frozenset[str] = frozenset()  # weight formats whose inputs may also stay in fp16
+    convolutions: frozenset[str] = frozenset()  # weight formats also of convolutions, with four axes
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
-    low_rank: bool = False  # whether a branch beside the weight is held
-    zero_point: bool = False  # whether inputs may be shifted
+    low_rank: bool = False  # whether a low-rank branch can be stored
+    zero_point: bool = False  # whether quantized inputs may have a zero point
     per_token: frozenset[str] = frozenset()  # formats whose inputs may be scaled per token; "static" is "per row" then
-    rotated: frozenset[str] = frozenset()  # formats whose weights may be those of rotated inputs, which it rotates
-    always_rotated: frozenset[str] = frozenset()  # formats whose inputs it rotates whatever the file says
-    per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
-    attention: bool = False  # whether attention's products are held
-    block: int = 1  # a weight's inputs are a multiple of it
-    multiples: Mapping[str, int] = field(default_factory=dict)  # formats both of whose weights' sides are multiples
-    layers: tuple[str, ...] = ()  # patterns of the layers that the consumer quantizes; none: it may quantize any
-    always: bool = False  # whether it computes those quantized alone, so that none of them may be left out
-    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # patterns of names that a format cannot hold
-    joined: bool = False  # whether layers that the model's authors store as one tensor are one there, of one format
-    # ends of names of layers that the consumer computes at once, in one format, with its names for them together
+    rotated: frozenset[str] = frozenset()  # weight formats with which the consumer can rotate inputs
+    always_rotated: frozenset[str] = frozenset()  # weight formats with which it always rotates inputs
+    per_channel: Mapping[str, bool] = field(default_factory=dict)  # weight formats: scales per channel, or only one
+    attention: bool = False  # whether quantized products of attention can be stored
+    block: int = 1  # the number of a weight's inputs has to be a multiple of this
+    multiples: Mapping[str, int] = field(default_factory=dict)  # the same for both sides of a weight, by format
+    layers: tuple[str, ...] = ()  # name patterns of the layers that the consumer quantizes; empty: any layer
+    always: bool = False  # whether all layers that match ``layers`` have to be quantized
+    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name patterns barred from a format
+    joined: bool = False  # whether layers stacked in the original checkpoint are one tensor, in one format
+    # name suffixes of layers that the consumer fuses to one, in one format, with its names of the fused layer
     fused: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
-    one_range: frozenset[str] = frozenset()  # formats of which layers that are joined or fused have one range
-    runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
+    one_range: frozenset[str] = frozenset()  # formats in which joined or fused layers share one range
+    runtime: str | None = None  # key in ``RUNTIMES`` of what executes exported graphs; None: no graphs
     families: frozenset[str] | None = None  # None: all
-    # whether what is not quantized may be bf16 in place of fp16, or the denoisers' classes where it may
+    # whether unquantized tensors may be bf16 in place of fp16, or the denoiser classes for which they may
     bf16: bool | frozenset[str] = False
-    others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
-    marks: bool = False  # whether tensors say how the model samples; False: a pipeline's folder does
+    others: bool | None = True  # a whole pipeline's folder, with other networks' weights or not; None: no folder
+    marks: bool = False  # whether marker tensors state how the model samples; False: scheduler configs do
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     encoder: str = ""  # the step by which a person opens a quantized text encoder, with {component}
     networks: tuple[str, ...] = ()  # patterns of the classes of other networks that the consumer opens quantized
-    left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
-    # what goes wrong where a person would not look for it, by the format of weights; "": in any
+    left_out: tuple[str, ...] = ()  # what else of the pipeline is missing in the result
+    # known problems in the consumer, by weight format; "": with any format
     traps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    policy: str = ""  # who reads how many first and last steps, {} each, multiply unquantized inputs; "": nobody
+    policy: str = ""  # text on which tools read the numbers {} of first and last steps with unquantized inputs
     servers: Mapping[str, Server] = field(default_factory=dict)  # the consumers, by name, where they are servers
 
     @property

@@ -79,7 +79,7 @@ FACTS = ForeignFormat(
     rotated=frozenset({"int8", "int4_per_row", "int4_in_int8"}),
     always_rotated=frozenset({"int4_per_row", "int4_in_int8"}),
     per_channel={"fp8": False, "int4_per_row": True},
-    multiples={"int4_per_row": 64},  # of its inputs, by the kernels
+    multiples={"int4_per_row": 64},  # of inputs, in the kernels
     excluded=dict.fromkeys(  # by the shape of their weight ComfyUI tells models and their sizes apart
         ("nvfp4", "int4_per_row", "int4_in_int8", "int4"),
         (
@@ -93,7 +93,7 @@ FACTS = ForeignFormat(
             "proj_out",
         ),
     )
-    | {"mxfp8": ("context_embedder", "x_embedder", "proj_out")},  # whose outputs it counts: padding would add some
+    | {"mxfp8": ("context_embedder", "x_embedder", "proj_out")},  # padding would add to the outputs that it counts
     joined=True,
     one_range=frozenset({"fp8", "nvfp4"}),
     families=UNETS | {"sd3", "flux", "pixart"},
@@ -292,7 +292,7 @@ def write(
     """Write the denoiser, or all networks of an SDXL, to a file in ``folder``, and return the file's path."""
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
-    alone = isinstance(checkpoint, OtherNetwork)  # of a text encoder weights are dequantized, and inputs stay
+    alone = isinstance(checkpoint, OtherNetwork)  # ComfyUI dequantizes a text encoder's weights and leaves inputs
     formats = dict.fromkeys(FACTS.formats, AS_ASSIGNED) if alone else FACTS.formats
     for stored, layers in joined.items():
         tensors = tensors_of(checkpoint, layers, formats)

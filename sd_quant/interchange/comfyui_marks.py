@@ -70,10 +70,10 @@ FLOAT8 = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: "float8_e5m2"}
 HIGH = "full_precision_matrix_mult"
 HARMLESS = {"format", HIGH, "orig_dtype", "orig_shape"}  # entries of a mark
 ROTATING = frozenset({"convrot", "convrot_groupsize", "params"})
-LARGEST_GROUP = 1024  # that is rotated; ComfyUI's is 256
+LARGEST_GROUP = 1024  # largest number of inputs rotated together; ComfyUI has 256
 INT8 = RowInteger(smallest=1e-30)  # quantize_int8_rowwise
 INT4 = RowInteger(-7, 7, smallest=1e-10 / 7)  # quantize_signed_int4_rowwise
-NVFP4_MULTIPLE, MXFP8_BLOCK = 16, 32  # of the sides of a stored weight
+NVFP4_MULTIPLE, MXFP8_BLOCK = 16, 32  # both sides of a stored weight are multiples
 W4A8, SIX_BITS_MULTIPLE = "asym_w4a8_int8", 32
 E8M0_BIAS, LARGEST_E8M0 = 127, 254
 MANTISSA = 23  # bits of fp32's
@@ -89,7 +89,7 @@ class Method:
     inputs: Callable[["Marked"], Inputs | None]
     entries: frozenset[str] = frozenset()  # of a mark
     rotates: bool = False  # always
-    group: int = 1  # of inputs with one scale, where the mark names none; 1: it never does
+    group: int = 1  # default number of inputs per scale; 1: not in groups
     says: Mark = field(default_factory=dict)  # entries of every mark that is written
 
     @property

@@ -28,9 +28,9 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes
 class QuantizedLayer:
     """A linear or convolution with a quantized weight."""
 
-    format: str  # of its weight, in the words of the tool: Q4_K, float8_e4m3fn, nf4
+    format: str  # the weight's format, in the tool's terms: Q4_K, float8_e4m3fn, nf4
     scales: str  # how many numbers share one: "1 for 32 numbers", "1 for a row", "1 for all"
-    stored_bytes: int  # of all that is stored for the weight: codes, scales, a low-rank branch
+    stored_bytes: int  # all that is stored for the weight: codes, scales, a low-rank branch
     weight: Readable  # the floating-point weight that is multiplied, in diffusers' shape, with the branch added
     inputs: Inputs | None = None  # None: inputs stay as they are
     # up [out, rank] and down [rank, in]; part of ``weight``, but multiplied with smoothed inputs that are not rounded
@@ -46,16 +46,16 @@ class QuantizedLayer:
 class QuantizedDenoiser:
     """A denoiser with quantized layers; weights are read on demand."""
 
-    path: Path  # of the file or folder, or of the checkpoint whose assignment is held
+    path: Path  # the file or folder that was read, or the checkpoint of an assignment
     format: str  # a name of ``interchange.FORMATS``
     maker: str  # the tool with its version, as far as the file says, for people: "GGUF 3", "SDNQ 0.2.8"
     layers: Mapping[str, QuantizedLayer]
     parameters: Mapping[str, Readable] = field(repr=False)  # all others
-    stored_bytes: int = 0  # of all parameters
+    stored_bytes: int = 0  # of all parameters, quantized weights included
     marks: tuple[str, ...] = ()  # tensors that say how it samples, see ``sampling``
-    # how inputs are rounded of modules that are no quantized layers, such as norms
+    # rounding of inputs of modules other than quantized layers, such as norms
     rounded: Mapping[str, Inputs] = field(default_factory=dict, repr=False)
-    # Opens the network with the tool's own library; None where that is not installed or cannot compute on a processor.
+    # Opens the network with the tool's own library; None if it is not installed or cannot compute on a CPU.
     # May raise anything.
     runtime: Callable[[], nn.Module] | None = field(default=None, repr=False)
     precise_ends: tuple[int, int] = (0, 0)  # how many first and last steps multiply unquantized inputs

@@ -74,8 +74,8 @@ class State:
 
     kind: str  # of TABLES
     block: int  # numbers that share an ``absmax``
-    dtype: torch.dtype  # of the weight before, and dequantized again
-    offset: float | None  # of an ``absmax`` in eight bits; None where they are fp32
+    dtype: torch.dtype  # the weight's dtype before quantization and after dequantization
+    offset: float | None  # added to ``absmax`` stored in eight bits; None: fp32 ``absmax``
 
 
 @dataclass(frozen=True)

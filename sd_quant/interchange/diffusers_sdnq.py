@@ -75,10 +75,10 @@ FACTS = ForeignFormat(
 MAKER = "SDNQ"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
 INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), FP8: RowFloat8()}
-# It would compile for each shape of an input, and with OpenVINO multiply FP8 as 256 numbers at even distances.
+# By default SDNQ would compile for each input shape, and with OpenVINO multiply FP8 as 256 evenly spaced numbers.
 ENVIRONMENT = {"SDNQ_USE_TORCH_COMPILE": "0", "SDNQ_USE_OPENVINO_MM": "0"}
 MANY = 32  # rows of an input from which on SDNQ quantizes it
-ALIGNED = 16  # of which a layer's sides have to be multiples then
+ALIGNED = 16  # a layer with quantized inputs has sides that are multiples
 OTHER_NAMES = {  # that a config may use
     "fp8": "float8_e4m3fn", "fp7": "float7_e3m3fn", "fp6": "float6_e3m2fn", "fp5": "float5_e2m2fn",
     "fp4": "float4_e2m1fn", "fp3": "float3_e1m1fn", "fp2": "float2_e1m0fn",

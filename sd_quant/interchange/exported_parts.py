@@ -57,9 +57,9 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.modelopt import simulate
 
 CONFIG = "config.json"
-# A text of any length, traced with one that no other axis has, and times of a batch, which may be one for all of it.
+# A text axis, traced with a length that no other axis has, and a time axis: one per sample, or one for the batch.
 AXES = (("text", Axis("", 0, 1, 91)), ("times", Axis("batch", 1, 1, 0)))
-# Axes of outputs in those of inputs: optimum-onnx, on a GPU, allocates outputs by them. A denoiser's it knows.
+# Sizes of outputs in terms of inputs: optimum-onnx allocates outputs by them on a GPU. A denoiser's sizes it knows.
 SIZES = {
     "sample": {2: f"height * {LATENT_FACTOR}", 3: f"width * {LATENT_FACTOR}"},
     "latent_parameters": {2: f"image_height / {LATENT_FACTOR}", 3: f"image_width / {LATENT_FACTOR}"},

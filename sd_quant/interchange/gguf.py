@@ -421,10 +421,10 @@ WRITTEN = {
     "int8": QUANTIZED[8], "int4": QUANTIZED[2], "q4_1": QUANTIZED[3], "q5_0": QUANTIZED[6], "q5_1": QUANTIZED[7],
     "q8_0": QUANTIZED[8], "q4_k": QUANTIZED[12], "q5_k": QUANTIZED[13], "q6_k": QUANTIZED[14],
 }  # fmt: skip
-# llama.cpp's name of a file whose commonest type it is: of mixtures with few others, where it has several
+# llama.cpp's file type by the commonest tensor type, if its name differs: the mixture with the fewest other types
 FILE_TYPES = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}
 LONGEST_NAME = 127  # of a tensor, in ggml
-# ComfyUI-GGUF's names of architectures, each with a tensor that tells it, the first that is there, and with the prefix
+# ComfyUI-GGUF's names of architectures, each with a tensor that identifies it (the first match counts) and a prefix
 ARCHITECTURES = {
     "flux": ("double_blocks.0.img_attn.proj.weight", ""), "sd3": ("joint_blocks.0.x_block.attn.qkv.weight", ""),
     "sdxl": ("label_emb.0.0.weight", PREFIX), "sd1": ("input_blocks.0.0.weight", PREFIX),

@@ -218,7 +218,7 @@ class RowFloat8:
     """E4M3 with a scale per row of the input [..., in], or of the whole input: its largest magnitude / 448."""
 
     whole: bool = False
-    least: float = 0.0  # of what counts as the largest magnitude
+    least: float = 0.0  # lower bound of the largest magnitude
 
     def __call__(self, x: Tensor) -> Tensor:
         largest = x.float().abs().amax() if self.whole else x.float().abs().amax(-1, keepdim=True)
@@ -256,7 +256,7 @@ class Nvfp4:
     common: float | None  # the scale of all; None: from the largest number each time
     smallest: float = nvfp4.SMALLEST_E4M3  # of a block's scale in E4M3
     reciprocal: bool = False  # whether inputs are multiplied by (1 / common) / scale, as torchao does
-    also: str = ""  # of the common scale, for people
+    also: str = ""  # on the common scale, for ``str``
 
     def __call__(self, x: Tensor) -> Tensor:
         blocks = in_blocks(x, nvfp4.BLOCK)

@@ -69,7 +69,7 @@ class Piece:
     holds: str = SCALES
     optional: bool = False
     packing: Packing = IN_ORDER
-    of: tuple[int, ...] = ()  # which of ``codes_and_scales`` it is written of; none: the codes, or the first scales
+    of: tuple[int, ...] = ()  # indices in ``codes_and_scales``; (): the codes, or the first scales
 
 
 def fitting(texts: str, shape: Shape) -> list[Shape]:
@@ -94,10 +94,10 @@ class Layout:
     format: str  # and ``scales``: see ``QuantizedLayer``
     scales: str
     pieces: tuple[Piece, ...]
-    consumer: str = ""  # that quantizes linears only; "": convolutions too
+    consumer: str = ""  # a consumer that quantizes only linears; "": convolutions too
     rows: int = 1  # with one scale
     columns: int = 1  # likewise, of which K is a multiple unless it is padded
-    multiple: int = 1  # to which both sides of the numbers are padded
+    multiple: int = 1  # both sides of the stored weight are padded to multiples
     rotation: int = 0  # inputs that are rotated together, and rows with them
     formula: "Callable[[Layout, Mapping[Piece, Tensor], Shape], Tensor] | None" = None  # None: the product
 

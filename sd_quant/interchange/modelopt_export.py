@@ -122,11 +122,11 @@ CODES = {torch.float8_e4m3fn: FP8, torch.int8: "int8", torch.uint8: NVFP4}
 ENDS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 BLOCK = nvfp4.BLOCK
 MOST_STEPS = 100_000
-KINDS = {  # of the codes of each ``quant_algo`` that is read
+KINDS = {  # code format of each ``quant_algo`` that is read
     "FP8": FP8, "FP8_PER_CHANNEL_PER_TOKEN": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "NVFP4_AWQ": NVFP4,
 }  # fmt: skip
 PER_TOKEN, HALF_INPUTS = "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4"
-# What SGLang's own converters say of another order of NVFP4's bytes or scales, or of inputs; ModelOpt writes none of it
+# Entries of SGLang's own converters on the order of NVFP4's bytes or scales, or on inputs; ModelOpt writes none
 ORDER: Mapping[str, str | bool] = {
     "swap_weight_nibbles": False, "checkpoint_uses_packed_qkv": False, "dynamic_input_scale": False,
     "checkpoint_weight_scale_layout": "linear", "weight_scale_layout": "linear",

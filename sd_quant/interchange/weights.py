@@ -87,7 +87,7 @@ def has_static_input(layer: LayerAssignment) -> bool:
 class JoinedLayers:
     """Quantized linears that the original checkpoint's layout stores as one tensor."""
 
-    pieces: Pieces  # of their weights
+    pieces: Pieces  # the rows of their weights in the tensor
     layers: Mapping[str, LayerAssignment]  # by the weight's name
 
     @property
