@@ -17,8 +17,8 @@ One entry of ``METHODS`` each, from ComfyUI's ``ops.py`` and ``quant_ops.py``; N
 NVFP4 has the first of two numbers in the high half of a byte, unlike ONNX and ModelOpt; both sides are padded to
 multiples of 16, MXFP8's to 32. All other formats have the first number in the low half. convrot_w4a4 is signed,
 awq_w4a16 is (code - 8) * scale + zeros. asym_w4a8_int8 has numbers from the codebook or code - 8: times s_rel they are
-rounded to INT8, then multiplied by s_channel. In six bits numbers are code - 32, and a byte behind all lower bits has
-four codes' upper bits. A correction is added last, with unquantized inputs: comfy-kitchen saves it, ComfyUI ignores it.
+rounded to INT8, then multiplied by s_channel. In six bits numbers are code - 32; behind all lower bits, a byte has the
+upper bits of four codes. A correction is added last, with unquantized inputs: comfy-kitchen saves it, ComfyUI omits it.
 
 With ``full_precision_matrix_mult`` inputs are not quantized. With ``convrot``, always on in convrot_w4a4 and
 asym_w4a8_int8, groups of inputs are rotated by the matrix of ``quantization.rotation``, and the weight is stored

@@ -70,7 +70,7 @@ ROWS = Layout(
 
 @dataclass(frozen=True)
 class State:
-    """The ``quant_state`` of a weight in four bits."""
+    """The ``quant_state`` of a weight in NF4 or FP4: block size, dtype and offset."""
 
     kind: str  # of TABLES
     block: int  # numbers that share an ``absmax``

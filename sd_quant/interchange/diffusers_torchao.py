@@ -17,7 +17,7 @@ are those of torchao 0.18 (BSD licence).
 Int8Tensors are written with or without quantized inputs (static scales or one per row) and with smoothing factors, also
 for text encoders, which transformers opens alike. A static scale has as many axes as the input, else torchao asserts.
 Float8Tensors have a scale per row of weight and input, and neither static scales nor smoothing factors. Scales stay
-fp32; torchao's own quantizer computes them in the weight's dtype, in bfloat16 up to 0.3 % off. It divides a row of
+fp32; torchao's own quantizer computes them in the weight's dtype, in bfloat16 up to 0.3 % off. It divides rows of
 zeros, such as SDXL's empty prompt, by zero, and images are black: ``hp_value_lb`` bounds the largest magnitude. CUDA
 multiplies FP8 only where both sides are multiples of 16. Convolutions cannot be stored.
 

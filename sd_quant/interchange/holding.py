@@ -1,6 +1,6 @@
 """Adaptation of an assignment to a foreign format: layers it cannot store stay in high precision, with the reason.
 
-A recipe is refused that would lose all quantized layers or a low-rank branch; the message names one that fits.
+A recipe is refused if no quantized layer is left or one would lose its low-rank branch; the message names another.
 
 Some consumers join layers with one input, such as query, key and value. Joined layers get one format and, if that has
 one scale per tensor, the largest of their ranges, before anything is quantized. Alternative not taken: rescaling

@@ -46,7 +46,7 @@ class Made:
 
 @dataclass(frozen=True)
 class State:
-    """``quantizers``: properties of each by name; ``stored``: metadata of each compressed weight by layer."""
+    """Content of ``modelopt_state.pth``: quantizers' properties by name, compressed weights' metadata by layer."""
 
     version: str
     quantizers: Mapping[str, Mapping[str, object]]

@@ -69,7 +69,7 @@ def linears_of(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Lay
 
 @dataclass(frozen=True)
 class Stored:
-    """A linear [rows, columns] of W4A4 in a file."""
+    """A linear [rows, columns] of SVDQuant's W4A4 as stored in a file, in tiles."""
 
     tensors: LayerTensors
     rows: int
@@ -221,7 +221,7 @@ def interleaved(natural: Tensor, chunks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Written:
-    """A linear [rows, columns] of W4A4 to be written, in natural order."""
+    """A linear [rows, columns] of SVDQuant's W4A4 to be written, with its numbers in natural order."""
 
     rows: int
     columns: int

@@ -7,12 +7,12 @@ The format has no static scale, no pre_quant_scale and no low-rank branch. Sourc
 (``multimodal_gen``: ``layers/quantization/fp8.py``, ``models/dits/flux.py``, ``loader/fsdp_load.py``; ``srt``:
 ``layers/quantization/{fp8,utils}.py``):
 
-- Of Flux the linears of attention and of the single blocks may have codes. The feed-forwards of the double blocks get
-  none on one GPU, norms, embedders and the last linear never: codes there are cast without their scales, which are
-  skipped with a warning.
+- Of Flux SGLang quantizes the linears of attention and of the single blocks, on one GPU not the feed-forwards of the
+  double blocks, and never norms, embedders and the last linear: if these are stored in FP8, SGLang casts them without
+  their scales, which it skips with a warning.
 - An entry of ``ignored_layers`` is a name or some whole words of one: the bare ``proj_out`` would also be
-  ``single_transformer_blocks.0.proj_out``. It is left out of the list, because no last linear has codes.
-- Several GPUs split linears and want parts of whole blocks; they quantize feed-forwards too, which are in the list.
+  ``single_transformer_blocks.0.proj_out``. It is left out of the list, because the last linear is never quantized.
+- On several GPUs linears must be split into whole blocks, and feed-forwards are quantized too; the list has these.
 
 DeepGEMM on SM100 quantizes weights again, to power-of-two scales, and inputs likewise. That is not simulated.
 Alternative not taken: power-of-two scales from the start, which DeepGEMM would keep, as that is another recipe.

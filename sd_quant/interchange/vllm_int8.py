@@ -8,11 +8,11 @@ Source: vLLM-Omni 0.30.0 and vLLM 0.30.0, which run on no CPU (``quantization/in
 
 - ``ignored_layers`` are compared exactly, with the server's own names: neither parts of names nor patterns. Of query,
   key and value, which it stacks to ``to_qkv``, the names of the parts and of the whole are written.
-- A tensor without a place raises, so no other linear than those the server quantizes may have codes: of Flux those of
-  the single blocks. The others are not quantized, whatever the config says (vllm-omni #2728).
+- A tensor without a parameter raises, so only linears that the server quantizes may be stored in INT8: of Flux those of
+  the single blocks. The server leaves others unquantized, whatever the config says (vllm-omni #2728).
 - A stacked linear gets the scales of its first three rows, one each for all rows of query, key and value
-  (``convert_to_channelwise``, written for one scale a part). So these stay in high precision, and ``proj_mlp`` and
-  ``proj_out`` are left.
+  (``convert_to_channelwise``, written for one scale per part). So query, key and value stay in high precision, and only
+  ``proj_mlp`` and ``proj_out`` are quantized.
 
 Alternative not taken: one scale for query, key and value together, which the loader would keep: another weight.
 """
