@@ -1,20 +1,20 @@
-"""Foreign formats: the files of other tools. Each module with ``FACTS`` reads a format, writes it, or does both.
+"""Quantized checkpoints of other tools: each module with ``FACTS`` reads a file format, writes it, or does both.
 
-``recognizes(path)`` tells files and folders of the format at a glance, unless the facts have the ``method`` of a
-folder's config. ``read(path, checkpoint)`` returns a ``QuantizedDenoiser`` without reading a weight; it raises
-ArtifactError or ConfigError for missing, damaged and undecoded files, and for another denoiser than that of
-``checkpoint``. ``write(checkpoint, assignment, folder)`` writes the quantized denoiser, all else in fp16, with one
-tensor in memory at a time, and returns the path for ``read``; it raises ResourceError when the disk is full. Both take
-the facts' other ``networks`` too, of a checkpoint with the network in the denoiser's place. A new format is a module
-``sd_quant/interchange/<name>.py`` and its name in ``NAMES``.
+``recognizes(path)`` decides whether a path has the format; a module with a ``method`` has none, as ``quant_method`` in
+the folder's config decides. ``read(path, checkpoint)`` returns a ``QuantizedDenoiser`` without reading a weight. It
+raises ArtifactError or ConfigError for a missing, damaged or undecoded file, and for a denoiser other than that of
+``checkpoint``. ``write(checkpoint, assignment, folder)`` writes the quantized denoiser, unquantized tensors in 16 bits,
+with one tensor in memory at a time, and returns the path for ``read``. It raises ResourceError when the disk is full.
+Both also accept an ``OtherNetwork``, such as a text encoder, of a class in ``networks``. A new format is a module and
+its name in ``NAMES``.
 
-Readers treat files as hostile: nothing in them is executed, sizes are checked before allocation, and a file that is
-only partly understood is refused by names. ``holding`` adapts an assignment to the facts. Configuration needs the facts
-before torch is imported, so they are evaluated from a module's source, as in Ansible.
+Readers treat files as hostile: nothing in them is executed, sizes are checked before allocation, and a file with
+unknown parts is refused with their names. ``holding`` adapts an assignment to a format. Configuration needs ``FACTS``
+before torch is imported, so they are evaluated from the module's source, as in Ansible.
 
-Two roads were not taken. Opening each file with its tool's library executes what the file names, needs six libraries at
-once, and does not say what is stored; an installed library computes the same besides, see
-``QuantizedDenoiser.runtime``. Converting exported files would have to find the assignment's codes again.
+Alternatives not taken: opening each file with its tool's library, which executes code that the file names, needs six
+libraries at once, and does not show how layers are stored (an installed library only checks results, see
+``QuantizedDenoiser.runtime``); and converting exported files, whose quantized values would have to be found again.
 """
 
 import ast
@@ -45,70 +45,70 @@ DIFFUSERS = ("diffusers==0.42.1", "accelerate==1.15.0")  # without accelerate it
 
 @dataclass(frozen=True)
 class Server:
-    """Facts of a server from its source; docs/targets.md has the results of its loader."""
+    """An inference server, described from its source code; docs/targets.md has the results of running its loader."""
 
-    version: str  # whose source was read
-    command: str  # with {folder} and the denoiser's {component} in it
-    gpus: Mapping[str, str]  # that the formats need
-    pipelines: frozenset[str]  # diffusers' classes whose layers it loads quantized
-    mixed: bool = False  # whether it loads several formats together
+    version: str  # the version whose source was read
+    command: str  # starts the server; {folder} and the denoiser's {component} are filled in
+    gpus: Mapping[str, str]  # the GPUs that each weight format needs
+    pipelines: frozenset[str]  # diffusers' pipeline classes whose layers the server loads quantized
+    mixed: bool = False  # whether it loads several weight formats in one network
     per_token: bool = False  # whether it loads layers whose inputs are scaled per token
-    one_config: bool = False  # whether it takes a denoiser's quantization_config for a second denoiser's too
-    # Patterns of layers that it makes in full precision, by pipeline, as far as that was read. Of some in FP8 vLLM-Omni
-    # and SGLang dequantize the codes, of NVFP4 they refuse them, and of block FP8 SGLang takes codes for weights.
+    one_config: bool = False  # whether it applies one denoiser's quantization_config to a second denoiser too
+    # Name patterns of layers that it builds unquantized, by pipeline, as far as its source was read. If stored in FP8,
+    # vLLM-Omni and SGLang dequantize some of these; NVFP4 they refuse; block FP8 SGLang uses without the scales.
     plain: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """Facts of a format: what can be read, what it can hold of an assignment, and the tool that opens it."""
+    """A file format of another tool: what is read, which parts of an assignment it can store, and what opens it."""
 
-    name: str  # of its module
-    reads: str | None = None  # the files or folders that are read, for people; None: none is
-    method: str = ""  # ``quant_method`` in a denoiser's config, which tells such a folder; "": the module tells
-    package: str | None = None  # which reads and writes the files, unless it is always there; an extra's name too
+    name: str  # the name of the format's module
+    reads: str | None = None  # a description of the files or folders that are read; None: the format is only written
+    method: str = ""  # ``quant_method`` in the denoiser's config of such a folder; "": see ``recognizes``
+    package: str | None = None  # an optional package that reads and writes the files; also the name of our extra
     consumer: str = ""  # the tool that opens what is written
-    tried: tuple[str, ...] = ()  # the packages with which a test opened it
-    formats: Mapping[str, str] = field(default_factory=dict)  # of weights, each with its way of inputs
-    inputs_in: Mapping[str, str] = field(default_factory=dict)  # formats whose inputs are quantized in another
+    tried: tuple[str, ...] = ()  # the packages with which a test opened the result
+    formats: Mapping[str, str] = field(default_factory=dict)  # weight formats written, and how inputs are computed
+    inputs_in: Mapping[str, str] = field(default_factory=dict)  # weight formats whose inputs have another format
     # the consumer's code that opens the result, with {folder}, {component} and {network} for the denoiser's place and
     # class, and {absent} for the components that are missing; or the steps that a person takes, by family
     loading: str | Mapping[str, tuple[str, ...]] = ""
     also: str = ""  # another tool that opens the folder, with {folder}, in Markdown
-    untried: str = ""  # where no test opens the result with the tool itself: what was read of it, and what it needs
-    broken: Mapping[str, str] = field(default_factory=dict)  # versions of packages that cannot open it, and what fails
-    weights_alone: frozenset[str] = frozenset()  # formats whose inputs may stay in fp16, whatever their way of inputs
-    convolutions: frozenset[str] = frozenset()  # formats that hold them; they may have four axes then
+    untried: str = ""  # if no test opens the result with the tool itself: how it was checked, and what it needs
+    broken: Mapping[str, str] = field(default_factory=dict)  # package versions that cannot open the result, and why
+    weights_alone: frozenset[str] = frozenset()  # weight formats whose inputs may also stay in fp16
+    convolutions: frozenset[str] = frozenset()  # weight formats also of convolutions, with four axes
     multiplied: frozenset[str] = frozenset()  # formats whose inputs may be multiplied by a pre_quant_scale
-    low_rank: bool = False  # whether a branch beside the weight is held
-    zero_point: bool = False  # whether inputs may be shifted
+    low_rank: bool = False  # whether a low-rank branch can be stored
+    zero_point: bool = False  # whether quantized inputs may have a zero point
     per_token: frozenset[str] = frozenset()  # formats whose inputs may be scaled per token; "static" is "per row" then
-    rotated: frozenset[str] = frozenset()  # formats whose weights may be those of rotated inputs, which it rotates
-    always_rotated: frozenset[str] = frozenset()  # formats whose inputs it rotates whatever the file says
-    per_channel: Mapping[str, bool] = field(default_factory=dict)  # formats that want one range, or one per channel
-    attention: bool = False  # whether attention's products are held
-    block: int = 1  # a weight's inputs are a multiple of it
-    multiples: Mapping[str, int] = field(default_factory=dict)  # formats both of whose weights' sides are multiples
-    layers: tuple[str, ...] = ()  # patterns of the layers that the consumer quantizes; none: it may quantize any
-    always: bool = False  # whether it computes those quantized alone, so that none of them may be left out
-    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # patterns of names that a format cannot hold
-    joined: bool = False  # whether layers that the model's authors store as one tensor are one there, of one format
-    # ends of names of layers that the consumer computes at once, in one format, with its names for them together
+    rotated: frozenset[str] = frozenset()  # weight formats with which the consumer can rotate inputs
+    always_rotated: frozenset[str] = frozenset()  # weight formats with which it always rotates inputs
+    per_channel: Mapping[str, bool] = field(default_factory=dict)  # weight formats: scales per channel, or only one
+    attention: bool = False  # whether quantized products of attention can be stored
+    block: int = 1  # the number of a weight's inputs has to be a multiple of this
+    multiples: Mapping[str, int] = field(default_factory=dict)  # the same for both sides of a weight, by format
+    layers: tuple[str, ...] = ()  # name patterns of the layers that the consumer quantizes; empty: any layer
+    always: bool = False  # whether all layers that match ``layers`` have to be quantized
+    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name patterns barred from a format
+    joined: bool = False  # whether layers stacked in the original checkpoint are one tensor, in one format
+    # name suffixes of layers that the consumer fuses to one, in one format, with its names of the fused layer
     fused: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
-    one_range: frozenset[str] = frozenset()  # formats of which layers that are joined or fused have one range
-    runtime: str | None = None  # of ``RUNTIMES``, which executes exported graphs; None: the format has no graphs
+    one_range: frozenset[str] = frozenset()  # formats in which joined or fused layers share one range
+    runtime: str | None = None  # key in ``RUNTIMES`` of what executes exported graphs; None: no graphs
     families: frozenset[str] | None = None  # None: all
-    # whether what is not quantized may be bf16 in place of fp16, or the denoisers' classes where it may
+    # whether unquantized tensors may be bf16 in place of fp16, or the denoiser classes for which they may
     bf16: bool | frozenset[str] = False
-    others: bool | None = True  # a pipeline's folder, with the other networks' weights or without; None: no folder
-    marks: bool = False  # whether tensors say how the model samples; False: a pipeline's folder does
+    others: bool | None = True  # a whole pipeline's folder, with other networks' weights or not; None: no folder
+    marks: bool = False  # whether marker tensors state how the model samples; False: scheduler configs do
     pads: bool = False  # whether a text is padded as the checkpoint was trained; False: it has CLIP's 77 tokens
     encoder: str = ""  # the step by which a person opens a quantized text encoder, with {component}
     networks: tuple[str, ...] = ()  # patterns of the classes of other networks that the consumer opens quantized
-    left_out: tuple[str, ...] = ()  # what else of the pipeline is not there
-    # what goes wrong where a person would not look for it, by the format of weights; "": in any
+    left_out: tuple[str, ...] = ()  # what else of the pipeline is missing in the result
+    # known problems in the consumer, by weight format; "": with any format
     traps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    policy: str = ""  # who reads how many first and last steps, {} each, multiply unquantized inputs; "": nobody
+    policy: str = ""  # text on which tools read the numbers {} of first and last steps with unquantized inputs
     servers: Mapping[str, Server] = field(default_factory=dict)  # the consumers, by name, where they are servers
 
     @property
@@ -122,26 +122,26 @@ class ForeignFormat:
         return partial(quantized_by, method=self.method) if self.method else self.module.recognizes
 
     def takes_per_token(self, name: str) -> bool:
-        """Whether inputs of a layer in the format ``name`` may be scaled per token by a recipe."""
+        """Return whether a recipe may scale the inputs of a layer in the format ``name`` per token."""
         return name in self.per_token or self.formats.get(name) in OWN_INPUTS
 
     def takes_inputs(self, name: str, inputs: str | None) -> bool:
-        """Whether a layer in the format ``name`` may have its inputs in the format ``inputs``, or as they are."""
+        """Return whether weights in the format ``name`` allow inputs in the format ``inputs``; None: unquantized."""
         expected = {self.inputs_in.get(name, name), *([None] if name in self.weights_alone else [])}
         return self.formats.get(name) not in (STATIC, IN_BLOCKS) or inputs in expected
 
     def takes_scales(self, name: str, per_row: bool, per_token: bool) -> bool:
-        """Whether a weight in the format ``name`` may have a scale for each row, or else one for all."""
+        """Return whether a weight in the format ``name`` may have a scale per row (``per_row``) or one in all."""
         by_row = per_token and self.formats.get(name) == STATIC  # then weights are scaled by row, as inputs are
         return by_row or self.per_channel.get(name, per_row) == per_row
 
     def refuses(self, where: str, name: str) -> str | None:
-        """Why the runtime of the graphs cannot execute the format ``name`` in ``where``; None where it can."""
+        """Return why the graphs' runtime cannot execute the format ``name`` for ``where``; None if it can."""
         return RUNTIMES[self.runtime].refuses(where, formats.FORMATS[name]) if self.runtime else None
 
 
 def facts_of(name: str) -> ForeignFormat:
-    """The ``FACTS`` in the source of a format's module, which is not executed."""
+    """Evaluate ``FACTS`` in the source of the format's module ``name``, without importing the module."""
     source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
     (facts,) = (
         statement.value
@@ -153,7 +153,7 @@ def facts_of(name: str) -> ForeignFormat:
 
 
 def with_graphs(facts: ForeignFormat) -> ForeignFormat:
-    """Facts of a pipeline of exported graphs, which hold all formats of the runtime."""
+    """Return ``facts`` completed for a pipeline of exported graphs, which store every format with an ONNX type."""
     held = [name for name, row in formats.FORMATS.items() if row.onnx_type]
     every = frozenset(held)
     return replace(
@@ -170,9 +170,9 @@ TARGETS = {name: facts for name, facts in FORMATS.items() if facts.formats}
 
 
 def format_of(path: Path) -> ForeignFormat:
-    """The one format of a third-party checkpoint.
+    """Return the format of a third-party checkpoint.
 
-    Raises ConfigError for a missing path or an unknown format, ArtifactError for a file of two formats, and
+    Raises ConfigError for a missing path or an unknown format, ArtifactError for a file that fits two formats, and
     ResourceError without the package that decodes it.
     """
     if not path.exists():

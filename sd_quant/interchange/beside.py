@@ -2,10 +2,10 @@
 
     y = layer(x) + (x down^T) up^T
 
-The second product is not rounded; factors of smoothing divide ``down``. Unquantized weights have the LoRA fused. A
-checkpoint holds the LoRA already where the difference of its weights to those without, projected on the LoRA's delta,
-is 1 times that, and not where it is 0 times: a rounding error points elsewhere. The road not taken is a knob, which
-would have to be right for each candidate.
+The second product is not rounded; ``down`` is divided by the layer's smoothing factors. LoRAs of unquantized weights
+are fused. Whether a checkpoint has a LoRA fused already is measured: the projection of (its weights - weights without
+the LoRA) on the LoRA's delta is near 1 if fused and near 0 if not, as rounding errors are almost orthogonal to the
+delta. Alternative not taken: a knob, which would have to be right for each candidate.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ WITHIN = 0.25  # of 0 or 1: how near the share of the LoRA in a checkpoint's wei
 
 
 def adapted_of(checkpoint: Checkpoint) -> dict[str, AdaptedTensor]:
-    """Weights of the denoiser that LoRAs change, by the layers' names."""
+    """Return the denoiser's weights that the checkpoint's LoRAs change, by layer name."""
     return adapted_in(checkpoint, denoiser_part(checkpoint).component)
 
 
 def holds_loras(denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer], checkpoint: Checkpoint) -> bool:
-    """Whether the weights of ``denoiser`` include the LoRAs of ``checkpoint``; ``plain`` is ``unfolded`` of it.
+    """Return whether ``denoiser``'s weights include the LoRAs of ``checkpoint``; ``plain`` is ``unfolded(denoiser)``.
 
-    Raises ConfigError for another strength than 0 or 1.
+    Raises ConfigError unless the LoRAs' strength in the weights is near 0 or 1.
     """
     product = size = 0.0
     for name, each in adapted_of(checkpoint).items():
@@ -58,10 +58,10 @@ def holds_loras(denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer]
 def with_loras(
     denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer], checkpoint: Checkpoint
 ) -> QuantizedDenoiser:
-    """The network with the LoRAs of ``checkpoint`` beside it, without its ``runtime``. ``plain`` is ``unfolded`` of it.
+    """Return ``denoiser`` without ``runtime``, with the LoRAs of ``checkpoint``; ``plain`` is ``unfolded(denoiser)``.
 
-    Raises ConfigError for norms, for convolutions with rounded inputs, and for smoothing that is folded into the
-    modules in front, whose outputs a LoRA does not fit.
+    Raises ConfigError for a LoRA of a norm, of a convolution with rounded inputs, or of a layer whose smoothing is
+    folded into the preceding module, because the layer's input then differs from the LoRA's.
     """
     adapted = adapted_of(checkpoint)
     quantized = [name for name in adapted if name in denoiser.layers]
@@ -89,7 +89,7 @@ def with_loras(
 
 
 def layer_with(layer: QuantizedLayer, adapted: AdaptedTensor) -> QuantizedLayer:
-    """A quantized layer with all updates of its weight beside it."""
+    """Add all LoRA updates of a quantized layer: to its weight, or as a branch if its inputs are rounded."""
     if layer.inputs is None:
         return replace(layer, weight=AdaptedTensor(layer.weight, adapted.updates))
     up, down = factors_of(adapted)
@@ -104,5 +104,5 @@ def layer_with(layer: QuantizedLayer, adapted: AdaptedTensor) -> QuantizedLayer:
 
 
 def beside(first, second, axis: int) -> LazyTensor:
-    """Two factors as one, joined along the axis of their ranks."""
+    """Concatenate two low-rank factors along ``axis``, the axis of their ranks."""
     return lazy(torch.cat([first.read().float(), second.read()], axis))

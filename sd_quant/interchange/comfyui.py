@@ -1,18 +1,18 @@
 """Single safetensors files for ComfyUI: the denoiser or the whole model, with scales or merely cast to eight bits.
 
-A linear's mark is the tensor ``X.comfy_quant``, JSON in bytes, or an entry of the header's ``_quantization_metadata``,
-see ``comfyui_marks``. Older files have one tensor ``scaled_fp8`` (two numbers: unquantized inputs) and the names
-``scale_weight`` and ``scale_input``, all of float8_e4m3fn. A weight in eight bits without a mark is multiplied as it is
-stored. Sources: ComfyUI's ``ops.py`` and ``utils.py``.
+A quantized linear ``X`` is marked by JSON bytes in a tensor ``X.comfy_quant`` or by an entry of the header's
+``_quantization_metadata``, see ``comfyui_marks``. Older files have one tensor ``scaled_fp8`` (two numbers: unquantized
+inputs) and scales ``scale_weight`` and ``scale_input``, always of float8_e4m3fn. A weight in eight bits without a mark
+is multiplied as it is stored. Sources: ComfyUI's ``ops.py`` and ``utils.py``.
 
-A denoiser is written with its authors' keys and marks in tensors, which ComfyUI finds with a prefix and without, unlike
-the header's. ``full_precision_matrix_mult`` marks unquantized inputs of formats ``AS_ASSIGNED``; else ComfyUI rounds
-them. Zeros of awq_w4a16 are 0. Convolutions are fp16, as ComfyUI has no quantized ones. SDXL is written whole, behind
-the prefixes of its four networks. A T5 is a file of its own with transformers' names; ComfyUI looks for marks in no
-CLIP and in no autoencoder of images. With diffusers' keys ComfyUI loses marks and scales.
+A denoiser is written with the original checkpoint's tensor names and with marks as tensors, which ComfyUI finds with
+and without a name prefix, unlike marks in the header. ``full_precision_matrix_mult`` marks unquantized inputs in
+formats ``AS_ASSIGNED``; without it ComfyUI rounds inputs. The zeros of awq_w4a16 are 0. Convolutions are fp16, as
+ComfyUI quantizes none. SDXL is written whole, with the prefixes of its four networks. A T5 is a separate file with
+transformers' names; ComfyUI looks for marks in no CLIP and no VAE. With diffusers' names it loses marks and scales.
 
-The roads not taken: guessing formats from names of scales, which two tools use differently and ComfyUI ignores; and
-calling comfy-kitchen, which picks a kernel by the machine.
+Alternatives not taken: guessing formats from the names of scales, which two tools use differently and ComfyUI ignores;
+and calling comfy-kitchen, which picks a kernel by the machine.
 """
 
 from collections.abc import Collection, Mapping
@@ -79,7 +79,7 @@ FACTS = ForeignFormat(
     rotated=frozenset({"int8", "int4_per_row", "int4_in_int8"}),
     always_rotated=frozenset({"int4_per_row", "int4_in_int8"}),
     per_channel={"fp8": False, "int4_per_row": True},
-    multiples={"int4_per_row": 64},  # of its inputs, by the kernels
+    multiples={"int4_per_row": 64},  # of inputs, in the kernels
     excluded=dict.fromkeys(  # by the shape of their weight ComfyUI tells models and their sizes apart
         ("nvfp4", "int4_per_row", "int4_in_int8", "int4"),
         (
@@ -93,7 +93,7 @@ FACTS = ForeignFormat(
             "proj_out",
         ),
     )
-    | {"mxfp8": ("context_embedder", "x_embedder", "proj_out")},  # whose outputs it counts: padding would add some
+    | {"mxfp8": ("context_embedder", "x_embedder", "proj_out")},  # padding would add to the outputs that it counts
     joined=True,
     one_range=frozenset({"fp8", "nvfp4"}),
     families=UNETS | {"sd3", "flux", "pixart"},
@@ -141,7 +141,7 @@ Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without
 
 
 def recognizes(path: Path) -> bool:
-    """Whether ``path`` is a safetensors file of a denoiser or with ComfyUI's marks."""
+    """Return whether ``path`` is a safetensors file with ComfyUI's marks, or a denoiser's without foreign scales."""
     tensors, metadata = header_of(path)
     if any(name.endswith(FOREIGN) for name in tensors):
         return False
@@ -151,12 +151,12 @@ def recognizes(path: Path) -> bool:
 
 
 def is_marked(tensors: Collection[str], metadata: Collection[str]) -> bool:
-    """Whether a file with these names of tensors and of metadata has ComfyUI's marks."""
+    """Return whether names of tensors or of metadata entries include ComfyUI's marks."""
     return METADATA in metadata or any(name.endswith((f".{MARK}", OLD_MARK)) for name in tensors)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a safetensors file for ComfyUI. Raises ArtifactError for a layer with two marks too."""
+    """Return the denoiser in a file for ComfyUI. Raises ArtifactError for unknown, damaged or contradicting marks."""
     tensors, metadata = read_header(whole_file(path))
     names, unknown = denoiser_tensors(tensors)
     found = {name: tensors[full] for name, full in names.items()}
@@ -179,17 +179,17 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def cast(stored: Readable, path: Path, name: str) -> LazyTensor:
-    """A tensor that is stored in eight bits, in fp32."""
+    """Return an FP8 tensor without scales as fp32, converted and checked for NaN and infinity at each read."""
     return LazyTensor(tuple(stored.shape), torch.float32, lambda: finite(stored.read().float(), path, name))
 
 
 def marks_in(
     path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, Any], whole: bool
 ) -> tuple[Marks, bool]:
-    """The mark of each quantized layer of the denoiser, and whether the marks are of the older kind.
+    """Return the mark of each quantized layer of the denoiser, and whether the file has the older ``scaled_fp8``.
 
-    Names of ``tensors`` are without the prefix, names in the metadata have it in a ``whole`` file. Raises ArtifactError
-    for contradicting marks and unknown formats.
+    Names of ``tensors`` have no prefix; names in the metadata of a ``whole`` model have one. Raises ArtifactError
+    for contradicting marks, unknown formats and unknown entries.
     """
     suffix = f".{MARK}"
     single = {name.removesuffix(suffix): read_mark(path, name, each) for name, each in tensors.items()
@@ -228,7 +228,7 @@ def marks_in(
 
 
 def read_mark(path: Path, name: str, tensor: StoredTensor) -> Mapping[str, Any]:
-    """The JSON in a tensor ``comfy_quant``. Raises ArtifactError when it is none."""
+    """Return the JSON in a tensor ``comfy_quant``. Raises ArtifactError for a tensor other than short uint8 JSON."""
     if tensor.dtype != torch.uint8 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_MARK:
         raise ArtifactError(
             f"{path}: {name[:200]!r} is {tensor.dtype} {list(tensor.shape)}; expected JSON in at most {MAX_MARK} "
@@ -238,7 +238,7 @@ def read_mark(path: Path, name: str, tensor: StoredTensor) -> Mapping[str, Any]:
 
 
 def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> Marks:
-    """The denoiser's marks in the header; those of other networks are left out."""
+    """Return the denoiser's marks in the header, without other networks'. Raises ArtifactError for a broken entry."""
     header = read_object(f"{path}: {METADATA}", metadata[METADATA])
     if (version := header.get("format_version", VERSION)) != VERSION:
         raise ArtifactError(
@@ -261,7 +261,7 @@ def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> M
 def marked_tensors(
     path: Path, tensors: Mapping[str, StoredTensor], marks: Marks, old: bool
 ) -> tuple[dict[str, Marked], set[str]]:
-    """Marked layers that have a weight, and the names of marks and of all their tensors but weights."""
+    """Return marked layers with a weight, and the names of all marks and of the layers' tensors except weights."""
     new_names = OLD_NAMES if old else {}
     found: dict[str, dict[str, StoredTensor]] = {layer: {} for layer in marks}
     used = {OLD_MARK} if old else set()
@@ -289,10 +289,10 @@ def marked_tensors(
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Write the denoiser, of SDXL the other networks too, into a file in ``folder``. Returns its path."""
+    """Write the denoiser, or all networks of an SDXL, to a file in ``folder``, and return the file's path."""
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
-    alone = isinstance(checkpoint, OtherNetwork)  # of a text encoder weights are dequantized, and inputs stay
+    alone = isinstance(checkpoint, OtherNetwork)  # ComfyUI dequantizes a text encoder's weights and leaves inputs
     formats = dict.fromkeys(FACTS.formats, AS_ASSIGNED) if alone else FACTS.formats
     for stored, layers in joined.items():
         tensors = tensors_of(checkpoint, layers, formats)

@@ -1,6 +1,6 @@
-"""The marks of ComfyUI: tensors of a quantized linear, and how its inputs are rounded.
+"""ComfyUI's formats of quantized linears: their tensors, and how inputs are rounded.
 
-A row of ``METHODS`` each, from ComfyUI's ``ops.py`` and ``quant_ops.py``; N outputs, K inputs, g inputs in a group:
+One entry of ``METHODS`` each, from ComfyUI's ``ops.py`` and ``quant_ops.py``; N outputs, K inputs, g inputs in a group:
 
 | format          | X.weight         | X.weight_...                                               | inputs          |
 |-----------------|------------------|------------------------------------------------------------|-----------------|
@@ -14,16 +14,16 @@ A row of ``METHODS`` each, from ComfyUI's ``ops.py`` and ``quant_ops.py``; N out
 |                 | or [N, 3 K / 4]  | correction [K/g, N] or none                                |                 |
 | awq_w4a16       | INT8 [N, K / 2]  | scale, zeros [K/g, N]                                      | as they are     |
 
-A byte of NVFP4 has the first number in the high half, unlike ONNX's and ModelOpt's; sides are padded to multiples of
-16, MXFP8's to 32. All others have the first number in the low half: convrot_w4a4's are signed, awq_w4a16's are
-(code - 8) * scale + zeros. Levels of asym_w4a8_int8, of the codebook or code - 8, times s_rel are rounded to INT8, then
-multiplied by s_channel; in six bits, code - 32, a byte behind all lower bits has the two upper bits of four codes. A
-correction is added at the end, with unquantized inputs: comfy-kitchen computes and saves it, ComfyUI's loader omits it.
+NVFP4 has the first of two numbers in the high half of a byte, unlike ONNX and ModelOpt; both sides are padded to
+multiples of 16, MXFP8's to 32. All other formats have the first number in the low half. convrot_w4a4 is signed,
+awq_w4a16 is (code - 8) * scale + zeros. asym_w4a8_int8 has numbers from the codebook or code - 8: times s_rel they are
+rounded to INT8, then multiplied by s_channel. In six bits numbers are code - 32; behind all lower bits, a byte has the
+upper bits of four codes. A correction is added last, with unquantized inputs: comfy-kitchen saves it, ComfyUI omits it.
 
-With ``full_precision_matrix_mult`` inputs are not quantized. With ``convrot``, always in the two formats of four bits,
-groups of inputs are rotated by the matrix of ``quantization.rotation``, and codes are of the rotated weight.
-``linear_dtype`` int8 means INT8 inputs of convrot_w4a4, for GPUs without INT4 products.
-Formulas are those of comfy-kitchen's ``backends/eager``, in fp32.
+With ``full_precision_matrix_mult`` inputs are not quantized. With ``convrot``, always on in convrot_w4a4 and
+asym_w4a8_int8, groups of inputs are rotated by the matrix of ``quantization.rotation``, and the weight is stored
+rotated. ``linear_dtype`` int8 means INT8 inputs of convrot_w4a4, for GPUs without INT4 products. Formulas are those of
+comfy-kitchen's ``backends/eager``, in fp32.
 """
 
 import json
@@ -70,10 +70,10 @@ FLOAT8 = {torch.float8_e4m3fn: FP8, torch.float8_e5m2: "float8_e5m2"}
 HIGH = "full_precision_matrix_mult"
 HARMLESS = {"format", HIGH, "orig_dtype", "orig_shape"}  # entries of a mark
 ROTATING = frozenset({"convrot", "convrot_groupsize", "params"})
-LARGEST_GROUP = 1024  # that is rotated; ComfyUI's is 256
+LARGEST_GROUP = 1024  # largest number of inputs rotated together; ComfyUI has 256
 INT8 = RowInteger(smallest=1e-30)  # quantize_int8_rowwise
 INT4 = RowInteger(-7, 7, smallest=1e-10 / 7)  # quantize_signed_int4_rowwise
-NVFP4_MULTIPLE, MXFP8_BLOCK = 16, 32  # of the sides of a stored weight
+NVFP4_MULTIPLE, MXFP8_BLOCK = 16, 32  # both sides of a stored weight are multiples
 W4A8, SIX_BITS_MULTIPLE = "asym_w4a8_int8", 32
 E8M0_BIAS, LARGEST_E8M0 = 127, 254
 MANTISSA = 23  # bits of fp32's
@@ -83,24 +83,24 @@ Mark = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Method:
-    """A format of ComfyUI: its tensors and inputs."""
+    """A quantized format of ComfyUI: its tensors, the rounding of inputs, and the entries of its marks."""
 
     layout: Layout
     inputs: Callable[["Marked"], Inputs | None]
     entries: frozenset[str] = frozenset()  # of a mark
     rotates: bool = False  # always
-    group: int = 1  # of inputs with one scale, where the mark names none; 1: it never does
+    group: int = 1  # default number of inputs per scale; 1: not in groups
     says: Mark = field(default_factory=dict)  # entries of every mark that is written
 
     @property
     def ends(self) -> set[str]:
-        """Ends of the names of the tensors."""
+        """The suffixes of the tensors' names."""
         return {piece.end for piece in self.layout.pieces}
 
 
 @dataclass(frozen=True)
 class Marked(Coded):
-    """Tensors and mark of a linear. Methods raise ArtifactError for an invalid entry of the mark."""
+    """A linear with ComfyUI's mark. Methods raise ArtifactError for an invalid entry of the mark."""
 
     counted = "weight"
     mark: Mark
@@ -126,19 +126,19 @@ class Marked(Coded):
         return inputs
 
     def unpacked(self) -> Shape:
-        """The shape of the numbers; of six bits by the shape of the scales, as bytes alone do not tell it."""
+        """Return the weight's shape; asym_w4a8_int8's follows from its scales, as bytes may hold four or six bits."""
         shape, scales = tuple(self.own.tensors["weight"].shape), self.own.tensors.get("weight_s_rel")
         if self.mark["format"] == W4A8 and scales is not None and len(scales.shape) == len(shape) == 2:
             return shape[0], scales.shape[1] * self.group()
         return self.method.layout.unpacked(shape)
 
     def entry(self, name: str, usual: Any = None) -> Any:
-        """An entry of the mark, or of the ``params`` in it."""
+        """Return an entry of the mark or of the mark's ``params``, or else ``usual``."""
         inner = self.mark.get("params", {})
         return {**(inner if isinstance(inner, Mapping) else {}), **self.mark}.get(name, usual)
 
     def group(self) -> int:
-        """How many inputs of a row have one scale."""
+        """Return the number of consecutive inputs that share a scale."""
         group = self.entry("group_size", self.method.group)
         fits = type(group) is int and 4 <= group <= LARGEST_GROUP
         if not fits or self.mark["format"] == W4A8 and 16 % group and group % 16:
@@ -147,7 +147,7 @@ class Marked(Coded):
         return group
 
     def rotation(self) -> int:
-        """How many inputs are rotated together, 0 for none."""
+        """Return the number of inputs that are rotated together, 0 without a rotation."""
         if not self.entry("convrot", self.method.rotates):
             if self.method.rotates:
                 raise self.refusal("no convrot", f"it of {self.mark['format']}, which ComfyUI rotates all the same")
@@ -160,7 +160,7 @@ class Marked(Coded):
         return group
 
     def linear_dtype(self) -> str:
-        """Number format of convrot_w4a4's inputs. Raises ArtifactError for scales in groups too: no GPU has them."""
+        """Return convrot_w4a4's input format. Raises ArtifactError unless int4 or int8 with quant_group_size 64."""
         found = self.entry("linear_dtype", "int4")
         if found not in ("int4", "int8") or self.entry("quant_group_size", 64) != 64:
             what = f"linear_dtype {ascii(found)[:100]} or another quant_group_size than 64"
@@ -186,13 +186,13 @@ class Marked(Coded):
 
 
 def four_bits(packed: Tensor) -> Tensor:
-    """Unsigned codes [rows, K] of bytes whose low half has the first."""
+    """Unpack unsigned 4-bit codes [rows, K] from bytes with the first code in the low half."""
     packed = packed.view(torch.uint8)
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
 
 
 def levels(packed: Tensor, shape: Shape) -> Tensor:
-    """asym_w4a8_int8's numbers of four or six bits, fp32."""
+    """Unpack asym_w4a8_int8's signed numbers of four or six bits to fp32."""
     bits, columns = 8 * packed.shape[1] // shape[1], shape[1]
     packed = packed.view(torch.uint8)
     codes = four_bits(packed[:, : columns // 2])
@@ -203,19 +203,19 @@ def levels(packed: Tensor, shape: Shape) -> Tensor:
 
 
 def in_high_half_first(codes: Tensor) -> Tensor:
-    """Codes of four bits, the first in the high half of a byte, padded to multiples of 16."""
+    """Pack 4-bit codes, the first in the high half of a byte, with both sides padded to multiples of 16."""
     rows, columns = codes.shape
     padded = F.pad(codes, (0, -columns % NVFP4_MULTIPLE, 0, -rows % NVFP4_MULTIPLE))
     return padded[:, ::2] << 4 | padded[:, 1::2]
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """The numbers of E8M0's codes, fp32; 0 for code 0, as comfy-kitchen has it."""
+    """Decode E8M0 codes to fp32; code 0 is the number 0, as in comfy-kitchen."""
     return (exponents.to(torch.int32) << MANTISSA).view(torch.float32)
 
 
 def e8m0(codes: Tensor, scales: Tensor) -> Tensor:
-    """Exponents plus 127 of powers of two [rows, blocks], uint8; 0 for a block of zeros, as in comfy-kitchen."""
+    """Encode power-of-two scales [rows, blocks] as E8M0, uint8; 0 for a block of zeros, as in comfy-kitchen."""
     zeros = codes.float().unflatten(1, (-1, MXFP8_BLOCK)).eq(0).all(-1)
     return torch.where(zeros, 0, scales.view(torch.int32) >> MANTISSA).to(torch.uint8)
 
@@ -243,7 +243,7 @@ MAYBE_BYTES = Packing(lambda stored, shape: stored.view(E4M3) if stored.dtype ==
 
 
 def rounded_product(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
-    """asym_w4a8_int8's weight, whose products of levels and the scales of groups are INT8."""
+    """Compute asym_w4a8_int8's weight: round(numbers * s_rel) to INT8, times s_channel, plus any correction."""
     by_end = {piece.end.removeprefix("weight_"): each.float() for piece, each in found.items()}
     numbers = by_end["weight"]
     if "codebook" in by_end:
@@ -272,7 +272,7 @@ def nvfp4_inputs(marked: Marked) -> Inputs:
 
 @dataclass(frozen=True)
 class Mxfp8:
-    """Inputs in E4M3, in blocks of 32 with scales that are powers of two: ``quantize_mxfp8``."""
+    """Rounding of inputs to E4M3 in blocks of 32 with power-of-two scales: ``quantize_mxfp8``."""
 
     def __call__(self, x: Tensor) -> Tensor:
         blocks = in_blocks(x, MXFP8_BLOCK)
@@ -378,7 +378,7 @@ def mark_of(layer: LayerAssignment, inputs: str) -> Mark:
 
 
 def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers, formats: Mapping[str, str]) -> dict[str, Readable]:
-    """The tensors of a quantized linear in place of its weight; ``formats`` are those of ``ForeignFormat``."""
+    """Return a quantized linear's tensors by the suffixes of their names; ``formats`` as in ``ForeignFormat``."""
     method = METHODS[WRITTEN[layers.first.format]]
     mark = json.dumps(mark_of(layers.first, formats[layers.first.format])).encode()
     tensors = method.layout.in_groups(method.group).of_joined(checkpoint, layers)

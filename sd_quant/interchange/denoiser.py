@@ -1,7 +1,7 @@
-"""A quantized denoiser, from a file of another tool or an assignment: the numbers of its codes, and the network.
+"""A denoiser quantized by another tool or by an assignment: dequantized weights, input rounding and the network.
 
-Likewise a text encoder or an autoencoder in the denoiser's place, see ``models.checkpoint.OtherNetwork``. Names are
-diffusers', a text encoder's transformers'.
+A text encoder or VAE may take the denoiser's place, see ``models.checkpoint.OtherNetwork``. Layers have diffusers'
+names, a text encoder's transformers' names.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,11 +26,11 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """One layer whose weight is quantized."""
+    """A linear or convolution with a quantized weight."""
 
-    format: str  # of its weight, in the words of the tool: Q4_K, float8_e4m3fn, nf4
+    format: str  # the weight's format, in the tool's terms: Q4_K, float8_e4m3fn, nf4
     scales: str  # how many numbers share one: "1 for 32 numbers", "1 for a row", "1 for all"
-    stored_bytes: int  # of all that is stored for the weight: codes, scales, a low-rank branch
+    stored_bytes: int  # all that is stored for the weight: codes, scales, a low-rank branch
     weight: Readable  # the floating-point weight that is multiplied, in diffusers' shape, with the branch added
     inputs: Inputs | None = None  # None: inputs stay as they are
     # up [out, rank] and down [rank, in]; part of ``weight``, but multiplied with smoothed inputs that are not rounded
@@ -38,38 +38,38 @@ class QuantizedLayer:
 
     @property
     def bits(self) -> float:
-        """Effective bits of a weight."""
+        """Stored bits per weight, with scales and a low-rank branch."""
         return 8 * self.stored_bytes / prod(self.weight.shape)
 
 
 @dataclass(frozen=True)
 class QuantizedDenoiser:
-    """A denoiser with quantized layers. No weight is in memory."""
+    """A denoiser with quantized layers; weights are read on demand."""
 
-    path: Path  # of the file or folder, or of the checkpoint whose assignment is held
+    path: Path  # the file or folder that was read, or the checkpoint of an assignment
     format: str  # a name of ``interchange.FORMATS``
     maker: str  # the tool with its version, as far as the file says, for people: "GGUF 3", "SDNQ 0.2.8"
     layers: Mapping[str, QuantizedLayer]
     parameters: Mapping[str, Readable] = field(repr=False)  # all others
-    stored_bytes: int = 0  # of all parameters
+    stored_bytes: int = 0  # of all parameters, quantized weights included
     marks: tuple[str, ...] = ()  # tensors that say how it samples, see ``sampling``
-    # how inputs are rounded of modules that are no quantized layers, such as norms
+    # rounding of inputs of modules other than quantized layers, such as norms
     rounded: Mapping[str, Inputs] = field(default_factory=dict, repr=False)
-    # Opens the network with the tool's own library; None where that is not installed or cannot compute on a processor.
+    # Opens the network with the tool's own library; None if it is not installed or cannot compute on a CPU.
     # May raise anything.
     runtime: Callable[[], nn.Module] | None = field(default=None, repr=False)
     precise_ends: tuple[int, int] = (0, 0)  # how many first and last steps multiply unquantized inputs
 
     @property
     def bits(self) -> float:
-        """Effective bits of a weight, averaged over all parameters."""
+        """Stored bits per weight, averaged over all parameters."""
         count = sum(prod(layer.weight.shape) for layer in self.layers.values())
         count += sum(prod(each.shape) for each in self.parameters.values())
         return 8 * self.stored_bytes / count
 
 
 def weights_alone(denoiser: QuantizedDenoiser) -> QuantizedDenoiser:
-    """``denoiser`` with unquantized inputs, which are still smoothed."""
+    """Return ``denoiser`` without rounding of inputs; smoothing factors still multiply inputs."""
 
     def unrounded(layer: QuantizedLayer) -> QuantizedLayer:
         return replace(layer, inputs=replace(layer.inputs, then=None) if isinstance(layer.inputs, Multiplied) else None)
@@ -81,9 +81,9 @@ def weights_alone(denoiser: QuantizedDenoiser) -> QuantizedDenoiser:
 def checked_whole(
     denoiser: QuantizedDenoiser, checkpoint: Checkpoint, unknown: Collection[str] = ()
 ) -> QuantizedDenoiser:
-    """The denoiser itself. Raises ArtifactError unless it is the whole denoiser of ``checkpoint`` and nothing else.
+    """Return ``denoiser``. Raises ArtifactError unless its tensors are exactly those of the denoiser of ``checkpoint``.
 
-    ``unknown`` are further names of its file that no reader understands.
+    ``unknown`` are further names in the denoiser's file that its reader does not understand.
     """
     expected = {name: tuple(each.shape) for name, each in needed(empty_denoiser(checkpoint)).items()}
     found: dict[str, Readable] = {f"{name}.weight": layer.weight for name, layer in denoiser.layers.items()}
@@ -110,14 +110,14 @@ def checked_whole(
 
 
 def needed(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a network needs, tied ones under the name in files."""
+    """Return the tensors that a network needs; a tied tensor has only the name that files give it."""
     return {name: tensor for name, tensor in network.state_dict().items() if name not in TIED}
 
 
 def with_denoiser(part: nn.Module, checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> nn.Module:
-    """``part``, the wrapped denoiser of ``checkpoint``, changed in place to compute ``denoiser`` in fp32.
+    """Change ``part``, the wrapped denoiser of ``checkpoint``, in place to compute ``denoiser`` in fp32.
 
-    One quantized weight is read at a time.
+    Returns ``part``. One quantized weight is read at a time.
     """
     network = denoiser_of(checkpoint, part)
     for name, tensor in needed(network).items():
@@ -136,9 +136,9 @@ def with_denoiser(part: nn.Module, checkpoint: Checkpoint, denoiser: QuantizedDe
 def quantize_inputs(
     layer: nn.Module, inputs: Inputs, branch: tuple[Readable, Readable] | None
 ) -> list[RemovableHandle]:
-    """Hook ``inputs`` into ``layer``; the ``branch`` multiplies the rounding error, so that it reads unrounded inputs.
+    """Register hooks on ``layer`` that round its inputs by ``inputs``, and return the hooks' handles.
 
-    Returns the hooks' handles.
+    As the weight includes the ``branch``, it also multiplies the rounding error: its own inputs are unrounded.
     """
     up, down = (None, None) if branch is None else (each.read().float() for each in branch)
     taken: list[Tensor] = []
@@ -157,7 +157,7 @@ def quantize_inputs(
 
 
 def input_ranks(checkpoint: Checkpoint) -> dict[str, int]:
-    """The number of axes of each linear's input; no weight is read."""
+    """Return the number of axes of each linear's input, from a run on the meta device that reads no weight."""
     from sd_quant.export.tracing import example_shapes
 
     contract = denoiser_part(checkpoint).contract

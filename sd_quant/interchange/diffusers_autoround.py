@@ -12,17 +12,17 @@ they have bits, so that both sides of a weight have to be multiples of 32.
 | auto_round, auto_round:gptqmodel      | the same               | the same               | as it is               |
 | auto_round:auto_awq                   | [K, N bits / 32]       | the same               | as it is               |
 
-The last has eight numbers of a row in ``AWQ_ORDER``. A symmetric weight has the middle as zero point, 8 of 4 bits, and
-some kernels read none: any other is refused, and so are zero points of the other convention. The config alone says
-which layers are quantized, and how: those below ``block_name_to_quantize``, and others by name or regular expression in
-``extra_config``.
+auto_awq stores each eight numbers of a row in ``AWQ_ORDER``. A symmetric weight's zero point is the middle code (8 for
+4 bits), and some kernels ignore the stored one: a file with any other zero point is refused, also one of the other
+convention. The config alone says which layers are quantized, and how: those below ``block_name_to_quantize``, and
+others by name or regular expression in ``extra_config``.
 
 INT4 is written in groups of 64 and INT8 with a scale for a row, symmetric, as auto_round:auto_gptq, which SGLang and
 vLLM-Omni read too. Sources: auto-round 0.16.1 (``inference/convert_model.py``, ``utils/bit_packing.py``,
 ``auto_round_extension/torch``).
 
-The roads not taken: bits and groups by shapes, as AutoRound makes layers by the config before it sees a file; and its
-FP8, MXFP and NVFP layers, which are files of other libraries.
+Alternatives not taken: deriving bits and groups from shapes, as AutoRound builds layers from the config alone; and
+reading its FP8, MXFP and NVFP layers, which are files of other libraries.
 """
 
 import re
@@ -81,7 +81,7 @@ MOST_STARS = 4  # in one: the time to match it grows with their power
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer is stored; defaults are AutoRound's."""
+    """Storage of a layer: bits, group size and symmetry; defaults are AutoRound's."""
 
     bits: Annotated[int, between(1, 32)] = 4
     group_size: Annotated[int, between(-1, 2**31)] = 128  # numbers of a row with one scale; -1: all
@@ -91,7 +91,7 @@ class Scheme:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as AutoRound's torch layers compute it, fp32."""
+    """Return the denoiser in ``path`` as AutoRound's torch layers compute it, in fp32."""
     folder = Folder(path, checkpoint)
     packing = PACKINGS.get(name) if isinstance(name := folder.config.get("packing_format", GPTQ), str) else None
     if packing is None:
@@ -117,7 +117,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def schemes_of(folder: Folder, found: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Scheme]]:
-    """Each linear of the config with its scheme; without a list of blocks, those ``found`` in the weights.
+    """Yield each linear that the config covers with its scheme; without a list of blocks, the linears in ``found``.
 
     Raises ConfigError for an entry of another type or without a decoder here.
     """
@@ -147,15 +147,15 @@ def schemes_of(folder: Folder, found: Mapping[str, LayerTensors]) -> Iterator[tu
 
 
 def scheme_of(folder: Folder, given: Mapping[str, object], usual: Scheme) -> Scheme:
-    """``usual`` with the entries of ``given`` that are not null."""
+    """Return ``usual`` updated with the entries of ``given`` that are not null."""
     stated = {name: value for name, value in given.items() if value is not None}
     return folder.checked(stated, usual)
 
 
 def blocks_of(folder: Folder) -> tuple[str, ...] | None:
-    """Beginnings of names of layers that are quantized unless ``extra_config`` differs; None without an entry.
+    """Return name prefixes of layers that are quantized unless ``extra_config`` differs; None without an entry.
 
-    Raises ConfigError for anything but text, a list of texts, or a list of such lists.
+    Raises ConfigError for anything except a text, a list of texts, or a list of such lists.
     """
     given = next((folder.config[name] for name in BLOCKS if folder.config.get(name) is not None), None)
     if given is None:
@@ -174,7 +174,7 @@ def blocks_of(folder: Folder) -> tuple[str, ...] | None:
 
 
 def stored_layer(stored: LayerTensors, shape: tuple[int, ...], scheme: Scheme, packing: str) -> QuantizedLayer:
-    """A linear with a weight of ``shape`` [N, K]. Raises ArtifactError or ConfigError for what does not fit it."""
+    """Return a linear [N, K]. Raises ArtifactError for misfit tensors, ConfigError for an unsupported ``scheme``."""
     (rows, columns), bits = shape, scheme.bits
     group = columns if scheme.group_size == -1 else scheme.group_size
     if scheme.data_type != "int" or (scheme.act_bits or 16) < 16 or bits == 1:
@@ -197,7 +197,7 @@ def stored_layer(stored: LayerTensors, shape: tuple[int, ...], scheme: Scheme, p
 
 
 def layout_of(bits: int, group: int, packing: str) -> Layout:
-    """The layout of a linear with a scale for a ``group`` of inputs."""
+    """Return the layout of a linear with one scale per ``group`` of inputs."""
     less, middle = int(packing == GPTQ), 2 ** (bits - 1)  # by how much less than it is a zero point is stored
     along_inputs = Packing(
         lambda words, shape: unpacked(words, bits).T, lambda codes: packed(codes.T.int() + middle, bits)
@@ -218,7 +218,7 @@ def layout_of(bits: int, group: int, packing: str) -> Layout:
 
 
 def symmetric(own: LayerTensors, bits: int, packing: str, *given: Any) -> Tensor:
-    """A symmetric weight. Raises ArtifactError for other zero points than the middle."""
+    """Dequantize a symmetric weight. Raises ArtifactError for a zero point other than the middle code."""
     layout, found, shape = given
     (zeros,) = (each for piece, each in found.items() if piece.holds == ZEROS)
     if len(wrong := zeros[zeros != 2 ** (bits - 1)]):
@@ -230,7 +230,7 @@ def symmetric(own: LayerTensors, bits: int, packing: str, *given: Any) -> Tensor
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The numbers, uint8, of int32 words along the first axis."""
+    """Unpack numbers of ``bits`` bits, uint8, from int32 words along the first axis."""
     whole = lcm(bits, WORD)  # bits, after which a number and a word begin together
     blocks = words.unflatten(0, (-1, whole // WORD)).long() & 2**WORD - 1
     numbers = []
@@ -247,26 +247,26 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Write the denoiser into the pipeline ``folder`` and its config, with scales in fp16."""
+    """Write the denoiser and its config into the pipeline ``folder``, with scales in fp16."""
     tensors = with_coded_weights(checkpoint, assignment, tensors_of)
     return write_folder(checkpoint, folder, tensors, config_of(quantized(assignment), weight_shapes(checkpoint)))
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
-    """The tensors of a quantized linear by the names that they have in the file."""
+    """Return the tensors of a quantized linear by their names in the file."""
     number = FORMATS[layer.format]
     return layout_of(number.bits, number.block or layer.weight_shape[1], GPTQ).tensors(checkpoint, layer)
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
-    """The reverse of ``unpacked``, for widths that divide a word."""
+    """Pack numbers into int32 words, the inverse of ``unpacked``, for widths that divide 32."""
     places = torch.arange(0, WORD, bits).view(-1, *(1 for _ in numbers.shape[1:]))
     words = (numbers.long().unflatten(0, (-1, WORD // bits)) << places).sum(1)
     return (words - ((words >> WORD - 1) << WORD)).to(torch.int32)
 
 
 def config_of(layers: Assignment, shapes: Mapping[str, tuple[int, ...]]) -> dict:
-    """The ``quantization_config`` of a denoiser with these quantized layers; ``shapes`` are those of all weights."""
+    """Build the ``quantization_config`` for the quantized ``layers``; ``shapes`` are those of all weights."""
     schemes = {name: (FORMATS[layer.format].bits, FORMATS[layer.format].block or -1) for name, layer in layers.items()}
     (bits, group), _ = Counter(schemes.values()).most_common(1)[0]
     blocks = tuple(dict.fromkeys(name.partition(".")[0] for name in layers))

@@ -3,15 +3,15 @@
 A linear is quantized if it has a ``weight_scale``, in NVFP4 if it has a ``weight_scale_2`` (diffusers 0.42,
 ``quantizers/bfl``). All scales multiply. The tensors of NVFP4 are those that ModelOpt exports.
 
-On GPUs of compute capability 8.9 rows of inputs are scaled to 448 if both sides of the weight are multiples of 16; on
-Blackwell with FlashInfer inputs are NVFP4 with the common scale ``input_scale``. Elsewhere weights are dequantized and
-inputs are not quantized. Inputs here are as on the GPU.
+On GPUs of compute capability 8.9 each row of inputs is scaled to FP8's largest number, 448, if both sides of the weight
+are multiples of 16; on Blackwell with FlashInfer inputs are NVFP4 with the common scale ``input_scale``. Elsewhere
+weights are dequantized and inputs stay unquantized. Inputs are simulated here as on these GPUs.
 
-Names are diffusers' or the authors', with stacked query, key and value. Diffusers' are written: of the authors' it
-knows Flux in full width alone. PixArt's class cannot be opened from a single file. There is no place for a
-pre_quant_scale or a branch.
+Names are diffusers' or the original checkpoint's, with stacked query, key and value. Files are written with diffusers'
+names: of original ones diffusers knows only Flux in full width. PixArt's class cannot be opened from a single file. The
+format has no pre_quant_scale and no branch.
 
-The road not taken is diffusers' own two quantizers: they take no codes that were chosen.
+Alternative not taken: diffusers' own two quantizers, which accept no integer codes or scales from outside.
 """
 
 from collections.abc import Mapping
@@ -62,13 +62,13 @@ NVFP4 = Layout("nvfp4", "1 for 16 numbers", (
 
 
 def recognizes(path: Path) -> bool:
-    """Whether ``path`` is a safetensors file with scales of weights and without ComfyUI's marks."""
+    """Return whether ``path`` is a safetensors file with scales of weights and without ComfyUI's marks."""
     tensors, metadata = header_of(path)
     return any(name.endswith(f".{SCALE}") for name in tensors) and not is_marked(tensors, metadata)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a file of Black Forest Labs' layout."""
+    """Return the denoiser in a file of Black Forest Labs' layout."""
     names, unknown = denoiser_tensors(stored := read_header(whole_file(path))[0])
     found = {name: stored[full] for name, full in names.items()}
     scaled = scaled_layers(path, found)
@@ -81,7 +81,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 class Scaled(Coded):
-    """A linear with a scale."""
+    """A linear whose weight has a scale."""
 
     @property
     def layout(self) -> Layout:
@@ -98,7 +98,7 @@ class Scaled(Coded):
 
 
 def scaled_layers(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Scaled]:
-    """The layers with a scale. Raises ArtifactError for a layer with other scales alone."""
+    """Return the layers with a ``weight_scale``. Raises ArtifactError for a layer with only other scales."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
     found, _ = by_layer(path, tensors, owners, (SCALE, COMMON, OF_INPUTS))
     without = {layer: own for layer, own in found.items() if SCALE not in own}

@@ -1,16 +1,16 @@
 """bitsandbytes in a folder that diffusers saved: four bits in blocks (NF4 and FP4), and eight with outliers (LLM.int8).
 
-Four bits (Dettmers et al. 2023, arXiv:2305.14314): of two codes in a byte the first is the high half. A code is a place
-in a table of 16 numbers, multiplied by ``absmax``, the block's largest magnitude. "Double" quantization has those in
-eight bits, in blocks of 256, by a table in the file and one offset for all. All else is JSON in bytes,
-``quant_state.bitsandbytes__nf4``. ``dequantize_4bit`` multiplies in fp32 and rounds to the dtype in the JSON; layers of
-bitsandbytes from 0.50 on round to the input's dtype.
+Four bits (Dettmers et al. 2023, arXiv:2305.14314): a byte has two codes, the first in the high half. A code is an index
+into a table of 16 numbers; the number is multiplied by ``absmax``, its block's largest magnitude. "Double" quantization
+stores ``absmax`` in eight bits, in blocks of 256, by a second table in the file and one offset. Everything else is JSON
+in bytes, ``quant_state.bitsandbytes__nf4``. ``dequantize_4bit`` multiplies in fp32 and rounds to the dtype in the JSON;
+bitsandbytes' layers from 0.50 on round to the input's dtype.
 
 Eight bits (Dettmers et al. 2022, arXiv:2208.07339): codes in int8 with ``SCB``, the largest magnitude of each row.
 Inputs are quantized too, see ``OutlierColumns``.
 
-The road not taken is the table of a four-bit file: bitsandbytes' kernels have their own, so a file with another one is
-refused.
+Alternative not taken: the table of a four-bit file, because bitsandbytes' kernels have fixed tables; a file with
+another one is refused.
 """
 
 from collections.abc import Mapping
@@ -70,19 +70,19 @@ ROWS = Layout(
 
 @dataclass(frozen=True)
 class State:
-    """The ``quant_state`` of a weight in four bits."""
+    """The ``quant_state`` of a weight in NF4 or FP4: block size, dtype and offset."""
 
     kind: str  # of TABLES
     block: int  # numbers that share an ``absmax``
-    dtype: torch.dtype  # of the weight before, and dequantized again
-    offset: float | None  # of an ``absmax`` in eight bits; None where they are fp32
+    dtype: torch.dtype  # the weight's dtype before quantization and after dequantization
+    offset: float | None  # added to ``absmax`` stored in eight bits; None: fp32 ``absmax``
 
 
 @dataclass(frozen=True)
 class OutlierColumns:
-    """LLM.int8's inputs [..., in] in fp16: int8 by row, but for columns with a magnitude from ``threshold`` on.
+    """LLM.int8's rounding of inputs [..., in] in fp16: int8 by row, except columns with magnitudes >= ``threshold``.
 
-    A row's scale is that of all its numbers below the threshold. With a threshold of 0 all columns are int8.
+    A row's scale comes from its numbers below the threshold. With a threshold of 0 all columns are int8.
     """
 
     threshold: float
@@ -103,7 +103,7 @@ class OutlierColumns:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own."""
+    """Return the denoiser in a folder of a pipeline or of the denoiser alone."""
     folder = Folder(path, checkpoint)
     inputs, (found, others) = OutlierColumns(threshold(folder)), folder.by_layer((*FOUR_BITS, *EIGHT_BITS))
     if convolutions := [layer for layer in found if len(folder.shapes[layer]) != 2]:
@@ -121,7 +121,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def threshold(folder: Folder) -> float:
-    """LLM.int8's threshold in the config. Raises ArtifactError for no number, and for weights that stay in fp16."""
+    """Return the config's LLM.int8 threshold. Raises ArtifactError unless a number, and for weights kept in fp16."""
     given = folder.config.get("llm_int8_threshold", 6.0)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1e6:
         raise ArtifactError(
@@ -138,7 +138,7 @@ def threshold(folder: Folder) -> float:
 
 
 def four_bits(stored: LayerTensors, shape: Shape) -> QuantizedLayer:
-    """A layer in NF4 or FP4. Raises ArtifactError for tensors that do not fit its ``shape`` or each other."""
+    """Return a layer in NF4 or FP4. Raises ArtifactError for tensors that do not fit ``shape`` or each other."""
     state = state_of(stored, shape)
     numbers, nested = prod(shape), state.offset is not None
     blocks = -(-numbers // state.block)
@@ -158,7 +158,7 @@ def four_bits(stored: LayerTensors, shape: Shape) -> QuantizedLayer:
 
 
 def state_of(stored: LayerTensors, shape: Shape) -> State:
-    """The layer's ``quant_state``, read and checked. Raises ArtifactError."""
+    """Return the layer's checked ``quant_state``. Raises ArtifactError for a missing, double or malformed state."""
     kinds = [kind for kind, end in PACKED.items() if end in stored]
     if len(kinds) != 1:
         raise ArtifactError(
@@ -174,7 +174,7 @@ def state_of(stored: LayerTensors, shape: Shape) -> State:
 
 
 def checked_state(content: Mapping, kind: str, shape: Shape) -> State:
-    """Raises ValueError for what bitsandbytes does not write."""
+    """Build a ``State`` from its JSON. Raises ValueError for content that bitsandbytes does not write."""
     templates: dict[str, Any] = {"quant_type": kind, "blocksize": BLOCKS, "dtype": tuple(DTYPES), "shape": list(shape)}
     if "nested_offset" in content:
         templates |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": (int, float)}
@@ -188,9 +188,9 @@ def checked_state(content: Mapping, kind: str, shape: Shape) -> State:
 
 
 def from_four_bits(stored: LayerTensors, shape: Shape, state: State) -> Tensor:
-    """The weight in the dtype of ``state``, by ``dequantize_4bit``'s formula.
+    """Dequantize a weight to the dtype of ``state``, by the formula of bitsandbytes' ``dequantize_4bit``.
 
-    Raises ArtifactError for scales that are not finite, and for another table.
+    Raises ArtifactError for infinite or NaN scales, and for a table other than bitsandbytes' own.
     """
     table = TABLES[state.kind]
     if not torch.allclose(stored.tensors[TABLE].read(), table, rtol=0, atol=SAME_TABLE):
@@ -210,7 +210,7 @@ def from_four_bits(stored: LayerTensors, shape: Shape, state: State) -> Tensor:
 
 
 def eight_bits(stored: LayerTensors, shape: Shape, inputs: OutlierColumns) -> QuantizedLayer:
-    """A layer of LLM.int8. Raises ArtifactError for tensors that do not fit its ``shape``."""
+    """Return a layer of LLM.int8. Raises ArtifactError for tensors that do not fit its ``shape``."""
     if LAYOUT in stored and int(stored.checked(LAYOUT, [()], [torch.uint8]).read()) != 0:
         raise ArtifactError(
             f"{stored.path}: {stored.name(LAYOUT)} says that the weight is in an order for one GPU, expected rows (0); "
@@ -223,9 +223,9 @@ def eight_bits(stored: LayerTensors, shape: Shape, inputs: OutlierColumns) -> Qu
 def with_their_layers(
     denoiser: QuantizedDenoiser, checkpoint: Checkpoint, found: Mapping[str, LayerTensors], threshold: float
 ) -> nn.Module:
-    """diffusers' network in fp32 with bitsandbytes' own layers, on the CPU.
+    """Build diffusers' network in fp32 with bitsandbytes' own layers, on the CPU.
 
-    Not by ``from_pretrained``: diffusers 0.42 refuses bitsandbytes where there is no GPU, though its layers compute.
+    ``from_pretrained`` is not used: diffusers 0.42 refuses bitsandbytes without a GPU, though its layers compute.
     """
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 

@@ -1,20 +1,20 @@
 """A folder of diffusers that NVIDIA ModelOpt saved, with its quantizers or with compressed weights.
 
-Both have ``modelopt_state.pth`` beside the weights; exports for servers are read by ``modelopt_export``.
+Both kinds have ``modelopt_state.pth`` beside the weights; ``modelopt_export`` reads exports for servers.
 
-- With quantizers: the weight as it was, a quantizer's range as ``X.weight_quantizer._amax``, and rounding in every
+- With quantizers: the unquantized weight and its range ``X.weight_quantizer._amax``; weights are rounded in every
   call. The file is not smaller.
-- Compressed (``mtq.compress``): codes, with ``X.weight_quantizer._scale``.
+- Compressed (``mtq.compress``): quantized values, with ``X.weight_quantizer._scale``.
 
 A ``pre_quant_scale`` multiplies the input first. Formulas are those of ``modelopt.torch.quantization.tensor_quant``
 (0.47) in fp32: ``_tensor_quant`` for integers, ``_fp8_eager`` for E4M3, and ``NVFP4QTensor`` for NVFP4, whose own fake
 quantization needs a GPU. A range is ``amax``, the largest magnitude, computed at each call where none is stored.
 
-Written is the first kind: ModelOpt's checkpointing for Hugging Face inserts the quantizers of the state and loads their
-ranges, fp16, with the weights. A weight is stored as the numbers of its codes in fp16, which the quantizer encodes
-alike. No ``quantization_config`` is written: diffusers 0.42 passes ModelOpt 0.47 an empty one, which it cannot read.
+The first kind is written: ModelOpt's checkpointing for Hugging Face inserts the quantizers of the state and loads their
+ranges, fp16, with the weights. A weight is stored dequantized in fp16, and the quantizer rounds it to the same numbers.
+No ``quantization_config`` is written: diffusers 0.42 passes ModelOpt 0.47 an empty one, which it cannot read.
 
-The road not taken is diffusers' ``from_pretrained``, in which ModelOpt unpickles files of the folder: there is no
+Alternative not taken: diffusers' ``from_pretrained``, in which ModelOpt unpickles files of the folder; so there is no
 ``runtime``.
 """
 
@@ -87,7 +87,7 @@ READ = {
 
 @dataclass(frozen=True)
 class Quantizer:
-    """``format`` is int2 to int8, FP8 or NVFP4; ranges differ along ``axes``, or by ``block`` of the last axis."""
+    """A ModelOpt quantizer: int2 to int8, FP8 or NVFP4, with a range per index of ``axes`` or per ``block``."""
 
     format: str
     axes: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class Quantizer:
         return int(self.format.removeprefix("int"))
 
     def __call__(self, x: Tensor, amax: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """``x`` rounded, in its own dtype. A stored ``amax`` broadcasts to ``x``, or has a row for each block."""
+        """Round ``x`` in its own dtype. A stored ``amax`` broadcasts to ``x``, or has a row for each block."""
         given = x if bias is None else x - bias.to(x)
         if amax is None:
             others = [axis for axis in range(x.ndim) if axis not in {each % x.ndim for each in self.axes}]
@@ -144,7 +144,7 @@ FORMULAS = {FP8: fp8, NVFP4: in_nvfp4}
 
 @dataclass(frozen=True)
 class Ranged:
-    """A layer's input by ModelOpt's quantizer, with the range and the shift that are stored, if any."""
+    """Rounding of a layer's input by ModelOpt's quantizer, with the stored range and shift, if any."""
 
     quantizer: Quantizer
     amax: Tensor | None
@@ -161,7 +161,7 @@ class Ranged:
 
 
 def quantizer_of(path: Path, name: str, properties: Mapping[str, object]) -> Quantizer | None:
-    """The quantizer of these ``properties``, None if disabled. Raises ArtifactError for further effects."""
+    """Return the quantizer of these ``properties``, None if disabled. Raises ArtifactError for unknown properties."""
     if properties.get("_disabled") is True or properties.get("_if_quant") is False:
         return None
     more = [key for key in properties if key not in WITHOUT_EFFECT | READ and is_set(properties[key])]
@@ -182,7 +182,7 @@ def is_set(value: object) -> bool:
 
 
 def understood(properties: Mapping[str, object]) -> Quantizer:
-    """Raises ValueError or TypeError for other properties than ``Quantizer`` has."""
+    """Build a ``Quantizer``. Raises ValueError or TypeError for properties that ``Quantizer`` does not cover."""
     bits, blocks = properties.get("_num_bits"), properties.get("_block_sizes")
     bias, narrow = properties.get("_bias"), properties.get("_narrow_range", False)
     axis = properties.get("_axis")
@@ -202,7 +202,7 @@ def understood(properties: Mapping[str, object]) -> Quantizer:
 
 
 def static_block(blocks: object) -> int:
-    """The size of blocks along the last axis. Raises ValueError for others."""
+    """Return the block size along the last axis. Raises ValueError for dynamic blocks, other axes or sizes."""
     along_last = isinstance(blocks, dict) and blocks.keys() <= {-1, "type"}
     if not isinstance(blocks, dict) or not along_last or blocks.get("type") not in (None, "static"):
         raise ValueError(f"block_sizes {told(blocks)}")
@@ -215,14 +215,14 @@ def static_block(blocks: object) -> int:
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a denoiser's folder holds ModelOpt's state, and is no export for servers."""
+    """Return whether a denoiser's folder holds ModelOpt's state and is no export for servers."""
     return holds(path, STATE) and not modelopt_export.recognizes(path)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own.
+    """Return the denoiser in a folder of a pipeline or of the denoiser alone.
 
-    Raises ArtifactError for anything but the whole denoiser with quantizers of weights and inputs alone.
+    Raises ArtifactError unless it is the whole denoiser, with quantizers of weights and inputs only.
     """
     folder = Folder(path, checkpoint)
     tensors, shapes = folder.tensors, folder.shapes
@@ -250,9 +250,9 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 def quantizers_of(
     path: Path, state: State, shapes: Mapping[str, Shape], leaves: Collection[str]
 ) -> dict[str, dict[str, Quantizer]]:
-    """Enabled quantizers by module and WEIGHT or INPUT.
+    """Return the enabled quantizers by module name and role, WEIGHT or INPUT.
 
-    Raises ArtifactError for others than those of layers' weights and of the inputs of ``leaves``.
+    Raises ArtifactError for a quantizer of anything except layers' weights and inputs of ``leaves``.
     """
     found: dict[str, dict[str, Quantizer]] = {}
     foreign = []
@@ -276,7 +276,7 @@ def quantizers_of(
 def with_quantizers(
     stored: LayerTensors, shape: Shape, used: Mapping[str, Quantizer], compression: object
 ) -> QuantizedLayer:
-    """A layer with a quantizer of its weight, or with codes. Raises ArtifactError for what does not fit."""
+    """Return a layer with a quantized or compressed weight. Raises ArtifactError for tensors that do not fit."""
     source = stored.checked("weight", None, (*CODES, *FLOAT_SCALES))
     inputs = inputs_of(stored, shape, used.get(INPUT))
     if compression is not None:
@@ -300,7 +300,7 @@ def with_quantizers(
 
 
 def ranges(stored: LayerTensors, shape: Shape, quantizer: Quantizer) -> tuple[list[Shape], str]:
-    """The shapes that a weight's ranges may have, and how many numbers share one. Raises ArtifactError."""
+    """Return valid shapes of a weight's ranges, and the numbers per range. Raises ArtifactError if unsupported."""
     told = f"{stored.path}: ModelOpt's weight of {listing([stored.layer])}"
     if quantizer.biased:
         raise ArtifactError(f"{told} is shifted, expected symmetric codes")
@@ -322,7 +322,7 @@ def ranges(stored: LayerTensors, shape: Shape, quantizer: Quantizer) -> tuple[li
 
 
 def magnitudes(stored: LayerTensors, end: str) -> Tensor:
-    """Ranges, fp32. Raises ArtifactError for NaN, infinities and numbers below zero."""
+    """Read ranges as fp32. Raises ArtifactError for NaN, infinity and negative numbers."""
     values = stored.finite(end).float()
     if bool((values < 0).any()):
         raise ArtifactError(
@@ -332,9 +332,9 @@ def magnitudes(stored: LayerTensors, end: str) -> Tensor:
 
 
 def inputs_of(stored: LayerTensors, shape: Shape | None, quantizer: Quantizer | None) -> Inputs | None:
-    """The inputs of a module; a factor multiplies them without a quantizer too. Raises ArtifactError.
+    """Return the rounding and scaling of a module's inputs, or None. Raises ArtifactError for unsupported ranges.
 
-    ``shape`` is that of the weight, None for modules that are no linear or convolution.
+    ``shape`` is the weight's, None for other modules than linears and convolutions. Scaling needs no quantizer.
     """
     rounding: Inputs | None = None
     told = f"{stored.path}: ModelOpt's inputs of {listing([stored.layer])}"
@@ -361,7 +361,7 @@ def inputs_of(stored: LayerTensors, shape: Shape | None, quantizer: Quantizer | 
 
 
 def dtype_of(stored: LayerTensors, compression: object) -> torch.dtype:
-    """The dtype of a compressed weight once it is dequantized. Raises ArtifactError where the state lacks it."""
+    """Return the dtype to which a compressed weight is dequantized. Raises ArtifactError if the state lacks it."""
     metadata = compression.get("metadata") if isinstance(compression, dict) else None
     dtype = metadata.get("dtype") if isinstance(metadata, dict) else None
     name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
@@ -392,7 +392,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def of_codes(checkpoint: Checkpoint, layer: LayerAssignment) -> LazyTensor:
-    """A quantized weight as the numbers that its codes stand for, in fp16."""
+    """Return a quantized weight dequantized to fp16."""
 
     def read() -> Tensor:
         codes, *scales = codes_and_scales(checkpoint, layer)

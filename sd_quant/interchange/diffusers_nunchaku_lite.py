@@ -1,7 +1,7 @@
 """diffusers with nunchaku_lite: SVDQuant's linears under diffusers' own names, for nunchaku's kernels.
 
-The config lists by exact names which linears are replaced; every other parameter has diffusers' name, and keys that are
-missing or too many are refused (``check_strict_state_dict_match``):
+The config lists the exact names of the replaced linears; every other parameter has diffusers' name, and missing or
+additional keys are refused (``check_strict_state_dict_match``):
 
     {"quant_method": "nunchaku_lite", "compute_dtype": "float16",
      "svdq_w4a4": {"precision": "int4", "group_size": 64, "rank": 32, "targets": [...]},
@@ -12,7 +12,7 @@ A linear's tensors are those of ``nunchaku_linears``, without ``smooth_factor_or
 fused, and no input is shifted. Source: diffusers 0.42.1 (``quantizers/nunchaku``); its kernels need a GPU and are code
 of a repository (``DIFFUSERS_TRUST_REMOTE_KERNELS``).
 
-Written are W4A4 linears in fp16, which holds scales of INT4 exactly. W4A16 is read only.
+W4A4 linears are written, in fp16, which holds scales of INT4 exactly. W4A16 is only read.
 """
 
 from pathlib import Path
@@ -50,7 +50,7 @@ W4A4, W4A16 = "svdq_w4a4", "awq_w4a16"
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as nunchaku's kernels compute it. A config that its tensors contradict is refused."""
+    """Return the denoiser as nunchaku computes it. Raises ArtifactError where config and tensors contradict."""
     folder = Folder(path, checkpoint)
     targets, shapes = targets_of(folder), folder.shapes
     linears = svdquant.linears_of(path, folder.tensors)
@@ -81,7 +81,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def targets_of(folder: Folder) -> dict[str, tuple[str, str, int | None]]:
-    """Kind, precision and rank of the linears that the config lists. Raises ArtifactError unless it is diffusers'."""
+    """Return kind, precision and rank by linear, from the config. Raises ArtifactError unless diffusers reads it."""
     found: dict[str, tuple[str, str, int | None]] = {}
     advice = "expected the config that diffusers 0.42.1 reads"
     with refusing(f"{folder.path} has a broken quantization_config", KeyError, TypeError, ValueError, advice=advice):
@@ -105,7 +105,7 @@ def targets_of(folder: Folder) -> dict[str, tuple[str, str, int | None]]:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Write the denoiser into the pipeline ``folder`` and its config. Raises ConfigError for two formats."""
+    """Write the denoiser and its config into the pipeline ``folder``. Raises ConfigError for two weight formats."""
     weights = high_precision(checkpoint, assignment)
     linears, precision = svdquant.written(FACTS.name, checkpoint, assignment, weights)
     rank = svdquant.common_rank(linears.values())

@@ -1,15 +1,15 @@
 """quanto in a folder that diffusers or quanto saved: int8, float8, and four or two bits in groups.
 
-``X.weight._data`` is multiplied by ``X.weight._scale``, one number a row, in the scale's dtype. Four and two bits are
-unsigned codes ``X.weight._data._data`` with a ``_shift``, subtracted from products, or from codes if it is an integer.
-They are packed by rows: the first half or quarter of all rows is in the low bits. A row of more than 128 numbers is cut
-into groups, stored as rows, of a size that follows from the shape (``QModuleMixin.__init__``). The kind of codes is in
-diffusers' config, ``weights_dtype`` for all layers, or in quanto's own ``quanto_qmap.json`` by layer (optimum-quanto
-0.2.7).
+``X.weight._data`` is multiplied by ``X.weight._scale``, one number per row, in the scale's dtype. Four and two bits are
+unsigned codes ``X.weight._data._data`` with a ``_shift``, which is subtracted from products, or from codes if it is an
+integer. They are packed by rows: the first half or quarter of all rows is in the low bits. A row of more than 128
+numbers is cut into groups, stored as rows, whose size follows from the shape (``QModuleMixin.__init__``). The kind of
+numbers is ``weights_dtype`` in diffusers' config, for all layers, or given by layer in quanto's own
+``quanto_qmap.json`` (optimum-quanto 0.2.7).
 
-Quantized inputs are refused: quanto then quantizes outputs too and passes codes from layer to layer, which no change of
-a layer's input is. ``input_scale`` and ``output_scale`` are always stored, and are ones. The road not taken is the
-class of a stored tensor, which only quanto's pickles name.
+Quantized inputs are refused: quanto then quantizes outputs too and passes codes from layer to layer, which rounding of
+each layer's input cannot simulate. ``input_scale`` and ``output_scale`` are always stored, and are 1. Alternative not
+taken: the class of a stored tensor, which only quanto's pickles name.
 """
 
 from collections.abc import Mapping
@@ -43,12 +43,12 @@ LARGEST_GROUP, SMALLEST_GROUP, STEP = 128, 32, 32
 
 
 def whole(name: str, dtype: torch.dtype) -> Layout:
-    """Numbers of eight bits."""
+    """Return the layout of a weight in int8 or float8, with a scale per row."""
     return Layout(name, "1 for a row", (Piece(DATA, "N K", (dtype,), NUMBERS), Piece(SCALE, "N _", FLOAT_SCALES)))
 
 
 def packed(bits: int) -> Layout:
-    """Numbers of a few bits, of a weight whose rows are groups."""
+    """Return the layout of a weight in four or two bits, reshaped so that each row is a group."""
 
     def unpack(stored: Tensor, shape: Shape) -> Tensor:
         return torch.cat([stored >> first & 2**bits - 1 for first in range(0, 8, bits)])[: shape[0]]
@@ -75,12 +75,12 @@ DIFFUSERS = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "float8": "qfloa
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a denoiser's config in the folder says that quanto quantized it, or quanto's map lies beside it."""
+    """Return whether the denoiser's config names quanto, or quanto's own map lies beside the config."""
     return quantized_by(path, MAKER) or holds(path, MAP)
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own, with inputs as they are."""
+    """Return the denoiser in a folder of a pipeline or of the denoiser alone, with unquantized inputs."""
     folder = Folder(path, checkpoint)
     found, others = folder.by_layer((DATA, PACKED, SCALE, SHIFT))
     kinds = kinds_of(folder, found)
@@ -94,7 +94,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def kinds_of(folder: Folder, layers: Mapping[str, LayerTensors]) -> dict[str, str]:
-    """The name in KINDS of each layer. Raises ArtifactError for an unknown one and for quantized inputs."""
+    """Return each layer's name in KINDS. Raises ArtifactError for an unknown name and for quantized inputs."""
     path, config = folder.path, folder.config
     if config.get("quant_method") != MAKER:
         said = from_map(folder.place)
@@ -117,7 +117,7 @@ def kinds_of(folder: Folder, layers: Mapping[str, LayerTensors]) -> dict[str, st
 
 
 def from_map(folder: Path) -> dict[str, str]:
-    """The names in KINDS of quanto's own map, by layer. Raises ArtifactError."""
+    """Read each layer's name in KINDS from quanto's own map. Raises ArtifactError as ``kinds_of`` does."""
     entries = read_json(folder, MAP)
     malformed = [name for name, entry in entries.items() if not isinstance(entry, Mapping)]
     weights = {name: entry.get("weights") for name, entry in entries.items() if name not in malformed}
@@ -136,7 +136,7 @@ def from_map(folder: Path) -> dict[str, str]:
 
 
 def stored_layer(stored: LayerTensors, shape: Shape, layout: Layout) -> QuantizedLayer:
-    """A layer of one of ``KINDS``. Raises ArtifactError for tensors that do not fit its ``shape``."""
+    """Return a layer of the ``layout``. Raises ArtifactError for tensors that do not fit its ``shape``."""
     size = group_size(shape) if "{group}" in layout.scales else None
     rows = shape if size is None else (prod(shape) // size, size)
     layout = replace(layout, scales="1 for a row" if size is None else layout.scales.format(group=size))
@@ -148,7 +148,7 @@ def stored_layer(stored: LayerTensors, shape: Shape, layout: Layout) -> Quantize
 
 
 def group_size(shape: Shape) -> int | None:
-    """How many numbers of a weight in four or two bits share a scale, by quanto's rule; None: a row."""
+    """Return the number of 4- or 2-bit weights per scale, by quanto's rule; None: a whole row."""
     row, size = prod(shape[1:]), LARGEST_GROUP
     if row <= size:
         return None
@@ -160,9 +160,9 @@ def group_size(shape: Shape) -> int | None:
 def with_their_layers(
     denoiser: QuantizedDenoiser, checkpoint: Checkpoint, found: Mapping[str, LayerTensors], kinds: Mapping[str, str]
 ) -> nn.Module:
-    """diffusers' network with quanto's own layers, by quanto's ``requantize``, on the CPU.
+    """Build diffusers' network with quanto's own layers, by quanto's ``requantize``, on the CPU.
 
-    What is not quantized gets the dtype of the scales, which some of quanto's products take for granted.
+    Unquantized parameters get the dtype of the scales, which some of quanto's products require.
     """
     from optimum.quanto import requantize
 

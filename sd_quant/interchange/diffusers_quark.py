@@ -10,12 +10,12 @@ As amd-quark 0.13 writes it (``torch/export/api.py``, ``integrations/diffusers``
 | int32         | [K, N / 8]    | [K / g, N], zero_point [K / g, N / 8] | (codes - zero point) * scale       |
 | uint8         | [N, K / 2]    | uint8 [N, K / 32]                     | E2M1 * 2 ** (scale - 127)          |
 
-A word has eight numbers of four bits, in order of rows, or with ``pack_method: reorder`` in AWQ's order. A layer with a
-branch is ``X.layer``, beside ``X.correction.l1`` [rank, K] and ``l2`` [N, rank]; both read the input over
-``X.smooth_factor`` [K], if there is one. Inputs have one static scale, ``X.input_quantizer.scale``, or none.
+An int32 word has eight 4-bit numbers, in order of rows, or with ``pack_method: reorder`` in AWQ's order. A layer with a
+low-rank branch is ``X.layer``, beside ``X.correction.l1`` [rank, K] and ``l2`` [N, rank]; the inputs of both are
+divided by ``X.smooth_factor`` [K], if there is one. Inputs have one static scale, ``X.input_quantizer.scale``, or none.
 
-Dynamic inputs are refused: Quark's scale is one for all images of a batch, which no rounding of rows is. The road not
-taken is Quark's own reload, which needs the package to build the network.
+Dynamic inputs are refused: Quark has one scale for all images of a batch, which rounding by row cannot simulate.
+Alternative not taken: Quark's own reload, which needs the package to build the network.
 """
 
 import re
@@ -63,7 +63,7 @@ Exceptions = Sequence[tuple[re.Pattern, object]]
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own. Quantized outputs, biases and dynamic inputs are refused."""
+    """Return a folder's denoiser. Raises ArtifactError for quantized outputs or biases, and for dynamic inputs."""
     folder = Folder(path, checkpoint)
     config, shapes, tensors = folder.config, folder.shapes, with_plain_names(path, folder.tensors, folder.shapes)
     found, others = by_layer(path, tensors, shapes, (SCALE, ZERO, INPUT, INPUT_ZERO, DOWN, UP, FACTOR))
@@ -85,7 +85,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 def with_plain_names(
     path: Path, tensors: Mapping[str, StoredTensor], layers: Collection[str]
 ) -> dict[str, StoredTensor]:
-    """The tensors of ``X.layer``, a layer beside its branch, by the names that they have without one."""
+    """Rename the tensors of ``X.layer``, a layer with a low-rank branch, as in a layer ``X`` without one."""
     found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         owner, _, rest = name.partition(".layer.")
@@ -106,7 +106,7 @@ def entry(config: object, *keys: str) -> object:
 
 
 def exceptions_in(path: Path, config: object) -> Exceptions:
-    """Configs of layers by patterns. Raises ArtifactError for too many."""
+    """Return configs of layers by name pattern. Raises ArtifactError for too many or too long patterns."""
     own = entry(config, "layer_quant_config")
     if not isinstance(own, Mapping):
         return []
@@ -120,9 +120,9 @@ def exceptions_in(path: Path, config: object) -> Exceptions:
 
 
 def spec_of(path: Path, config: object, exceptions: Exceptions, name: str, branched: bool) -> tuple[str, str | None]:
-    """Quark's dtypes of a layer's weight and of its inputs, None for unquantized ones.
+    """Return Quark's dtype names of a layer's weight and of its inputs; None for unquantized inputs.
 
-    Raises ArtifactError for a config without a reader here.
+    Raises ArtifactError for an unsupported config.
     """
     named = (given for pattern, given in exceptions if pattern.match(name))
     spec = next(named, entry(config, "global_quant_config"))
@@ -146,7 +146,7 @@ def spec_of(path: Path, config: object, exceptions: Exceptions, name: str, branc
 
 
 def stored_layer(own: LayerTensors, shape: Shape, weight: str, read: str | None, reorder: bool) -> QuantizedLayer:
-    """A layer with a weight of ``shape``. Raises ArtifactError for tensors that do not fit it."""
+    """Return a layer with a weight of ``shape``. Raises ArtifactError for tensors that do not fit."""
     decode, count = decoder(own, shape, weight, reorder), prod(own.checked(SCALE, None, SCALES).shape)
     scales = {1: "1 for all", shape[0]: "1 for a row"}.get(count, f"1 for {prod(shape) // max(count, 1)} numbers")
     size = own.size(but=(INPUT, INPUT_ZERO))
@@ -165,7 +165,7 @@ def stored_layer(own: LayerTensors, shape: Shape, weight: str, read: str | None,
 
 
 def with_branch(own: LayerTensors, shape: Shape, decode: Callable[[], Tensor]) -> LazyTensor:
-    """The weight that ``decode`` makes and its branch, over the factor of their inputs."""
+    """Return the weight from ``decode`` plus its low-rank branch, divided by the smoothing factor of its inputs."""
     rank = own.tensors[DOWN].shape[0] if DOWN in own and own.tensors[DOWN].shape else 0
     for end, fitting in ((UP, (shape[0], rank)), (DOWN, (rank, *shape[1:]))):
         if UP in own or DOWN in own:
@@ -214,13 +214,13 @@ def layout_of(own: LayerTensors, shape: Shape, name: str, reorder: bool) -> Layo
 
 
 def from_words(order: list[int], signed: bool, stored: Tensor, shape: Shape) -> Tensor:
-    """Numbers [N, K or K / g] of words [K or K / g, N / 8]."""
+    """Unpack 4-bit numbers [N, K or K / g] from int32 words [K or K / g, N / 8]."""
     numbers = (stored[..., None] >> torch.arange(0, 32, 4) & 15)[..., order].flatten(1).T[: shape[0]]
     return torch.where(numbers > 7, numbers - 16, numbers) if signed else numbers
 
 
 def with_their_layers(theirs: Callable[[], nn.Module]) -> nn.Module:
-    """diffusers' network with Quark's own layers."""
+    """Build diffusers' network with Quark's own layers."""
     import quark.integrations.diffusers  # noqa: F401  # which diffusers then knows
 
     return theirs()

@@ -2,9 +2,9 @@
 
     W = codes * scale + zero_point + svd_up @ svd_down
 
-``X.weight`` [out, in, ...] has scales ``X.scale`` of rows, blocks or all, unsigned numbers also ``X.zero_point`` of the
-same shape; a branch is ``X.svd_up`` [out, rank] and ``X.svd_down`` [rank, in]. All is computed in fp32, SDNQ's default.
-The config alone says which numbers the codes are, layer by layer.
+``X.weight`` [out, in, ...] has scales ``X.scale`` per row, block or tensor, and unsigned numbers also ``X.zero_point``
+of the same shape; a low-rank branch is ``X.svd_up`` [out, rank] and ``X.svd_down`` [rank, in]. All is computed in fp32,
+SDNQ's default. The config alone says which number format the codes have, layer by layer.
 
 | numbers              | stored                                                                                   |
 |----------------------|------------------------------------------------------------------------------------------|
@@ -13,17 +13,17 @@ The config alone says which numbers the codes are, layer by layer.
 | uint2 to uint7       | packed in bytes: see ``PLACES``                                                          |
 | float4_e2m1fn, ...   | sign, exponent, mantissa, without infinities; packed as the unsigned of the same width   |
 
-With ``use_quantized_matmul`` inputs of 32 rows or more are quantized too, a scale for each row. Weights of 8 bits and
-branches are stored turned then, [in, out]; a weight in blocks, or of other numbers than its inputs, is quantized again,
-a scale for a row, before each product; and a branch multiplies unrounded inputs.
+With ``use_quantized_matmul`` inputs of 32 rows or more are quantized too, with a scale per row. Weights of 8 bits and
+branches are then stored transposed, [in, out]. A weight in blocks, or in another format than its inputs, is requantized
+with a scale per row before each product; a branch multiplies unrounded inputs.
 
 INT8 and FP8 are written with scales [out, 1, ...] or [1, 1, ...], INT4 in blocks, [out, blocks, 1], with a branch. The
-config has the commonest kind once, others by the layer's exact name, and the unquantized layers, which SDNQ would
-otherwise choose by patterns and sizes.
+config has the commonest layer config once, others by exact layer name, and the list of unquantized layers, which SDNQ
+would otherwise choose by patterns and sizes.
 
 Facts are of SDNQ 0.2.8, by its files and its layers' outputs. It is under the GPL: nothing of it is imported or copied.
-The roads not taken: kinds by shapes, as int4, uint4 and a float of four bits look the same; and SDNQ's own quantizer,
-which chooses other scales.
+Alternatives not taken: telling formats by shapes, as int4, uint4 and a 4-bit float look the same; and SDNQ's own
+quantizer, which chooses other scales.
 """
 
 import re
@@ -75,10 +75,10 @@ FACTS = ForeignFormat(
 MAKER = "SDNQ"
 PIECES = ("weight", "scale", "zero_point", "svd_up", "svd_down")
 INPUTS: dict[str, Inputs] = {"int8": RowInteger(), "uint8": RowUnsigned(), FP8: RowFloat8()}
-# It would compile for each shape of an input, and with OpenVINO multiply FP8 as 256 numbers at even distances.
+# By default SDNQ would compile for each input shape, and with OpenVINO multiply FP8 as 256 evenly spaced numbers.
 ENVIRONMENT = {"SDNQ_USE_TORCH_COMPILE": "0", "SDNQ_USE_OPENVINO_MM": "0"}
 MANY = 32  # rows of an input from which on SDNQ quantizes it
-ALIGNED = 16  # of which a layer's sides have to be multiples then
+ALIGNED = 16  # a layer with quantized inputs has sides that are multiples
 OTHER_NAMES = {  # that a config may use
     "fp8": "float8_e4m3fn", "fp7": "float7_e3m3fn", "fp6": "float6_e3m2fn", "fp5": "float5_e2m2fn",
     "fp4": "float4_e2m1fn", "fp3": "float3_e1m1fn", "fp2": "float2_e1m0fn",
@@ -119,7 +119,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A kind of numbers of a weight, with the storage of its codes."""
+    """A number format of a weight, with the storage and decoding of its codes."""
 
     name: str
     bits: int
@@ -133,7 +133,7 @@ class Numbers:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as SDNQ dequantizes it, fp32."""
+    """Return the denoiser in ``path`` as SDNQ dequantizes it, in fp32."""
     folder = Folder(path, checkpoint)
     config, exceptions = folder.checked(folder.config, Config()), folder.exceptions("modules_quant_config")
     stored = dict(folder.tensors)
@@ -153,7 +153,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def of_layer(folder: Folder, config: Config, exceptions: Mapping[str, Mapping[str, object]], layer: str) -> Config:
-    """The ``config`` of one layer: the first of ``exceptions`` that names it, then ``modules_dtype_dict``."""
+    """Return one layer's config: the first of ``exceptions`` that matches, then ``modules_dtype_dict``."""
     name, path = f"{layer}.weight", folder.path
     numbers_by_layer, no_codes = config.modules_dtype_dict or {}, config.modules_to_not_use_matmul or []
     if given := next((given for pattern, given in exceptions.items() if matches(path, pattern, name)), None):
@@ -168,9 +168,9 @@ def of_layer(folder: Folder, config: Config, exceptions: Mapping[str, Mapping[st
 
 
 def matches(path: Path, pattern: str, name: str) -> bool:
-    """Whether SDNQ's ``pattern`` matches a parameter's ``name``: the name, a part of it between dots, or its beginning
-    after a leading dot, or with ``*`` for anything.
+    """Return whether SDNQ's ``pattern`` matches a parameter's ``name``.
 
+    A pattern is the name, a part of it between dots, its beginning after a leading dot, or has ``*`` for anything.
     Raises ConfigError for any other regular expression.
     """
     if pattern.startswith("."):
@@ -188,7 +188,7 @@ def matches(path: Path, pattern: str, name: str) -> bool:
 
 
 def at_least_as_wide(path: Path, wanted: str, name: str) -> str:
-    """The numbers of a layer for ``wanted`` in ``modules_dtype_dict``, a name or a least width."""
+    """Return a layer's number format, given ``wanted`` of ``modules_dtype_dict``: a format or a minimum width."""
     wanted = wanted.lower()
     least = re.fullmatch(r"(minimum)?[-_]?(u?int|)(\d{1,2})[-_]?(bits?)?", wanted)
     if least is None or not (least[1] or least[4]):
@@ -202,7 +202,7 @@ def at_least_as_wide(path: Path, wanted: str, name: str) -> str:
 
 
 def numbers(path: Path, name: str) -> Numbers:
-    """The numbers of this ``name``. Raises ConfigError for numbers without a decoder here."""
+    """Return the number format called ``name``. Raises ConfigError for a format without a decoder here."""
     found = numbers_named(OTHER_NAMES.get(name, name))
     if found is None:
         raise ConfigError(
@@ -237,7 +237,7 @@ def numbers_named(name: str) -> Numbers | None:
 
 
 def small_floats(exponent: int, mantissa: int, unsigned: bool) -> Tensor:
-    """The number of each code, fp32: IEEE 754's with subnormals, and a number also where that has infinities."""
+    """Return each code's number, fp32: IEEE 754 with subnormals, and finite numbers in place of infinities."""
     fields, fractions = torch.arange(2**exponent)[:, None], torch.arange(2**mantissa) / 2**mantissa
     bias = 2 ** (exponent - 1) - 1
     positive = torch.where(fields > 0, 1 + fractions, fractions) * 2.0 ** (fields.clamp(min=1) - bias)
@@ -246,7 +246,7 @@ def small_floats(exponent: int, mantissa: int, unsigned: bool) -> Tensor:
 
 
 def unpack(stored: Tensor, bits: int) -> Tensor:
-    """Numbers of ``bits`` bits, uint8 in one axis, from the bytes that hold them; see ``PLACES``."""
+    """Unpack numbers of ``bits`` bits, as uint8 in one axis, from bytes; see ``PLACES``."""
     length, places = PLACES[bits]
     data = stored.view(-1, length)
     unpacked = torch.zeros(len(data), len(places), dtype=torch.uint8)
@@ -264,7 +264,7 @@ def unpack(stored: Tensor, bits: int) -> Tensor:
 def quantized_layer(
     tensors: LayerTensors, shape: tuple[int, ...], config: Config, ranks: Callable[[], Mapping[str, int]]
 ) -> QuantizedLayer:
-    """A layer with a weight of ``shape``; ``ranks`` are the numbers of axes of linears' inputs.
+    """Return a layer with a weight of ``shape``; ``ranks()`` has the number of axes of each linear's input.
 
     Raises ArtifactError or ConfigError for ``tensors`` that do not fit.
     """
@@ -294,7 +294,7 @@ def quantized_layer(
 
 
 def product_of(kind: Numbers, shape: tuple[int, ...], config: Config) -> str | None:
-    """The numbers of inputs with many rows; None where SDNQ does not quantize inputs."""
+    """Return the format to which SDNQ quantizes inputs with many rows; None for unquantized inputs."""
     quantizes = config.use_quantized_matmul if len(shape) == 2 else config.use_quantized_matmul_conv
     if not quantizes or any(side < MANY or side % ALIGNED for side in shape[:2]):
         return None
@@ -304,7 +304,7 @@ def product_of(kind: Numbers, shape: tuple[int, ...], config: Config) -> str | N
 
 
 def not_decoded(shape: tuple[int, ...], kind: Numbers, config: Config, product: str | None) -> list[str]:
-    """The options of a layer that are not decoded here, in words."""
+    """Return a description of each of a layer's options that are not decoded here."""
     found = [
         f"{name}={value[:100]}"
         for name in ("scale_dtype", "zero_point_dtype")
@@ -324,16 +324,16 @@ def not_decoded(shape: tuple[int, ...], kind: Numbers, config: Config, product: 
 
 
 def quantized_again(kind: Numbers, product: str, blocks: bool) -> bool:
-    """Whether SDNQ quantizes a weight anew, a scale for a row, each time before it multiplies."""
+    """Return whether SDNQ requantizes a weight, with a scale per row, before each product."""
     integer = product != FP8
     beyond = not kind.turns and not kind.integer and (kind.bits == 8 or kind.largest > LARGEST_FP8)
     return blocks or kind.integer != integer or not integer and (kind.unsigned or beyond)
 
 
 def shape_of_codes(shape: tuple[int, ...], scale: tuple[int, ...], turned: bool) -> tuple[int, ...] | None:
-    """The shape of codes that scales of shape ``scale`` multiply; None for scales of no layout.
+    """Return the shape of the codes that scales of the shape ``scale`` multiply; None for an unknown layout.
 
-    It is the weight's, [in, out] if ``turned``, or [out, blocks, in / blocks, ...].
+    It is the weight's shape, [in, out] if ``turned``, or [out, blocks, in / blocks, ...].
     """
     rows, columns, *kernel = shape
     if turned:
@@ -363,7 +363,7 @@ class Stored:
         return self.pieces[piece].read().float()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """The branch, [out, rank] and [rank, in], where weights are rotated."""
+        """Return the low-rank branch, [out, rank] and [rank, in], still rotated as the weight is."""
         up, down = self.read("svd_up"), self.read("svd_down")
         return (up.t(), down.t()) if self.by_codes else (up, down)
 
@@ -376,7 +376,7 @@ class Stored:
         )
 
     def weight(self, again: Inputs | None) -> Tensor:
-        """The weight in fp32, in SDNQ's order of operations, quantized ``again`` before a branch is added."""
+        """Compute the weight in fp32, in SDNQ's order, requantized by ``again`` before a branch is added."""
         weight, scale = self.pieces["weight"].read(), self.read("scale")
         weight = self.kind.decode(unpack(weight, self.kind.bits).view(self.codes) if self.kind.bits < 8 else weight)
         weight = torch.addcmul(self.read("zero_point"), weight, scale) if self.kind.unsigned else weight.mul_(scale)
@@ -390,7 +390,7 @@ class Stored:
 
 
 def check(own: LayerTensors, stored: Stored) -> None:
-    """Raises ArtifactError for tensors of a layer that make no such weight."""
+    """Raises ArtifactError for tensors of a layer that do not fit its weight."""
     kind, (rows, *others) = stored.kind, stored.shape
     of_rows = (1, rows) if stored.turned else (rows, *(1 for _ in others))
     scale = own.checked("scale", [of_rows] if stored.codes is None else None, FLOATS)
@@ -413,7 +413,7 @@ def check(own: LayerTensors, stored: Stored) -> None:
 
 
 def rotated_together(columns: int, most: int) -> int:
-    """How many of a weight's input channels are rotated together; 1 for none."""
+    """Return the number of a weight's input channels that are rotated together; 1 for none."""
     group = 1 << (min(columns, most) - 1).bit_length()
     while columns % group:
         group //= 2
@@ -421,13 +421,13 @@ def rotated_together(columns: int, most: int) -> int:
 
 
 def rotated(weight: Tensor, group: int) -> Tensor:
-    """A weight [out, in, ...] times a symmetric Hadamard matrix, ``group`` numbers of a row at a time; 1 for none."""
+    """Multiply each ``group`` of a weight's inputs by a symmetric Hadamard matrix; a group of 1 is unchanged."""
     return weight if group == 1 else in_groups(weight.flatten(1), hadamard(group)).view(weight.shape)
 
 
 @cache
 def hadamard(size: int) -> Tensor:
-    """Sylvester's matrix over sqrt(size); for powers of four the regular one, of ``quantization.rotation``."""
+    """Return Sylvester's matrix / sqrt(size); for powers of four the regular one of ``quantization.rotation``."""
     if size.bit_length() % 2 == 1:
         return rotation_matrix(size)
     pair = matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
@@ -453,13 +453,13 @@ WRITTEN_CONFIG = {
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Write the denoiser into the pipeline ``folder`` and its config. Branches are fp16."""
+    """Write the denoiser and its config into the pipeline ``folder``, with fp16 branches."""
     tensors = with_coded_weights(checkpoint, assignment, tensors_of)
     return write_folder(checkpoint, folder, tensors, config_of(quantized(assignment), weight_shapes(checkpoint)))
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
-    """The tensors of a quantized layer by the names that they have in the file."""
+    """Return the tensors of a quantized layer by their names in the file."""
     tensors = layout_of(layer).tensors(checkpoint, layer)
     if layer.low_rank is not None:
         up, down = layer.low_rank
@@ -483,7 +483,7 @@ def layout_of(layer: LayerAssignment) -> Layout:
 
 
 def config_of(layers: Assignment, names: Iterable[str]) -> dict:
-    """The ``quantization_config`` of a denoiser with these quantized layers among those of all ``names``."""
+    """Build the ``quantization_config`` of a denoiser with quantized ``layers`` among all layers ``names``."""
     kinds = {name: kind_of(layer) for name, layer in layers.items()}
     default = dict(Counter(tuple(kind.items()) for kind in kinds.values()).most_common(1)[0][0])
     return {
@@ -495,7 +495,7 @@ def config_of(layers: Assignment, names: Iterable[str]) -> dict:
 
 
 def kind_of(layer: LayerAssignment) -> dict[str, str | int | bool]:
-    """How a layer is stored, in the words of SDNQ's config."""
+    """Return the storage of a layer as entries of SDNQ's config."""
     static = PER_ROW if layer.weight_axis == 0 else PER_TENSOR
     return {
         "weights_dtype": WRITTEN[layer.format],

@@ -1,6 +1,6 @@
 """diffusers with torchao: linears whose weights are tensors of torchao's classes.
 
-A safetensors file holds pieces such as ``X._weight_qdata``, and the header's metadata the tensor's class and other
+A safetensors file holds tensors such as ``X._weight_qdata``; the header's metadata has each weight's class and other
 fields as JSON (torchao's ``prototype.safetensors``, 0.16 and newer, read by diffusers' ``TorchAoHfQuantizer``). The
 config, with the options that made the tensors, is not read.
 
@@ -11,18 +11,18 @@ config, with the options that made the tensors, is not read.
 | Float8Tensor             | E4M3 or E5M2 [out, in]                     | fp32 for a row, a block or all              |
 | NVFP4Tensor              | uint8 [out, in / 2], first in the low half | E4M3 for 16 numbers, in tiles; fp32 for all |
 
-A weight is fp32 where codes are multiplied, and in torchao's dtype where it is dequantized first. Formulas are those of
-torchao 0.18 (BSD licence).
+The weight is fp32 where quantized values are multiplied, and in torchao's dtype where it is dequantized first. Formulas
+are those of torchao 0.18 (BSD licence).
 
-Written are Int8Tensors, with static scales of inputs or one a row, and factors, or weights alone, text encoders' too,
-which transformers opens alike. A static scale has as many axes as the input, else torchao asserts. Float8Tensors have a
-scale for each row of the weight and of the input, neither static scales nor factors. Scales stay fp32; torchao's own
-quantizer computes them in the weight's dtype, in bfloat16 up to 0.3 % off. It divides a row of zeros, such as SDXL's
-empty prompt, by zero, and images are black: ``hp_value_lb`` bounds the largest magnitude. CUDA multiplies FP8 only
-where both sides are multiples of 16. There is no place for convolutions.
+Int8Tensors are written with or without quantized inputs (static scales or one per row) and with smoothing factors, also
+for text encoders, which transformers opens alike. A static scale has as many axes as the input, else torchao asserts.
+Float8Tensors have a scale per row of weight and input, and neither static scales nor smoothing factors. Scales stay
+fp32; torchao's own quantizer computes them in the weight's dtype, in bfloat16 up to 0.3 % off. It divides rows of
+zeros, such as SDXL's empty prompt, by zero, and images are black: ``hp_value_lb`` bounds the largest magnitude. CUDA
+multiplies FP8 only where both sides are multiples of 16. Convolutions cannot be stored.
 
-The roads not taken: torchao's own tensors, which take seconds to import, look names of a file up in torch, and need the
-whole network in memory; and its ``quantize_``, which chooses other codes.
+Alternatives not taken: torchao's own tensor classes, which take seconds to import, look names of a file up in torch,
+and need the whole network in memory; and torchao's ``quantize_``, which chooses other quantized values.
 """
 
 import json
@@ -104,7 +104,7 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Computed:
-    """How torchao computes with a weight."""
+    """How torchao computes with a weight: layout, dtype and rounding of inputs."""
 
     layout: Layout
     dtype: torch.dtype  # of the weight
@@ -113,7 +113,7 @@ class Computed:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as torchao computes it."""
+    """Return the denoiser in ``path`` as torchao computes it."""
     folder = Folder(path, checkpoint)
     names = [file.name for file in folder.place.iterdir()]
     if any(name.endswith(".bin") for name in names) and not any(".safetensors" in name for name in names):
@@ -154,7 +154,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def descriptions_of(path: Path, stored: Iterable[StoredTensor]) -> dict[str, Fields]:
-    """Descriptions in the headers of all files by tensors' names. Raises ArtifactError for a missing one."""
+    """Read tensor descriptions by tensor name from all files' headers. Raises ArtifactError for a missing one."""
     files = {tensor.member.name: tensor.member for tensor in stored}
     found: dict[str, Fields] = {}
     for member in files.values():
@@ -185,7 +185,7 @@ def is_description(entry: Fields) -> bool:
 
 
 def block_of(value: Any, shape: tuple[int, int]) -> tuple[int, int]:
-    """The rows and columns to a scale. Raises ValueError unless they divide ``shape``."""
+    """Return the rows and columns that share a scale. Raises ValueError unless they divide ``shape``."""
     if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
         raise ValueError(f"block_size {BOUNDED.repr(value)}")
     rows, columns = value
@@ -198,7 +198,7 @@ def block_of(value: Any, shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def quantized_layer(description: Fields, pieces: LayerTensors, shape: tuple[int, ...]) -> tuple[QuantizedLayer, bool]:
-    """A linear, and whether torchao computes it in fp32 on a processor.
+    """Return a linear, and whether torchao can compute it in fp32 on a CPU.
 
     Raises ArtifactError unless ``pieces`` fit the ``description``.
     """
@@ -225,13 +225,13 @@ def quantized_layer(description: Fields, pieces: LayerTensors, shape: tuple[int,
 
 
 def only(found: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ValueError for a piece or field that nothing here reads."""
+    """Raises ValueError for a tensor or field that is not in ``known``."""
     if unknown := sorted(set(found) - set(known)):
         raise ValueError(f"{', '.join(unknown)[:200]}, not known here")
 
 
 def affine(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
-    """``(codes - zero_point) * scale``, in torchao's order and dtypes: scales keep theirs."""
+    """Compute ``(codes - zero_point) * scale``, in torchao's order and dtypes: scales keep their dtype."""
     by_end = {piece.end: each for piece, each in found.items()}
     codes = by_end["qdata"]
     if "zero_point" in by_end:
@@ -240,14 +240,14 @@ def affine(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tenso
 
 
 def affine_rows(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
-    """The same of an Int8Tensor whose codes are multiplied."""
+    """Compute ``affine`` of a directly multiplied Int8Tensor. Raises ArtifactError for nonzero zero points."""
     if any(piece.holds == ZEROS and bool(each.any()) for piece, each in found.items()):
         raise ArtifactError("an Int8Tensor has zero points, which torchao leaves out of its product; make it anew")
     return affine(layout, found, shape)
 
 
 def in_blocks(name: str, block: tuple[int, int], shape: Shape, *more: Piece) -> Layout:
-    """Codes of eight bits with a scale for each block of rows and columns of a weight of this ``shape``."""
+    """Return the layout of 8-bit codes with a scale per block of rows and columns, for a weight of this ``shape``."""
     rows, columns = block
     share = f"{columns} numbers" if rows == 1 else f"{rows} x {columns} numbers"
     share = "all" if block == shape else "a row" if block == (1, shape[1]) else share
@@ -257,7 +257,7 @@ def in_blocks(name: str, block: tuple[int, int], shape: Shape, *more: Piece) -> 
 
 
 def int8(fields: Fields, pieces: LayerTensors, shape: tuple[int, int]) -> Computed:
-    """Rows are multiplied as codes, whether inputs are quantized or not; weights in blocks are dequantized first."""
+    """Decode an Int8Tensor: torchao multiplies its codes directly, unless scales are of blocks of inputs."""
     block, options = block_of(fields["block_size"], shape), fields.get("act_quant_kwargs")
     divided = block[1] < shape[1]
     if divided and options is not None or not divided and block[0] not in (1, shape[0]):
@@ -272,7 +272,7 @@ def int8(fields: Fields, pieces: LayerTensors, shape: tuple[int, int]) -> Comput
 
 
 def int8_inputs(options: Fields, pieces: LayerTensors) -> Affine:
-    """Rounding of inputs, with a static scale where there is one."""
+    """Return the rounding of an Int8Tensor's inputs, with a static scale if one is stored."""
     static, zero, half = None, "act_quant_zero_point", options["reduce_range"]
     if "act_quant_scale" in pieces:
         static = pieces.number("act_quant_scale", positive=True)
@@ -333,7 +333,7 @@ def dtype_of(value: Fields) -> torch.dtype:
 
 
 def inputs_of(kind: str, **options: Any) -> tuple[Any, ...]:
-    """Templates of ``act_quant_kwargs``."""
+    """Return the templates that ``act_quant_kwargs`` must match."""
     return None, {"_type": f"QuantizeTensorTo{kind}Kwargs", "_data": options}
 
 
@@ -393,8 +393,8 @@ INPUTS_BY_ROW = {
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     """Write the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
-    A quantized layer has codes int8 or E4M3 [out, in], scales fp32 [out, 1], a static scale of inputs fp32 [1, ...],
-    and factors fp32 [in].
+    A quantized layer has codes int8 or E4M3 [out, in], scales fp32 [out, 1], a static scale of inputs fp32 [1,
+    ...], and smoothing factors fp32 [in].
     """
     layers = quantized(assignment)
     ranks = input_ranks(checkpoint) if any(has_static_input(layer) for layer in layers.values()) else {}
@@ -416,10 +416,10 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int) -> dict[str, Readable]:
-    """The tensors of a layer's ``Int8Tensor`` or ``Float8Tensor`` by torchao's names.
+    """Return the tensors of a layer's ``Int8Tensor`` or ``Float8Tensor`` by torchao's names.
 
-    ``rank`` is the input's number of axes, and a static scale's. There is a scale for each output, also of a weight
-    with one scale.
+    ``rank`` is the number of axes of the input and of its static scale. Each output gets a scale, even if the
+    weight has one in all.
     """
     more = [replace(piece, shapes=" ".join("1" * rank)) if piece.holds == INPUTS else piece for piece in OF_INT8[:3]]
     columns = layer.weight_shape[1]
@@ -428,9 +428,9 @@ def pieces_of(checkpoint: Checkpoint, layer: LayerAssignment, rank: int) -> dict
 
 
 def description_of(layer: LayerAssignment, pieces: list[str]) -> dict:
-    """The metadata of a layer's weight: its class and fields.
+    """Return the metadata of a layer's weight: its class and fields.
 
-    The dtype is diffusers' default, advised for integers, and the only one in which CUDA multiplies FP8 by rows.
+    The dtype, bfloat16, is diffusers' default, advised for integers, and the only one for CUDA's FP8 by row.
     """
     fields: dict[str, object] = {
         "block_size": [1, layer.weight_shape[1]],

@@ -1,7 +1,7 @@
 """Errors of a quantized layer: of its own output, and of the network's output with this layer alone quantized.
 
-Both are for inputs of the unchanged full-precision network, with one weight in memory at a time. The road not taken is
-to compare two whole networks layer by layer, which counts earlier errors as a layer's own.
+Both are measured on inputs of the unchanged full-precision network, with one weight in memory at a time. Alternative
+not taken: comparing two whole networks layer by layer, which counts earlier errors as a layer's own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,14 +29,14 @@ class LayerErrors:
 
 
 def product(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    """The output of a linear or convolution for ``x`` with another weight, without its bias."""
+    """Compute a linear or convolution of ``x`` with another ``weight``, without the bias."""
     if isinstance(module, nn.Conv2d):
         return F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
     return F.linear(x, weight)
 
 
 def theirs(module: nn.Module, layer: QuantizedLayer, x: Tensor, weight: Tensor) -> Tensor:
-    """``product`` of the quantized layer, with rounded inputs and its branch."""
+    """Compute the quantized layer's output, without the bias, with rounded inputs and its branch."""
     if layer.inputs is None:
         return product(module, x, weight)
     rounded = layer.inputs(x)
@@ -54,7 +54,7 @@ def layer_errors(
     run: Callable[[], object],
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, LayerErrors]:
-    """The errors of ``layers``, each on the inputs that it has in ``network`` while ``run()`` calls it.
+    """Measure the errors of ``layers`` on the inputs that each has in ``network`` while ``run()`` calls it.
 
     ``advance`` is called after every call of a layer.
     """
@@ -91,7 +91,7 @@ def layer_errors(
 
 @contextmanager
 def put_in(network: nn.Module, name: str, layer: QuantizedLayer) -> Iterator[None]:
-    """Within the context ``network`` has this quantized layer, all others in full precision."""
+    """Within the context, quantize the layer ``name`` of ``network`` as ``layer``, all others in full precision."""
     module = network.get_submodule(name)
     weight = module.get_parameter("weight")
     full = weight.data
@@ -113,7 +113,7 @@ def alone(
     run: Callable[[], Tensor],
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, float | None]:
-    """The relative error of the result of ``run()`` with each of these layers alone in ``network``, largest first."""
+    """Return the relative error of ``run()`` with one of these layers quantized at a time, largest first."""
     expected, errors = run(), {}
     for name in names:
         with put_in(network, name, layers[name]):
@@ -136,9 +136,9 @@ SLIGHT_OF_NORM, SLIGHT_OF_ROW = 0.01, 0.05
 
 
 def unfolded(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> Mapping[str, QuantizedLayer]:
-    """The layers for inputs of the full-precision network: unchanged without folded smoothing.
+    """Return the layers changed for inputs of the full-precision network; unchanged without folded smoothing.
 
-    Reads the weights of the norms and linears in front.
+    Reads the weights of the preceding norms and linears.
     """
     full, factors_in, factors_out = denoiser_weights(checkpoint), dict[str, Tensor](), dict[str, Tensor]()
     linears = [
@@ -173,7 +173,7 @@ def unfolded(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> Mapping[str
 
 
 def weight_in(denoiser: QuantizedDenoiser, name: str) -> Tensor:
-    """A weight for inputs that are not multiplied."""
+    """Return the weight of a layer, fp32, for inputs without smoothing factors."""
     layer = denoiser.layers.get(name)
     return denoiser.parameters[f"{name}.weight"].read().float() if layer is None else plain_weight(layer)
 
@@ -183,14 +183,14 @@ def noticed(factor: Tensor, least: float) -> bool:
 
 
 def quotient(a: Tensor, b: Tensor) -> Tensor:
-    """``a`` by ``b``, and 1 where ``b`` is zero."""
+    """Return ``a / b``, and 1 where ``b`` is zero."""
     return torch.where(b == 0, 1.0, a / b)
 
 
 def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    """Numbers of a producer, a linear, that smoothing factors multiply: [width, numbers].
+    """Return the numbers of a linear that smoothing factors multiply if they are folded into it: [width, numbers].
 
-    Those of a modulation, which has a ``bias``, are both rows, the shift's bias, and 1 plus the scale's bias.
+    A modulation, which has a ``bias``, has the rows of shift and scale, the shift's bias, and 1 + the scale's bias.
     """
     found = [weight[rows] for rows in shared.rows(width)]
     if bias is not None:
@@ -200,7 +200,7 @@ def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: 
 
 
 def without(layer: QuantizedLayer, factor_in: Tensor | None, factor_out: Tensor | None) -> QuantizedLayer:
-    """``layer`` for inputs without ``factor_in`` and with outputs without ``factor_out``."""
+    """Return ``layer`` for inputs without ``factor_in`` and with outputs without ``factor_out``."""
     if factor_out is not None:
         source, divisor = layer.weight, factor_out[:, None]
         weight = LazyTensor(tuple(source.shape), torch.float32, lambda: source.read().float() / divisor)
@@ -209,7 +209,7 @@ def without(layer: QuantizedLayer, factor_in: Tensor | None, factor_out: Tensor 
 
 
 def plain_weight(layer: QuantizedLayer) -> Tensor:
-    """The weight for inputs that are not multiplied: its columns times the factors of the inputs."""
+    """Return the weight for inputs without smoothing factors: its columns times these factors."""
     weight = layer.weight.read().float()
     for factor in multipliers_of(layer.inputs):
         weight = weight * factor.view(1, -1, *(1,) * (weight.ndim - 2))

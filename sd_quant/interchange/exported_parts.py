@@ -1,9 +1,9 @@
-"""The networks of a pipeline for optimum's pipelines and OpenVINO GenAI, each exported to an ONNX file.
+"""All networks of a pipeline exported to ONNX files, for optimum's pipelines and OpenVINO GenAI.
 
-Weights and assignment are those of a run's own files. Sizes are ids, a text encoder has all hidden states, and all
-boundaries are fp32, for the sampler's arithmetic (diffusers casts latents to the network's output dtype). Weights are
-in fp16 or in codes. The road not taken is other names in a run's own files: NeMo's UNet takes embedded sizes, and a
-text encoder there has one of its states.
+Weights and assignment are those of a run's own ONNX files; inputs and outputs differ: image sizes are passed as
+time_ids, a text encoder returns all hidden states, and all inputs and outputs are fp32, for the sampler's arithmetic
+(diffusers casts latents to the network's output dtype). Weights are fp16 or quantized. Alternative not taken: renaming
+inputs in a run's own files, as NeMo's UNet takes embedded sizes, and a text encoder there returns one of its states.
 
 | folder               | inputs                                              | outputs                                 |
 |----------------------|-----------------------------------------------------|-----------------------------------------|
@@ -57,9 +57,9 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.modelopt import simulate
 
 CONFIG = "config.json"
-# A text of any length, traced with one that no other axis has, and times of a batch, which may be one for all of it.
+# A text axis, traced with a length that no other axis has, and a time axis: one per sample, or one for the batch.
 AXES = (("text", Axis("", 0, 1, 91)), ("times", Axis("batch", 1, 1, 0)))
-# Axes of outputs in those of inputs: optimum-onnx, on a GPU, allocates outputs by them. A denoiser's it knows.
+# Sizes of outputs in terms of inputs: optimum-onnx allocates outputs by them on a GPU. A denoiser's sizes it knows.
 SIZES = {
     "sample": {2: f"height * {LATENT_FACTOR}", 3: f"width * {LATENT_FACTOR}"},
     "latent_parameters": {2: f"image_height / {LATENT_FACTOR}", 3: f"image_width / {LATENT_FACTOR}"},
@@ -68,7 +68,7 @@ SIZES = {
 
 
 class ConsumedUnet(nn.Module):
-    """diffusers' UNet, in fp32 outside and in the dtype of its weights inside.
+    """diffusers' UNet with fp32 inputs and outputs, computed in the dtype of its weights.
 
     The text is padded with zeros to ``tokens``, as in NeMo's training.
     """
@@ -93,7 +93,7 @@ class ConsumedUnet(nn.Module):
 
 
 class ConsumedTransformer(TransformerPart):
-    """The transformer of Stable Diffusion 3 or Flux, in fp32 outside and in the dtype of its weights inside."""
+    """The transformer of Stable Diffusion 3 or Flux with fp32 inputs and outputs, in the dtype of its weights."""
 
     def forward(
         self,
@@ -111,24 +111,24 @@ class ConsumedTransformer(TransformerPart):
 
 
 class ConsumedVae(VaePart):
-    """The autoencoder's decoder with optimum's name of the input."""
+    """The VAE's decoder with optimum's name of the input."""
 
     def forward(self, latent_sample: Tensor) -> Tensor:
         return super().forward(latent_sample)
 
 
 class ConsumedVaeEncoder(VaeEncoderPart):
-    """The autoencoder's encoder with optimum's name of the input."""
+    """The VAE's encoder with optimum's name of the input."""
 
     def forward(self, sample: Tensor) -> Tensor:
         return super().forward(sample)
 
 
 class ConsumedTextEncoder(nn.Module):
-    """A CLIP text encoder with all its outputs, in fp32."""
+    """A CLIP text encoder with all its hidden states as outputs, in fp32."""
 
     def __init__(self, text_encoder: nn.Module, named: tuple[str, ...]):
-        """``named`` are the outputs in front of the hidden states, by transformers' names."""
+        """``named`` are the outputs before the hidden states, by transformers' names."""
         super().__init__()
         self.text_encoder, self.named = text_encoder, named
 
@@ -139,7 +139,7 @@ class ConsumedTextEncoder(nn.Module):
 
 
 def consumed_unet(checkpoint: Checkpoint, config: Mapping) -> Part:
-    """The UNet as a part; ``config`` is its configuration."""
+    """Return the UNet with optimum's inputs and outputs; ``config`` is its configuration."""
     contract = denoiser_part(checkpoint).contract
     inputs = contract.inputs
     if "context" in inputs:  # NeMo's names
@@ -157,7 +157,7 @@ def consumed_unet(checkpoint: Checkpoint, config: Mapping) -> Part:
 
 
 def consumed_transformer(part: Part) -> Part:
-    """The run's own transformer with texts of any length, and one time or one for each sample."""
+    """Return the run's transformer for texts of any length, and for one time or one per sample."""
     inputs = part.contract.inputs
     text = ("batch", "text", inputs["encoder_hidden_states"][2])
     changed = {"encoder_hidden_states": text, "txt_ids": ("text", 3), "timestep": ("times",)}
@@ -172,7 +172,7 @@ def consumed_transformer(part: Part) -> Part:
 
 
 def consumed_vae(part: Part) -> dict[str, Part]:
-    """The run's own decoder under other names, and the encoder beside it."""
+    """Return the run's VAE decoder with optimum's names, and the encoder."""
     (latents,), single = part.contract.inputs.values(), torch.float32
     image = ("batch", 3, "image_height", "image_width")
     decoder = Contract({"latent_sample": latents}, ("sample",), {"latent_sample": single}, part.contract.weights)
@@ -184,7 +184,7 @@ def consumed_vae(part: Part) -> dict[str, Part]:
 
 
 def consumed_clip(component: str, layers: int, projects: bool) -> Part:
-    """A CLIP text encoder with ``layers`` layers as a part. Outputs that pipelines read by index are first."""
+    """Return a CLIP text encoder of ``layers`` layers. Outputs that pipelines read by index are first."""
     named = ("text_embeds", "last_hidden_state") if projects else ("last_hidden_state", "pooler_output")
     outputs = (*named, *(f"hidden_states.{layer}" for layer in range(layers + 1)))
     contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, outputs, {"input_ids": torch.int64}, torch.float16)
@@ -192,7 +192,7 @@ def consumed_clip(component: str, layers: int, projects: bool) -> Part:
 
 
 def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
-    """The parts by the consumer's folder, the denoiser first."""
+    """Return the exported parts by folder name in the result, the denoiser first."""
     family, part = checkpoint.family, denoiser_part(checkpoint)
     configs: dict[str, Any] = {name: module.config for name, module in empty_modules(checkpoint).items()}
     is_unet = part.component == "unet"
@@ -212,7 +212,7 @@ def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
 def write_consumed(checkpoint: Checkpoint, part: Part, path: Path, assignment: Mapping[str, LayerAssignment]) -> None:
     """Write ``part`` to the ONNX file ``path``, with one weight in memory at a time.
 
-    Rows of layers of another part, such as the other half of an autoencoder, are ignored.
+    Assignments of layers outside the part, such as those of the other half of a VAE, are ignored.
     """
     weights = checkpoint.components[part.component]
     layers = dict(network_in(part, part.wrap(empty_modules(checkpoint)[part.component])).named_modules())
@@ -241,9 +241,9 @@ def write_folder(
 ) -> Path:
     """Add the networks to the pipeline ``folder``: the denoiser quantized by ``assignment``, ``others`` by component.
 
-    ``convert(ONNX file, folder of the network)`` may move or change the file; the folder has the config. The index
-    keeps diffusers' name of the pipeline, which all consumers know. One network at a time is on the disk twice. Raises
-    what ``write_onnx`` raises.
+    ``convert(ONNX file, folder of the network)`` moves or converts each file; the folder has the config. The index
+    keeps diffusers' name of the pipeline, which all consumers know. One network at a time is on the disk twice.
+    Raises the errors of ``write_onnx``.
     """
     parts, quantized = consumed_parts(checkpoint), {denoiser_part(checkpoint).component: assignment, **others}
     for component, part in parts.items():
@@ -264,9 +264,9 @@ def simulate_graph(
 ) -> None:
     """Change ``denoiser``, in place, to ModelOpt's simulation of its exported graph.
 
-    Unquantized weights have ``dtype``'s numbers and static codes are the file's: ModelOpt multiplies by 1 / scale,
-    which rounds ties otherwise.
-    The road not taken is to run the file: runtimes saturate sums on some processors, and call the network otherwise.
+    Unquantized weights are rounded to ``dtype``; weights with static scales are dequantized from the file's integer
+    codes, as ModelOpt multiplies by 1 / scale, which rounds ties differently. Alternative not taken: running the
+    file, as runtimes saturate sums on some processors and call the network otherwise.
     """
     stored = denoiser.state_dict()
     for name, buffer in denoiser.named_buffers():

@@ -1,22 +1,22 @@
 """GGUF files with a denoiser, as of ComfyUI-GGUF, city96 and stable-diffusion.cpp: ggml's blocks of numbers.
 
 A file has ``GGUF``, a version and two counts; metadata; each tensor's name, sides, type and offset; and, at a multiple
-of the alignment, the numbers (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Sides are in the opposite
-order of torch's. ComfyUI-GGUF's converter stores a tensor that no block divides as rows of 256, with its shape in
-``comfy.gguf.orig_shape.<name>``. ``general.architecture`` is not read: names and shapes tell more.
+of the alignment, the tensors' data (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Sides are in the
+opposite order of torch's. ComfyUI-GGUF's converter stores a tensor whose rows are no whole blocks as rows of 256, and
+its shape in ``comfy.gguf.orig_shape.<name>``. ``general.architecture`` is not read: names and shapes tell more.
 
-The hostile header is read here byte by byte; blocks are decoded by ggml's package ``gguf``, in fp32. ComfyUI-GGUF and
-diffusers multiply scale and code in fp16, which rounds once more.
+The header is parsed here, byte by byte, as it may be hostile; ggml's package ``gguf`` decodes blocks, in fp32.
+ComfyUI-GGUF and diffusers multiply scale and code in fp16, which rounds once more.
 
 Linears are written in ggml's formats (``quantization.formats.ggml``), INT8 as Q8_0 and INT4 as Q4_0, whose fp16 scales
-of 32 numbers repeat a scale of a row or of 64 numbers exactly. Keys are the authors': ComfyUI-GGUF refuses diffusers'
-of Flux and SD3. UNets' have the prefix, without which diffusers' converter finds no UNet. Vectors are F32, as in
-ComfyUI-GGUF's converter. Convolutions are F16 in their own shape: stable-diffusion.cpp and diffusers do not undo that
-converter's rows of 256, and diffusers has no convolution of ggml's blocks. A linear whose inputs are no multiple of 256
-has llama.cpp's format in a K-quant's place. T5's encoder has llama.cpp's names, which ComfyUI-GGUF and
-stable-diffusion.cpp read; CLIP they read from safetensors alone.
+of 32 numbers repeat a scale of a row or of 64 numbers exactly. Names are the original checkpoint's: ComfyUI-GGUF
+refuses diffusers' names of Flux and SD3. A UNet's have the prefix that diffusers' converter needs to find a UNet.
+Vectors are F32, as in ComfyUI-GGUF's converter. Convolutions are F16 in their own shape: stable-diffusion.cpp and
+diffusers do not undo that converter's rows of 256, and diffusers has no convolution of ggml's blocks. A linear whose
+number of inputs is no multiple of 256 has llama.cpp's substitute for a K-quant. T5's encoder has llama.cpp's names,
+which ComfyUI-GGUF and stable-diffusion.cpp read; CLIP they read only from safetensors.
 
-The roads not taken are the package's ``GGUFReader``, which maps the file and believes its counts, and its ``quantize``,
+Alternatives not taken: the package's ``GGUFReader``, which maps the file and trusts its counts, and its ``quantize``,
 which chooses other scales and has no K-quants.
 """
 
@@ -112,7 +112,7 @@ INT32, STRING, ARRAY = 5, 8, 9
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of ggml's: ``block`` numbers lie in ``size`` bytes, and ``share`` of them have one scale."""
+    """A block type of ggml: ``block`` numbers lie in ``size`` bytes, and ``share`` of them have one scale."""
 
     name: str
     block: int
@@ -131,7 +131,7 @@ QUANTIZED = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """A ``Readable`` of a quantized tensor, or of whole rows of one: blocks that lie one behind the other."""
+    """A ``Readable`` of a quantized tensor, or of whole rows of one, as consecutive blocks in a file."""
 
     member: Member
     name: str
@@ -142,11 +142,11 @@ class Blocks:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return prod(self.shape) // self.kind.block * self.kind.size
 
     def rows(self, rows: Rows) -> "Blocks":
-        """Raises ArtifactError where they begin or end within a block."""
+        """Return some rows of the tensor. Raises ArtifactError if they begin or end within a block."""
         width = prod(self.shape[1:])
         first, count = rows.start * width, (rows.stop - rows.start) * width
         if first % self.kind.block or count % self.kind.block:
@@ -158,11 +158,11 @@ class Blocks:
         return replace(self, start=start, shape=(rows.stop - rows.start, *self.shape[1:]))
 
     def codes(self) -> np.ndarray:
-        """The blocks as they are stored, uint8 [blocks, bytes of one]."""
+        """Return the blocks as they are stored, uint8 [blocks, bytes of a block]."""
         return np.frombuffer(self.member.read(self.start, self.size), np.uint8).reshape(-1, self.kind.size)
 
     def read(self) -> Tensor:
-        """fp32. Raises ArtifactError when a number is NaN or infinite."""
+        """Dequantize to fp32. Raises ArtifactError when a number is NaN or infinite."""
         from gguf import GGMLQuantizationType, quants
 
         codes = self.codes()
@@ -177,7 +177,7 @@ Tensors = Mapping[str, "StoredTensor | Blocks"]
 
 
 def recognizes(path: Path) -> bool:
-    """Whether ``path`` is a file that begins as GGUF does."""
+    """Return whether ``path`` is a file that begins with GGUF's magic bytes."""
     try:
         with open_regular(path) as file:
             return file.read(4) == MAGIC
@@ -186,7 +186,7 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a GGUF file."""
+    """Return the denoiser in a GGUF file."""
     tensors, version = read_header(whole_file(path))
     network = empty_denoiser(checkpoint)
     names, unknown = denoiser_tensors(tensors)
@@ -219,7 +219,7 @@ def is_t5(network: nn.Module) -> bool:
 
 
 def llama_name(name: str) -> str:
-    """llama.cpp's name of a tensor of transformers' ``T5EncoderModel``; an unknown name unchanged."""
+    """Return llama.cpp's name of a tensor of transformers' ``T5EncoderModel``; an unknown name unchanged."""
     block = re.fullmatch(r"encoder\.block\.(\d+)\.(.+)\.weight", name)
     if block is None or block[2] not in T5_ENDS:
         return T5_OTHERS.get(name, name)
@@ -227,20 +227,20 @@ def llama_name(name: str) -> str:
 
 
 def stored_layer(parts: Sequence[Blocks], weight: Readable) -> QuantizedLayer:
-    """A weight that lies in ``parts``, blocks of one type."""
+    """Return the layer whose ``weight`` is stored in ``parts``, blocks of one type."""
     kind = parts[0].kind
     return QuantizedLayer(kind.name, f"1 for {kind.share} numbers", sum(map(size_of, parts)), weight)
 
 
 def size_of(tensor: StoredTensor | Blocks) -> int:
-    """In bytes, as it is stored."""
+    """Return the stored size in bytes."""
     return tensor.size if isinstance(tensor, Blocks) else bytes_of([tensor])
 
 
 def without_kernels(tensors: Tensors, modules: Mapping[str, nn.Module]) -> Tensors:
-    """The tensors, with matrices for linears ``proj_in`` and ``proj_out``.
+    """Return ``tensors``, with 1 x 1 convolution kernels of ``proj_in`` and ``proj_out`` reshaped for linears.
 
-    stable-diffusion.cpp has convolutions of one pixel there for every UNet.
+    stable-diffusion.cpp stores these kernels for every UNet.
     """
     ends = (".proj_in", ".proj_out")
     if not any(name.endswith(ends) and isinstance(module, nn.Linear) for name, module in modules.items()):
@@ -253,9 +253,9 @@ def without_kernels(tensors: Tensors, modules: Mapping[str, nn.Module]) -> Tenso
 
 
 def read_header(member: Member) -> tuple[Tensors, int]:
-    """Every tensor by name, in the header's order, and the version of the format; no numbers are read.
+    """Return every tensor by name, in the header's order, and the version of the format; weights are not read.
 
-    Raises ArtifactError when the header is damaged, or places a tensor beyond the file's end or over another one.
+    Raises ArtifactError for a damaged header, and for a tensor beyond the file's end or over another tensor.
     """
     header = Header(bytes(member.read(0, min(member.size, MAX_HEADER))))
     with refusing(f"{member.name} is not a whole GGUF file", ValueError):
@@ -296,13 +296,13 @@ def read_header(member: Member) -> tuple[Tensors, int]:
 
 
 class Header:
-    """The bytes of a header, and how far they are read. Methods raise ValueError where they are damaged."""
+    """The bytes of a header and a reading position. Methods raise ValueError for damaged bytes."""
 
     def __init__(self, data: bytes):
         self.data, self.position = data, 0
 
     def parsed(self) -> tuple[int, dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
-        """The version; the metadata; and of each tensor name, shape as in torch, type and offset."""
+        """Return the version, the metadata, and each tensor's name, shape in torch's order, type and offset."""
         if self.taken(4) != MAGIC:
             raise ValueError("it does not begin with GGUF")
         (version,) = self.numbers("I")
@@ -340,11 +340,11 @@ class Header:
         return struct.unpack(f"<{layout}", self.taken(struct.calcsize(f"<{layout}")))
 
     def text(self) -> str:
-        """Raises UnicodeDecodeError, a ValueError, for what is no text."""
+        """Read a string. Raises UnicodeDecodeError, a ValueError, for bytes that are not UTF-8."""
         return self.taken(*self.numbers("Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """An entry of the metadata; None for an array that is no shape."""
+        """Read a metadata value of type ``kind``; None for an array that cannot be a shape."""
         if kind == STRING:
             return self.text()
         if kind in SCALARS:
@@ -379,7 +379,7 @@ def _located(member: Member, name: str, shape: tuple[int, ...], number: int, sta
 
 
 def _reshaped(tensor: StoredTensor | Blocks, shape: tuple[int, ...]) -> StoredTensor | Blocks:
-    """Raises ValueError for a shape of another number of numbers."""
+    """Return ``tensor`` with another shape. Raises ValueError if the numbers of elements differ."""
     if prod(shape) != prod(tensor.shape):
         raise ValueError(f"a tensor of shape {list(tensor.shape)} has the original shape {list(shape)}")
     if isinstance(tensor, Blocks):
@@ -388,7 +388,7 @@ def _reshaped(tensor: StoredTensor | Blocks, shape: tuple[int, ...]) -> StoredTe
 
 
 def in_diffusers(checkpoint: Checkpoint, parts: Mapping[str, Sequence[StoredTensor | Blocks]]) -> nn.Module:
-    """The denoiser in fp32 with diffusers' linears of ggml's blocks. ``parts`` are its tensors by diffusers' name."""
+    """Build the fp32 denoiser with diffusers' GGUF linears. ``parts`` are its tensors by diffusers' name."""
     from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear, dequantize_gguf_tensor
     from gguf import GGMLQuantizationType as Type
 
@@ -421,10 +421,10 @@ WRITTEN = {
     "int8": QUANTIZED[8], "int4": QUANTIZED[2], "q4_1": QUANTIZED[3], "q5_0": QUANTIZED[6], "q5_1": QUANTIZED[7],
     "q8_0": QUANTIZED[8], "q4_k": QUANTIZED[12], "q5_k": QUANTIZED[13], "q6_k": QUANTIZED[14],
 }  # fmt: skip
-# llama.cpp's name of a file whose commonest type it is: of mixtures with few others, where it has several
+# llama.cpp's file type by the commonest tensor type, if its name differs: the mixture with the fewest other types
 FILE_TYPES = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}
 LONGEST_NAME = 127  # of a tensor, in ggml
-# ComfyUI-GGUF's names of architectures, each with a tensor that tells it, the first that is there, and with the prefix
+# ComfyUI-GGUF's names of architectures, each with a tensor that identifies it (the first match counts) and a prefix
 ARCHITECTURES = {
     "flux": ("double_blocks.0.img_attn.proj.weight", ""), "sd3": ("joint_blocks.0.x_block.attn.qkv.weight", ""),
     "sdxl": ("label_emb.0.0.weight", PREFIX), "sd1": ("input_blocks.0.0.weight", PREFIX),
@@ -435,7 +435,7 @@ ARCHITECTURES = {
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Write the denoiser to ``<part>.gguf`` in ``folder``."""
+    """Write the denoiser to ``<part>.gguf`` in ``folder``, and return the file's path."""
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     tensors = tensors_of(checkpoint, assignment) | {name: ("F32", mark) for name, mark in (marks or {}).items()}
@@ -465,7 +465,7 @@ def write(
 
 
 def tensors_of(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, tuple[str, LazyTensor]]:
-    """The tensors by their authors' keys, each with the name of its type; quantized: bytes [out, bytes of a row]."""
+    """Return tensors and type names by original tensor names; quantized tensors are bytes [out, bytes of a row]."""
     plain, joined = by_authors_names(checkpoint, assignment)
     if is_t5(empty_denoiser(checkpoint)):
         plain = {llama_name(name): tensor for name, tensor in plain.items()}
@@ -481,7 +481,7 @@ def tensors_of(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, tupl
 
 
 def in_blocks(checkpoint: Checkpoint, layers: JoinedLayers) -> LazyTensor:
-    """The blocks of a quantized linear as bytes [out, blocks of a row * bytes of a block]."""
+    """Return the blocks of a quantized linear as bytes [out, blocks of a row * bytes of a block]."""
     (outputs, inputs), kind = layers.shape, WRITTEN[layers.first.format]
 
     def rows(layer: LayerAssignment) -> Tensor:
@@ -491,16 +491,16 @@ def in_blocks(checkpoint: Checkpoint, layers: JoinedLayers) -> LazyTensor:
 
 
 def blocks_of(kind: Kind, codes: Tensor, *scales: Tensor) -> Tensor:
-    """Codes int8 [out, in] and fp32 scales as bytes [out, in / numbers of a block, bytes of a block].
+    """Pack codes int8 [out, in] and fp32 scales to bytes [out, in / numbers of a block, bytes of a block].
 
-    Scales are those of ``quantization.formats.ggml``, or one [out or 1, divisor of in / 32]. Sources: ``block_*`` in
-    ggml-common.h and ``quantize_row_*_ref`` in ggml-quants.c.
+    Scales are those of ``quantization.formats.ggml``, or one [out or 1, divisor of in / 32]. Sources: ``block_*``
+    in ggml-common.h and ``quantize_row_*_ref`` in ggml-quants.c.
     """
     blocks = codes.unflatten(1, (-1, kind.block))
     outputs, count = blocks.shape[:2]
 
     def each(scale: Tensor) -> Tensor:
-        """[out, blocks, numbers of ``scale`` in a block]; one that several blocks share is repeated."""
+        """Return ``scale`` as [out, blocks, scales of a block]; a scale that several blocks share is repeated."""
         scale = scale.expand(outputs, -1)
         return scale.repeat_interleave(max(1, count // scale.shape[1]), dim=1).unflatten(1, (count, -1))
 
@@ -509,24 +509,24 @@ def blocks_of(kind: Kind, codes: Tensor, *scales: Tensor) -> Tensor:
 
 
 def halves(codes: Tensor) -> Tensor:
-    """The low four bits: those of the first half of the codes [..., n] in the low halves of n / 2 bytes."""
+    """Pack the low four bits of codes [..., n] in n / 2 bytes: the codes' first half in the low halves of bytes."""
     low, high = (codes.to(torch.uint8) & 0xF).chunk(2, dim=-1)
     return low | high << 4
 
 
 def bits_in_bytes(codes: Tensor, bits: int) -> Tensor:
-    """The upper ``bits`` of codes [..., parts, n], those above the low four: of part i at bit i * bits of n bytes."""
+    """Pack the ``bits`` above the low four of codes [..., parts, n] in n bytes: part i at bit i * bits."""
     shifts = torch.arange(codes.shape[-2], dtype=torch.uint8)[:, None] * bits
     return ((codes.to(torch.uint8) >> 4) << shifts).sum(-2, dtype=torch.uint8)
 
 
 def fifth_bits(codes: Tensor) -> Tensor:
-    """The fifth bit of each code [..., 32] in four bytes: that of code 8 i + j is bit j of byte i."""
+    """Pack the fifth bit of each code [..., 32] in four bytes: that of code 8 i + j is bit j of byte i."""
     return bits_in_bytes(codes.unflatten(-1, (4, 8)).transpose(-1, -2), 1)
 
 
 def six_bits(scales: Tensor, minimums: Tensor) -> Tensor:
-    """Eight scales and eight minimums 0..63 [..., 8] in 12 bytes."""
+    """Pack eight scales and eight minimums 0..63 [..., 8] in 12 bytes."""
     (low, high), (low_minimums, high_minimums) = (each.to(torch.uint8).chunk(2, -1) for each in (scales, minimums))
     return torch.cat(
         [low | high >> 4 << 6, low_minimums | high_minimums >> 4 << 6, high & 0xF | (high_minimums & 0xF) << 4], -1
@@ -544,7 +544,7 @@ def q5_k(codes: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
 
 
 def q6_k(codes: Tensor, d: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    """Each half of the codes begins at zero: first and third 32 of it are with the second and fourth in 64 bytes."""
+    """Pack Q6_K: of each 128 codes, the first 64 have their low bits in the low halves of 64 bytes."""
     parts = (codes + 32).unflatten(-1, (2, 4, 32))
     low = halves(parts.flatten(-2)).flatten(-2)
     return low, bits_in_bytes(parts, 2).flatten(-2), scales.to(torch.int8), d.half()

@@ -1,10 +1,10 @@
-"""An assignment adapted to a foreign format: layers that it cannot hold stay in high precision, with the reason.
+"""Adaptation of an assignment to a foreign format: layers it cannot store stay in high precision, with the reason.
 
-A recipe is refused where no layer is left or branches would be lost; the message names a recipe that fits.
+A recipe is refused if no quantized layer is left or one would lose its low-rank branch; the message names another.
 
-Some consumers join layers with one input, such as query, key and value. Joined layers have one format and, where that
-has one scale for a tensor, the largest of their ranges, before anything is quantized. The road not taken is to rescale
-codes when they are written, which rounds twice.
+Some consumers join layers with one input, such as query, key and value. Joined layers get one format and, if that has
+one scale per tensor, the largest of their ranges, before anything is quantized. Alternative not taken: rescaling
+quantized weights when they are written, which rounds twice.
 """
 
 from collections import Counter
@@ -28,11 +28,11 @@ REASONS = 2  # the commonest, which a refusal gives; of layers the first
 
 
 def adapted(assignment: Assignment, target: ForeignFormat) -> dict[str, LayerAssignment]:
-    """The rows of ``assignment`` as ``target`` holds them.
+    """Return the layer assignments as ``target`` can store them; the other layers stay in high precision.
 
-    In a mix of presets, layers with a branch that the target cannot hold stay in high precision. Raises ConfigError
-    where it holds none of the quantized layers, where all linears have such a branch, or where one is unquantized that
-    the target computes quantized alone.
+    In a mix of presets, layers with a branch that the target cannot store stay in high precision. Raises
+    ConfigError if no quantized layer is left, if all quantized linears have such a branch, or if a layer is
+    unquantized that the target computes only quantized.
     """
     rows = {name: held(layer, target) for name, layer in assignment.items()}
     plain = [row for row in rows.values() if row.format and row.low_rank is None and len(row.weight_shape) == 2]
@@ -71,7 +71,7 @@ def adapted(assignment: Assignment, target: ForeignFormat) -> dict[str, LayerAss
 
 
 def check_quantized(rows: Assignment, target: ForeignFormat) -> None:
-    """Raises ConfigError for an unquantized layer that the target computes quantized alone."""
+    """Raises ConfigError for an unquantized layer that the target computes only quantized."""
     left = [row for name, row in rows.items() if row.format is None and is_quantized_by(target, name)]
     if target.always and left:
         raise ConfigError(
@@ -81,12 +81,12 @@ def check_quantized(rows: Assignment, target: ForeignFormat) -> None:
 
 
 def is_quantized_by(target: ForeignFormat, name: str) -> bool:
-    """Whether the target's consumer quantizes layers of this name."""
+    """Return whether the target's consumer quantizes layers of this ``name``."""
     return not target.layers or any(fnmatchcase(name, pattern) for pattern in target.layers)
 
 
 def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
-    """One row: unchanged, with other inputs, or in high precision with the reason."""
+    """Return a layer's assignment: unchanged, with unquantized inputs, or in high precision with the reason."""
     if layer.role == "attention":
         reason = why_no_attention(layer, target)
         if reason is None:
@@ -100,7 +100,7 @@ def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
 
 
 def not_held(layer: LayerAssignment, reason: str) -> LayerAssignment:
-    """The row in high precision; one that is so already keeps its own reason."""
+    """Return the assignment in high precision; a layer that is unquantized already keeps its own reason."""
     if layer.format is None:
         return layer
     smoothing = layer.pre_quant_scale if layer.folded_into else None  # as the layer in front multiplies by it
@@ -111,14 +111,14 @@ def not_held(layer: LayerAssignment, reason: str) -> LayerAssignment:
 
 
 def without_inputs(layer: LayerAssignment) -> LayerAssignment:
-    """The row with inputs in high precision. A rotated weight stays rotated."""
+    """Return the assignment with inputs in high precision. A rotated weight stays rotated."""
     return replace(
         layer, activation_format=None, activation_amax=None, activation_zero_point=0, bias=None, per_token=False
     )
 
 
 def inputs_of(layer: LayerAssignment, target: ForeignFormat) -> str:
-    """How the target's consumer computes the inputs of a quantized layer, in the words of ``ForeignFormat.formats``."""
+    """Return how the target's consumer computes a quantized layer's inputs, as in ``ForeignFormat.formats``."""
     how = target.formats[layer.format]
     if layer.activation_format is None and layer.format in target.weights_alone:
         return FP16
@@ -126,7 +126,7 @@ def inputs_of(layer: LayerAssignment, target: ForeignFormat) -> str:
 
 
 def why_no_attention(layer: LayerAssignment, target: ForeignFormat) -> str | None:
-    """Why an attention's products stay in high precision, or None where they are held, or are not quantized."""
+    """Return why attention products stay in high precision; None if quantized in ``target`` or unquantized."""
     if layer.attention_amax is None:
         return None
     if not target.attention:
@@ -135,7 +135,7 @@ def why_no_attention(layer: LayerAssignment, target: ForeignFormat) -> str | Non
 
 
 def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
-    """Why a quantized layer stays in high precision, or None."""
+    """Return why a quantized layer stays in high precision, or None."""
     fmt = layer.format
     if fmt not in target.formats:
         return f"{target.name} holds no weights in {fmt}"
@@ -176,7 +176,7 @@ def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
 
 
 def joined_in(names: Assignment, target: ForeignFormat) -> Iterator[Sequence[str]]:
-    """The names of the layers in each group that the target joins."""
+    """Yield the layer names of each group that the target stores or computes as one layer."""
     if target.joined:
         yield from stored_names(names, layout_of(names)).values()
     for _, _, group in groups_of(names, target.fused):
@@ -184,7 +184,7 @@ def joined_in(names: Assignment, target: ForeignFormat) -> Iterator[Sequence[str
 
 
 def groups_of(names: Iterable[str], fused: Iterable[Sequence[str]]) -> Iterator[tuple[str, Sequence[str], list[str]]]:
-    """The groups of layers that ``fused`` joins: what their names begin with, the ends, and those that there are."""
+    """Yield the groups of layers that ``fused`` joins: common prefix, suffixes, and names of existing layers."""
     known = dict.fromkeys(names)
     for ends in fused:
         for begin in dict.fromkeys(
@@ -194,7 +194,7 @@ def groups_of(names: Iterable[str], fused: Iterable[Sequence[str]]) -> Iterator[
 
 
 def joined(rows: Sequence[LayerAssignment], target: ForeignFormat) -> Sequence[LayerAssignment]:
-    """The ``rows`` of layers that are joined: with one range where that has one, or none of them quantized."""
+    """Return the assignments of layers that are joined: with common ranges where needed, or all unquantized."""
     kept = [row for row in rows if row.format is not None]
     if len(rows) == 1 or not kept:
         return rows
@@ -219,7 +219,7 @@ def same(vector: Tensor | None, other: Tensor | None) -> bool:
 
 
 def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
-    """The row with a wider range ``amax`` [1]. Chosen codes of NVFP4 stay; their scales are rounded again."""
+    """Return the assignment with a wider range ``amax`` [1]. NVFP4's chosen codes stay; scales are rounded again."""
     if row.rounded is None or torch.equal(row.weight_amax, amax):
         return replace(row, weight_amax=amax)
     codes, scale, common = row.rounded
@@ -227,7 +227,7 @@ def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
 
 
 def check_bf16(target: ForeignFormat, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a part in bf16 that the target holds in fp16; targets of graphs hold all parts."""
+    """Raises ConfigError for a part in bf16 that the target stores in fp16; targets of graphs store all parts."""
     if target.bf16 is True:
         return
     parts, networks = checkpoint.parts(), checkpoint.family.NETWORKS
@@ -248,9 +248,9 @@ def check_bf16(target: ForeignFormat, checkpoint: Checkpoint) -> None:
 def servers_of(
     target: ForeignFormat, checkpoint: Checkpoint, rows: Assignment, others: Mapping[str, Assignment] = {}
 ) -> dict[str, str | None]:
-    """The target's servers by name, each with the reason why it does not load ``rows`` of the denoiser, or None.
+    """Return the target's servers by name, each with why it does not load the denoiser's assignment ``rows``, or None.
 
-    ``others`` are the rows of other networks by component.
+    ``others`` are the layer assignments of other networks by component.
     """
     return {name: why_not_served(server, checkpoint, rows, others) for name, server in target.servers.items()}
 
@@ -258,7 +258,7 @@ def servers_of(
 def why_not_served(
     server: Server, checkpoint: Checkpoint, rows: Assignment, other_rows: Mapping[str, Assignment] = {}
 ) -> str | None:
-    """Why a server does not load ``rows``, or None."""
+    """Return why a server does not load a denoiser with the assignment ``rows``, or None."""
     networks, pipelines = checkpoint.family.NETWORKS, checkpoint.family.PIPELINES
     denoiser = denoiser_part(checkpoint).component
     if not server.pipelines & set(pipelines):
@@ -284,7 +284,7 @@ def why_not_served(
 
 
 def formats_in(rows: Assignment) -> dict[str, tuple]:
-    """The formats of quantized layers by name."""
+    """Return the weight and input formats of the quantized layers by name."""
     return {name: (layer.format, layer.activation_format) for name, layer in rows.items() if layer.format is not None}
 
 

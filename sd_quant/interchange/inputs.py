@@ -1,6 +1,6 @@
-"""Rounding of inputs to the numbers of their codes, by the formulas of other tools' layers.
+"""Simulated quantization (rounding) of layer inputs, by the formulas of other tools' layers.
 
-The modules of the formats name the libraries. Scales are computed in fp32.
+The formats' modules name the libraries. Scales are computed in fp32.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,18 +19,18 @@ LARGEST_FP8 = 448.0  # of E4M3
 
 
 class Inputs(Protocol):
-    """Rounds a layer's input [..., in] or [N, in, H, W] as its consumer does."""
+    """Rounding of a layer's input [..., in] or [N, in, H, W], as the layer's consumer rounds."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def __str__(self) -> str:
-        """For a table: ``int8, one scale``."""
+        """Return a description for a table: ``int8, one scale``."""
         ...
 
 
 @dataclass(frozen=True)
 class Multiplied:
-    """Inputs times a ``pre_quant_scale`` [in], then rounded, if at all."""
+    """Inputs multiplied by a ``pre_quant_scale`` [in], then rounded by ``then``, if given."""
 
     factor: Tensor
     convolution: bool
@@ -46,20 +46,20 @@ class Multiplied:
 
 
 def multipliers_of(inputs: Inputs | None) -> Iterator[Tensor]:
-    """Yield the factors [in] of inputs before rounding."""
+    """Yield the factors [in] that multiply inputs before rounding."""
     while isinstance(inputs, Multiplied):
         yield inputs.factor.float()
         inputs = inputs.then
 
 
 def smoothed(inputs: Inputs | None, x: Tensor) -> Tensor:
-    """``x`` times the factors of ``inputs``, unrounded."""
+    """Multiply ``x`` by the factors of ``inputs``, without rounding."""
     return x if not isinstance(inputs, Multiplied) else smoothed(inputs.then, replace(inputs, then=None)(x))
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Inputs [..., in] in parts of ``widths`` columns, each with its own rounding."""
+    """Inputs [..., in] split into ``widths`` columns, each part with its own rounding."""
 
     parts: tuple[Inputs, ...]
     widths: tuple[int, ...]
@@ -74,7 +74,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class ManyRows:
-    """Rounding of inputs [..., in] with at least ``least`` rows."""
+    """Rounding of inputs [..., in] only if they have at least ``least`` rows."""
 
     then: Inputs
     least: int
@@ -88,7 +88,7 @@ class ManyRows:
 
 @dataclass(frozen=True)
 class Rotated:
-    """Each ``group`` of inputs [..., in] is multiplied by a symmetric orthogonal matrix, rounded, and rotated back."""
+    """Inputs [..., in] rotated in groups by a symmetric orthogonal matrix, rounded, and rotated back."""
 
     then: Inputs
     group: int
@@ -103,13 +103,13 @@ class Rotated:
 
 
 def in_groups(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x`` [..., n] with each group of its last axis multiplied by the square ``matrix``."""
+    """Multiply each group of the last axis of ``x`` [..., n] by the square ``matrix``."""
     return (x.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
 
 @dataclass(frozen=True)
 class RowInteger:
-    """Symmetric codes with a scale for each row of the input [..., in]: its largest magnitude is ``high``."""
+    """Symmetric integers with a scale per row of the input [..., in]: its largest magnitude / ``high``."""
 
     low: int = -128
     high: int = 127
@@ -125,7 +125,7 @@ class RowInteger:
 
 @dataclass(frozen=True)
 class RowUnsigned:
-    """256 codes with a scale for each row of the input [..., in], from its smallest number to its largest."""
+    """Asymmetric uint8: scale and zero point per row of the input [..., in], from its minimum and maximum."""
 
     def __call__(self, x: Tensor) -> Tensor:
         low, high = x.float().aminmax(dim=-1, keepdim=True)
@@ -140,10 +140,10 @@ class RowUnsigned:
 
 @dataclass(frozen=True)
 class Affine:
-    """torchao's integers: a scale for each row of the input [..., in], for all of it, or a static one.
+    """torchao's integers, with a scale per row of the input [..., in], a scale of the whole input, or a static scale.
 
-    A symmetric range has the largest magnitude on both sides; another is from the smallest number to the largest and
-    includes zero.
+    A symmetric range is the largest magnitude on both sides of zero; an asymmetric one is from the minimum to the
+    maximum and includes zero.
     """
 
     low: int = -128
@@ -177,9 +177,9 @@ class Affine:
 
 @dataclass(frozen=True)
 class BlockInteger:
-    """nunchaku's INT4 in blocks of 64 of the input [..., in]: the largest magnitude of a block is 7.
+    """nunchaku's INT4 of the input [..., in] in blocks of 64: a block's scale is its largest magnitude / 7.
 
-    With an ``offset`` [in], which makes all inputs positive, it is the unsigned 15; the offset is subtracted again.
+    With an ``offset`` [in], which makes all inputs positive, it is unsigned / 15; the offset is subtracted again.
     """
 
     offset: Tensor | None = None
@@ -198,7 +198,7 @@ class BlockInteger:
 
 @dataclass(frozen=True)
 class StaticFloat8:
-    """E4M3, or another ``dtype`` of eight bits, with one scale for every input."""
+    """E4M3, or another 8-bit float ``dtype``, with one static scale."""
 
     scale: float
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -215,10 +215,10 @@ class StaticFloat8:
 
 @dataclass(frozen=True)
 class RowFloat8:
-    """E4M3 with a scale for each row of the input [..., in], or for all of it: the largest magnitude is 448."""
+    """E4M3 with a scale per row of the input [..., in], or of the whole input: its largest magnitude / 448."""
 
     whole: bool = False
-    least: float = 0.0  # of what counts as the largest magnitude
+    least: float = 0.0  # lower bound of the largest magnitude
 
     def __call__(self, x: Tensor) -> Tensor:
         largest = x.float().abs().amax() if self.whole else x.float().abs().amax(-1, keepdim=True)
@@ -232,9 +232,9 @@ class RowFloat8:
 
 @dataclass(frozen=True)
 class BlockFloat8:
-    """E4M3 with a scale for ``block`` numbers of a row of the input [..., in]: SGLang's ``per_token_group_quant``.
+    """E4M3 with a scale per ``block`` inputs of a row [..., in]: SGLang's ``per_token_group_quant``.
 
-    Numbers are multiplied by 448 / amax, codes by amax / 448, both in fp32; amax is at least 1e-10.
+    Inputs are multiplied by 448 / amax, codes by amax / 448, both in fp32; amax is at least 1e-10.
     """
 
     block: int
@@ -251,12 +251,12 @@ class BlockFloat8:
 
 @dataclass(frozen=True)
 class Nvfp4:
-    """E2M1 in blocks of 16 with scales in E4M3, and one scale of all, which the scales are multiplied by in fp32."""
+    """E2M1 in blocks of 16 with scales in E4M3, which one fp32 scale of the whole input multiplies."""
 
     common: float | None  # the scale of all; None: from the largest number each time
     smallest: float = nvfp4.SMALLEST_E4M3  # of a block's scale in E4M3
     reciprocal: bool = False  # whether inputs are multiplied by (1 / common) / scale, as torchao does
-    also: str = ""  # of the common scale, for people
+    also: str = ""  # on the common scale, for ``str``
 
     def __call__(self, x: Tensor) -> Tensor:
         blocks = in_blocks(x, nvfp4.BLOCK)
@@ -278,5 +278,5 @@ class Nvfp4:
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:
-    """``x`` [..., n] in fp32, padded with zeros to whole blocks [..., blocks, block]."""
+    """Split ``x`` [..., n], in fp32 and padded with zeros, into blocks [..., blocks, block]."""
     return F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))

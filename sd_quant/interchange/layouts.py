@@ -1,7 +1,7 @@
-"""Storage of quantized weights: a ``Layout`` is a row of ``Piece``s; one codec checks, reads and writes all rows.
+"""Storage of quantized weights: a ``Layout`` lists a weight's tensors as ``Piece``s; one codec serves all layouts.
 
-A weight [N, K] is numbers times scales; a row has the names, shapes, dtypes and packing of its tensors. Formats keep
-their rows beside their facts. The road not taken is a reader and a writer for each tool, which state all shapes twice.
+A weight [N, K] is quantized values times scales; a layout has names, shapes, dtypes and packing of the tensors. It is
+kept beside a format's facts. Alternative not taken: a reader and a writer per tool, which state shapes twice.
 """
 
 import re
@@ -43,7 +43,7 @@ class Packing:
 
 
 def in_e2m1(packed: Tensor) -> Tensor:
-    """The numbers [N, ..., K], fp32, of bytes [N, ..., K / 2] with the first of two in the low half."""
+    """Decode E2M1 numbers [N, ..., K] to fp32 from bytes [N, ..., K / 2] with the first number in the low half."""
     return e2m1.decode(torch.stack([packed & 15, packed >> 4], dim=-1)).flatten(-2)
 
 
@@ -57,10 +57,10 @@ TILES = Packing(  # of E4M3, or of its bytes
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a weight: the end of its name, its shapes, apart by |, and dtypes; the first of each are written.
+    """A stored tensor of a weight: name suffix, shapes separated by |, and dtypes; the first of each are written.
 
-    In a shape such as ``N^128 K/16`` / divides and rounds up, ^ pads to a multiple, "" is one number, and g the number
-    of inputs with one scale, see ``Layout.in_groups``. A convolution's K is [in, height, width], and _ as many ones.
+    In a shape such as ``N^128 K/16`` / divides and rounds up, ^ pads to a multiple, "" is a single number, and g
+    the inputs per scale, see ``Layout.in_groups``. A convolution's K is [in, height, width], and _ as many ones.
     """
 
     end: str
@@ -69,11 +69,11 @@ class Piece:
     holds: str = SCALES
     optional: bool = False
     packing: Packing = IN_ORDER
-    of: tuple[int, ...] = ()  # which of ``codes_and_scales`` it is written of; none: the codes, or the first scales
+    of: tuple[int, ...] = ()  # indices in ``codes_and_scales``; (): the codes, or the first scales
 
 
 def fitting(texts: str, shape: Shape) -> list[Shape]:
-    """The shapes beside a weight of this ``shape``."""
+    """Return the shapes that ``texts`` allow for a tensor of a weight of this ``shape``."""
     return [sizes(text, shape) for text in texts.split("|")]
 
 
@@ -89,31 +89,31 @@ def sizes(text: str, shape: Shape) -> Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a weight: numbers, scales that multiply them, and what is added then, if anything."""
+    """The stored tensors of a weight: quantized values, scales that multiply them, and an optional addend."""
 
     format: str  # and ``scales``: see ``QuantizedLayer``
     scales: str
     pieces: tuple[Piece, ...]
-    consumer: str = ""  # that quantizes linears only; "": convolutions too
+    consumer: str = ""  # a consumer that quantizes only linears; "": convolutions too
     rows: int = 1  # with one scale
     columns: int = 1  # likewise, of which K is a multiple unless it is padded
-    multiple: int = 1  # to which both sides of the numbers are padded
+    multiple: int = 1  # both sides of the stored weight are padded to multiples
     rotation: int = 0  # inputs that are rotated together, and rows with them
     formula: "Callable[[Layout, Mapping[Piece, Tensor], Shape], Tensor] | None" = None  # None: the product
 
     def in_groups(self, columns: int) -> "Layout":
-        """The layout with so many inputs to a scale, where its row leaves that open."""
+        """Return the layout with ``columns`` inputs per scale, if its group size is open."""
         if "{group}" not in self.scales:
             return self
         pieces = tuple(replace(piece, shapes=piece.shapes.replace("g", str(columns))) for piece in self.pieces)
         return replace(self, columns=columns, scales=self.scales.format(group=columns), pieces=pieces)
 
     def unpacked(self, stored: Shape) -> Shape:
-        """The shape of the numbers in a tensor of this shape."""
+        """Return the weight's shape, given the shape of the stored tensor of quantized values."""
         return (*stored[:-1], *(size * self.pieces[0].packing.in_a_byte for size in stored[-1:]))
 
     def check(self, own: LayerTensors, shape: Shape) -> None:
-        """Raises ArtifactError unless the tensors are those of a weight of this ``shape``."""
+        """Raises ArtifactError unless the tensors fit a weight of this ``shape``."""
         if (self.consumer and len(shape) != 2) or (self.multiple == 1 and shape[-1] % self.columns):
             raise ArtifactError(
                 f"{own.path} has a scale for {shown(own.layer)} {list(shape)}, expected a linear whose inputs are a "
@@ -132,9 +132,9 @@ class Layout:
         dtype: torch.dtype = FP32,
         parts: Sequence[Rows] = (),
     ) -> QuantizedLayer:
-        """The layer of a weight of this ``shape``, or in ``parts`` of a larger one, of ``size`` bytes.
+        """Return the layer of a weight of this ``shape``, or of ``parts`` (rows) of a larger one, of ``size`` bytes.
 
-        Raises what ``check`` raises.
+        Raises ArtifactError for tensors that do not fit.
         """
         stored = (parts[0].of, *shape[1:]) if parts else shape
         self.check(own, stored)
@@ -146,9 +146,9 @@ class Layout:
         )
 
     def weight(self, own: LayerTensors, stored: Shape, dtype: torch.dtype, rows: Rows) -> LazyTensor:
-        """These ``rows`` of a weight of the shape ``stored``; its read raises ArtifactError for NaN and infinity.
+        """Dequantize ``rows`` of a weight of the shape ``stored``; reading raises ArtifactError for NaN and infinity.
 
-        Numbers that share bytes are multiplied in fp32, all others in ``dtype``, both scales of a block before numbers.
+        Numbers that share bytes are multiplied in fp32, others in ``dtype``; a block's scale by the common scale first.
         """
         shape = (rows.stop - rows.start, *stored[1:])
 
@@ -175,7 +175,7 @@ class Layout:
         return LazyTensor(shape, dtype, read)
 
     def product(self, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
-        """The weight of this ``shape``, of what its pieces hold."""
+        """Compute the weight of this ``shape``: (numbers - zero points) * scales + addend."""
         (numbers,), zeros, scales, added = (
             [each for piece, each in found.items() if piece.holds in kinds]
             for kinds in ((NUMBERS,), (ZEROS,), (SCALES, OF_ALL), (ADDED,))
@@ -191,7 +191,7 @@ class Layout:
         return weight
 
     def spread(self, scale: Tensor, shape: Shape) -> Tensor:
-        """Scales of all, of rows or of blocks, as they multiply numbers of this ``shape``."""
+        """Expand scales per tensor, row or block to multiply numbers of this ``shape``."""
         if scale.numel() == 1:
             return scale.reshape(())
         if self.columns == 1:
@@ -200,11 +200,11 @@ class Layout:
         return rows.repeat_interleave(self.columns, -1)[..., : shape[-1]]
 
     def tensors(self, checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
-        """The tensors of a quantized linear by their names, as they are written."""
+        """Return the tensors of a quantized linear to be written, by name."""
         return {f"{layer.name}.{end}": each for end, each in self.of_joined(checkpoint, alone(layer)).items()}
 
     def of_joined(self, checkpoint: Checkpoint, layers: JoinedLayers) -> dict[str, Readable]:
-        """The tensors of linears that are one weight in a file, by the ends of their names."""
+        """Return the tensors of linears that are one weight in a file, by the suffixes of their names."""
         first, found = layers.first, dict[str, Readable]()
         few = torch.zeros(1, FORMATS[first.format].block or 1)  # the last scale is the one that all have in common
 

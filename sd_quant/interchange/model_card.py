@@ -1,4 +1,4 @@
-"""The README of a result: its facts, its losses, its distance from full precision, and how to open it."""
+"""The README of a result: facts, what is lost, distance from full precision, and how to open the result."""
 
 import shlex
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from sd_quant.models import EXPORTED
 
 
 def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
-    """Markdown of the ``figures``, the content of hand_over.json."""
+    """Return the README in Markdown; ``figures`` are the content of hand_over.json."""
     knobs = ", ".join(f"{name} {value}" for name, value in figures["knobs"].items() if value is not None)
     inputs = "; ".join(
         f"{name} with inputs {'as the recipe quantizes them' if how == AS_ASSIGNED else how}"
@@ -68,7 +68,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
 
 
 def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
-    """The steps by which a person opens it in this family, or the consumer's code that does, or servers' commands."""
+    """Return the steps by which a person opens the result, the consumer's code for it, or servers' commands."""
     if target.servers:
         return serving(figures, target)
     if not isinstance(target.loading, str):
@@ -94,7 +94,7 @@ def opening(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
 
 
 def traps_of(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
-    """A list of what goes wrong with the formats that are in it, and with its weights if they are smoothed."""
+    """Return a list of known problems with the formats in the result, and with its weights if smoothed."""
     found = [trap for name in ("", *figures["inputs"]) for trap in target.traps.get(name, ())]
     if figures["knobs"].get("smoothing", "none") != "none":
         found.append("Fuse a LoRA before, with `model.loras`: it does not fit weights that are smoothed, as these are.")
@@ -102,7 +102,7 @@ def traps_of(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
 
 
 def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
-    """How each server loads it, or why not."""
+    """Return each server's command for the result, or why the server does not load it."""
     lines = [
         "No server has run with it: their source was read, and without a GPU the loaders of SGLang and vLLM-Omni have "
         "taken every tensor of such folders of Flux."
@@ -121,7 +121,7 @@ def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
 
 
 def fidelity_lines(fidelity: Mapping | None, text: Mapping | None) -> list[str]:
-    """Tables of the scores' means over images with their intervals: of the file, and of its consumer's text."""
+    """Return tables of mean scores with intervals: of the quantized file, and of the consumer's text padding."""
     if fidelity is None:
         return ["No images were made of it."]
     own = "What quantization changes: images of this file, simulated in torch, from the text of full precision."

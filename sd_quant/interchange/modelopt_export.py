@@ -1,6 +1,6 @@
 """A folder of ModelOpt's export for servers (``export_hf_checkpoint``): SGLang, vLLM-Omni, TensorRT-LLM's visual_gen.
 
-A quantized linear [N, K] has codes and scales, all of which multiply:
+A quantized linear [N, K] has quantized values and scales; all scales multiply:
 
 | ``quant_algo``            | X.weight               | X.weight_scale  | others, one number each      | inputs        |
 |---------------------------|------------------------|-----------------|------------------------------|---------------|
@@ -10,22 +10,22 @@ A quantized linear [N, K] has codes and scales, all of which multiply:
 | W4A16_NVFP4               | the same               | the same        | weight_scale_2               | as they are   |
 | NVFP4_AWQ                 | the same               | the same        | ..., and pre_quant_scale [K] | blocks of 16  |
 
-The even number of two in a byte is in the low half; scales of blocks lie in rows, unpadded. ``quantization_config`` in
-config.json has ``quant_algo``, for MIXED_PRECISION that of each layer; ``config_groups``, without which TensorRT-LLM
+The even number of two in a byte is in the low half; block scales lie in rows, unpadded. ``quantization_config`` in
+config.json has ``quant_algo``, for MIXED_PRECISION by layer too; ``config_groups``, without which TensorRT-LLM
 quantizes weights again; and ``ignore``, patterns of unquantized linears. diffusers does not open the folder.
 
-FP8 and NVFP4 with static inputs are written, both together for vLLM-Omni, and for it alone FP8 by row, without
+FP8 and NVFP4 with static inputs are written, a mix of both for vLLM-Omni only; so is FP8 by row, without
 ``config_groups``. A block of zeros has the scale 2^-9, ModelOpt's is 1.
 
 Servers match ``ignore`` differently: SGLang the whole name, with ``*`` for any characters; vLLM-Omni a name, a part of
 one, or a pattern; TensorRT-LLM a name or a module around it. Each has own names for q, k and v together, SGLang in
-Qwen-Image and Z-Image. So every entry ends in ``*``, as the bare ``proj_out`` is also a part of
-``single_transformer_blocks.0.proj_out``; none matches a quantized layer; and joint layers are listed by theirs too.
+Qwen-Image and Z-Image. So every entry ends in ``*``, as ``proj_out`` is also a part of
+``single_transformer_blocks.0.proj_out``; no entry matches a quantized layer; and joint names are listed too.
 
 ``runtime.diffusion_step_policy`` has the numbers of first and last steps that multiply unquantized inputs with the
 stored weights (a16), as in vLLM-Omni (pull request 6560).
 
-The road not taken is ``export_hf_checkpoint``, which needs all weights at once and chooses the codes anew.
+Alternative not taken: ``export_hf_checkpoint``, which needs all weights at once and quantizes anew.
 """
 
 from collections.abc import Collection, Mapping
@@ -122,11 +122,11 @@ CODES = {torch.float8_e4m3fn: FP8, torch.int8: "int8", torch.uint8: NVFP4}
 ENDS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 BLOCK = nvfp4.BLOCK
 MOST_STEPS = 100_000
-KINDS = {  # of the codes of each ``quant_algo`` that is read
+KINDS = {  # code format of each ``quant_algo`` that is read
     "FP8": FP8, "FP8_PER_CHANNEL_PER_TOKEN": FP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "NVFP4_AWQ": NVFP4,
 }  # fmt: skip
 PER_TOKEN, HALF_INPUTS = "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4"
-# What SGLang's own converters say of another order of NVFP4's bytes or scales, or of inputs; ModelOpt writes none of it
+# Entries of SGLang's own converters on the order of NVFP4's bytes or scales, or on inputs; ModelOpt writes none
 ORDER: Mapping[str, str | bool] = {
     "swap_weight_nibbles": False, "checkpoint_uses_packed_qkv": False, "dynamic_input_scale": False,
     "checkpoint_weight_scale_layout": "linear", "weight_scale_layout": "linear",
@@ -134,7 +134,7 @@ ORDER: Mapping[str, str | bool] = {
 
 
 def layouts_of(scale: str, double: str, *more: Piece) -> dict[str, Layout]:
-    """ModelOpt's layouts by the names of ``CODES``, given the ends of the names of scales."""
+    """Return ModelOpt's layouts by the names in ``CODES``, given the suffixes of scale names."""
     found = {
         kind: Layout(kind, "1 for a row", (
             Piece("weight", "N K", (dtype,), NUMBERS), Piece(scale, "|1|N _|N", FLOAT_SCALES, OF_ALL), *more,
@@ -159,15 +159,15 @@ BY_ROW = Layout(FP8, "1 for a row", (Piece("weight", "N K", (E4M3,), NUMBERS), P
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a denoiser's config has ModelOpt's ``quant_algo``, whatever state is beside it."""
+    """Return whether a denoiser's config has ModelOpt's ``quant_algo``, with or without a state file beside it."""
     config = quantization_config(path) or {}
     return config.get("quant_method") == METHOD and "quant_algo" in config
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own.
+    """Return the denoiser in a folder of a pipeline or of the denoiser alone.
 
-    Raises ArtifactError for anything but the whole denoiser of its config, and for a ``quant_algo`` or an order of
+    Raises ArtifactError unless it is the whole denoiser of its config, and for a ``quant_algo`` or an order of
     numbers and scales without a decoder here.
     """
     folder = Folder(path, checkpoint)
@@ -190,7 +190,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple[int, int]:
-    """Numbers of precise first and last steps in a config's policy; zeros without one, or for another component.
+    """Return a policy's numbers of precise first and last steps; zeros without one or for another component.
 
     Raises ArtifactError for a policy that differs from ``policy_of`` in more than numbers, scope and reasoner.
     """
@@ -209,7 +209,7 @@ def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple
 
 
 def policy_of(first: Any, last: Any, component: str = "transformer") -> dict[str, Any]:
-    """The policy of ``first`` and ``last`` steps of a component with unquantized inputs."""
+    """Build the policy of a component with unquantized inputs in the ``first`` and ``last`` steps."""
     return {
         "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": [component],
         "default_mode": "native", "first_steps": {"count": first, "mode": "a16"},
@@ -218,7 +218,7 @@ def policy_of(first: Any, last: Any, component: str = "transformer") -> dict[str
 
 
 def algo_of(path: Path, config: Mapping[str, Any], layer: str) -> str:
-    """The ``quant_algo`` of a layer. Raises ArtifactError for one that is not decoded here."""
+    """Return the ``quant_algo`` of a layer. Raises ArtifactError for one that is not decoded here."""
     algo: object = config.get("quant_algo")
     if algo == MIXED:
         own = config.get("quantized_layers")
@@ -233,7 +233,7 @@ def algo_of(path: Path, config: Mapping[str, Any], layer: str) -> str:
 
 
 def layer_of(stored: LayerTensors, shape: Shape, algo: str) -> QuantizedLayer:
-    """A layer quantized by ``algo``. Raises ArtifactError for tensors that do not fit it and ``shape``."""
+    """Return a layer quantized by ``algo``. Raises ArtifactError for tensors that do not fit it or ``shape``."""
     kind = CODES[stored.checked("weight", None, (torch.float8_e4m3fn, torch.uint8)).dtype]
     if kind != KINDS[algo]:
         raise ArtifactError(
@@ -266,7 +266,7 @@ def multiplied(stored: LayerTensors, end: str, shape: Shape, then: Inputs | None
 def with_codes(
     stored: LayerTensors, shape: Shape, layouts: Mapping[str, Layout], inputs: Inputs | None, dtype: torch.dtype = FP32
 ) -> QuantizedLayer:
-    """A layer of codes in one of ``layouts_of``, as of FP8QTensor, INT8QTensor and NVFP4QTensor.
+    """Return a layer in one of the layouts of ``layouts_of``: FP8QTensor, INT8QTensor or NVFP4QTensor.
 
     Raises ArtifactError for tensors that do not fit its ``shape``.
     """
@@ -295,8 +295,8 @@ PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose layout it is; vLLM
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path, precise_ends: tuple[int, int] = (0, 0)) -> Path:
     """Write the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
-    ``precise_ends`` are the numbers of first and last steps with unquantized inputs. Raises ConfigError where no
-    ``ignore`` has one meaning for all servers or no ``quant_algo`` fits, ResourceError when the disk is full.
+    ``precise_ends`` are the numbers of first and last steps with unquantized inputs. Raises ConfigError if no
+    ``ignore`` has one meaning for all servers or no ``quant_algo`` fits, ResourceError if the disk is full.
     """
     layers = quantized(assignment)
     linears = [name for name, each in empty_denoiser(checkpoint).named_modules() if isinstance(each, nn.Linear)]
@@ -308,20 +308,20 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path, precise_
 
 
 def tensors_of(checkpoint: Checkpoint, layer: LayerAssignment) -> dict[str, Readable]:
-    """The tensors of a quantized linear by their names."""
+    """Return the tensors of a quantized linear by name."""
     layout = BY_ROW if algo_written(layer) == PER_TOKEN else LAYOUTS[NVFP4 if layer.format == "nvfp4" else FP8]
     return layout.tensors(checkpoint, layer)
 
 
 def algo_written(layer: LayerAssignment) -> str:
-    """The ``quant_algo`` of a quantized layer."""
+    """Return the ``quant_algo`` of a quantized layer."""
     if layer.format == "nvfp4":
         return NVFP4_ALGO
     return PER_TOKEN if layer.per_token else FP8_ALGO
 
 
 def config_of(layers: Mapping[str, LayerAssignment], linears: Collection[str]) -> dict[str, Any]:
-    """``quantization_config`` of the quantized ``layers`` among all ``linears`` of a network."""
+    """Build the ``quantization_config`` of the quantized ``layers`` among all ``linears`` of a network."""
     by_algo: dict[str, list[str]] = {}
     for layer in layers.values():
         by_algo.setdefault(algo_written(layer), []).append(layer.name)
@@ -345,10 +345,10 @@ def config_of(layers: Mapping[str, LayerAssignment], linears: Collection[str]) -
 
 
 def ignored(linears: Collection[str], layers: Collection[str]) -> list[str]:
-    """The fewest patterns of ``linears`` that are not among the quantized ``layers``.
+    """Return few patterns that match the ``linears`` outside the quantized ``layers``, and no quantized layer.
 
-    ``a*`` matches a module and names that begin like it, ``a.*`` modules in it. Raises ConfigError for a layer whose
-    name begins a quantized one's, because vLLM-Omni finds the first in the second.
+    ``a*`` matches a module and names that begin like it, ``a.*`` modules in it. Raises ConfigError for an
+    unquantized layer whose name begins a quantized one's, because vLLM-Omni finds the first in the second.
     """
     kept, found = [name for name in linears if name not in layers], list[str]()
     for name in kept:

@@ -1,10 +1,9 @@
 """``modelopt_state.pth``, NVIDIA ModelOpt's description of its quantizers, read without an unpickler.
 
 The file is a pickle in the zip of ``torch.save``: operations for dicts, lists, tuples and plain values, and names such
-as ``torch.Size`` or classes of stored tensors. Operations are carried out one by one, a name stays a name with its
-arguments, and nothing is called.
-The roads not taken: ``torch.load(weights_only=True)`` allows whatever any library has declared safe, and refuses the
-classes of a compressed checkpoint; the quantizers' buffers alone do not tell INT8 from FP8.
+as ``torch.Size`` or classes of stored tensors. Operations are interpreted here one by one, a name stays a ``Name``, and
+nothing is called. Alternatives not taken: ``torch.load(weights_only=True)`` allows whatever any library has declared
+safe, and refuses the classes of a compressed checkpoint; the quantizers' buffers alone do not tell INT8 from FP8.
 """
 
 import pickletools
@@ -39,7 +38,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Made:
-    """A call in a pickle; never made."""
+    """A call in a pickle, of ``by`` with the arguments ``of``; never executed."""
 
     by: object
     of: object = field(repr=False)
@@ -47,7 +46,7 @@ class Made:
 
 @dataclass(frozen=True)
 class State:
-    """``quantizers``: properties of each by name; ``stored``: metadata of each compressed weight by layer."""
+    """Content of ``modelopt_state.pth``: quantizers' properties by name, compressed weights' metadata by layer."""
 
     version: str
     quantizers: Mapping[str, Mapping[str, object]]
@@ -55,7 +54,7 @@ class State:
 
 
 def read_state(path: Path, member: Member) -> State:
-    """Raises ArtifactError for a file that ModelOpt does not write, or with more than quantization."""
+    """Read ``modelopt_state.pth``. Raises ArtifactError unless ModelOpt wrote it and only quantized."""
     try:
         content = plain_content(pickle_of(member))
         version, steps = content["modelopt_version"], content["modelopt_state_dict"]
@@ -85,7 +84,7 @@ def read_state(path: Path, member: Member) -> State:
 
 
 def checked(quantizers: Any) -> dict[str, Mapping[str, object]]:
-    """Raises ValueError for anything but mappings of properties by names."""
+    """Return ``quantizers``. Raises ValueError for anything except mappings of properties by name."""
     for name, properties in quantizers.items():
         if not isinstance(name, str) or not isinstance(properties, dict) or len(properties) > MOST_PROPERTIES:
             raise ValueError("a quantizer without a name or properties, or with too many")
@@ -95,7 +94,7 @@ def checked(quantizers: Any) -> dict[str, Mapping[str, object]]:
 
 
 def pickle_of(member: Member) -> bytes:
-    """The pickle in a file of ``torch.save``. Raises ValueError or what zipfile raises."""
+    """Return the pickle in a file of ``torch.save``. Raises ValueError, or zipfile's errors for a broken zip."""
     if member.size > MOST_BYTES:
         raise ValueError(f"{member.size} bytes, at most {MOST_BYTES} expected")
     with member.open() as file, zipfile.ZipFile(file) as directory:
@@ -110,7 +109,7 @@ def pickle_of(member: Member) -> bytes:
 
 
 def plain_content(data: bytes) -> Any:
-    """The content of a pickle of protocol 2; nothing is ever called. Raises an exception of any kind for another."""
+    """Parse a pickle of protocol 2 without calling anything. Raises any exception for other content."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -173,7 +172,7 @@ def plain_content(data: bytes) -> Any:
 
 
 def made(by: object, of: object) -> object:
-    """The value of a call: an ordered dict and a shape are plain values, all others stay calls."""
+    """Return a call's value: ordered dicts and shapes become plain values, all other calls a ``Made``."""
     if by == Name("collections.OrderedDict") and of == ():
         return {}
     if by == Name("torch.Size") and isinstance(of, tuple) and len(of) == 1:

@@ -1,9 +1,9 @@
 """nunchaku's safetensors file: a Flux or SDXL denoiser in SVDQuant's W4A4, its linears fused as nunchaku runs them.
 
 The header's metadata has ``model_class``, the network's ``config`` and ``quantization_config``, all JSON in strings. A
-linear's tensors are those of ``nunchaku_linears`` under deepcompressor's names: ``lora_down``, ``lora_up``, ``smooth``,
-``smooth_orig``. nunchaku's loader renames them, and makes a wrong name of one that is new already (``.smooth`` is in
-``.smooth_factor``), so the old ones are written; both are read.
+linear's tensors are those of ``nunchaku_linears`` under deepcompressor's older names: ``lora_down``, ``lora_up``,
+``smooth``, ``smooth_orig``. nunchaku's loader renames them and breaks new names (``.smooth`` is in ``.smooth_factor``),
+so the old ones are written; both are read.
 
 | diffusers' linear                  | SDXL                | Flux, double blocks         | Flux, single blocks        |
 |------------------------------------|---------------------|-----------------------------|----------------------------|
@@ -17,14 +17,14 @@ linear's tensors are those of ``nunchaku_linears`` under deepcompressor's names:
 | proj_out                           | not quantized       |                             | columns: out_proj, mlp_fc2 |
 | norm1(_context).linear, norm.linear|                     | W4A16, six chunks           | W4A16, three chunks        |
 
-All of these are quantized in every block: a result with one in high precision is refused. Others are as in diffusers.
-All branches have one rank, and q, k and v one ``smooth`` and ``lora_down``: with ``shared_branch`` one ``down``, else
-all stacked, which is exact and triples the rank. Modulations of Flux are rounded to nearest, and 1 is added to the
-biases of scales. Inputs of Flux's ``mlp_fc2`` are shifted in INT4. nunchaku takes the precision from the GPU, not from
-the file. Its loader of Flux wants bfloat16, and SDXL's has no ``wtscale``: ``wcscales`` hold NVFP4's common scales.
+All of these are quantized in every block: a result with one in high precision is refused. Other tensors are as in
+diffusers. All branches have one rank; q, k and v share ``smooth`` and ``lora_down``: with ``shared_branch`` one
+``down``, else all stacked, which is exact and triples the rank. Modulations of Flux are rounded to nearest, 1 is added
+to biases of scales. Inputs of Flux's ``mlp_fc2`` are shifted in INT4. nunchaku takes the precision from the GPU, not
+from the file. Its loader of Flux wants bfloat16, SDXL's has no ``wtscale``: ``wcscales`` hold NVFP4's common scales.
 
-Sources: nunchaku 1.3.0dev (92e4695), ``models/unets/unet_sdxl.py``, ``models/transformers/transformer_flux_v2.py``. The
-road not taken is to decompose the stacked weights anew: their codes were chosen beside the branches that they have.
+Sources: nunchaku 1.3.0dev (92e4695), ``models/unets/unet_sdxl.py``, ``models/transformers/transformer_flux_v2.py``.
+Alternative not taken: decomposing the stacked weights anew, as their codes were chosen together with their branches.
 """
 
 import json
@@ -117,9 +117,9 @@ IN_BLOCK = {  # names in a block of Flux: deepcompressor's, and those that nunch
 
 
 def new_name(key: str, ends: Mapping[str, str] = ENDS, in_block: Mapping[str, Mapping[str, str]] = IN_BLOCK) -> str:
-    """The name in nunchaku's modules of a tensor with deepcompressor's name; a new name is unchanged.
+    """Translate a tensor's name from deepcompressor's to that of nunchaku's modules; a new name is unchanged.
 
-    ``ends`` and ``in_block`` translate the end and the name in a block of Flux.
+    ``ends`` and ``in_block`` translate the suffix and the name within a block of Flux.
     """
     owner, _, end = key.rpartition(".")
     blocks, _, rest = owner.partition(".")
@@ -130,13 +130,13 @@ def new_name(key: str, ends: Mapping[str, str] = ENDS, in_block: Mapping[str, Ma
 
 
 def old_name(key: str) -> str:
-    """The reverse of ``new_name``."""
+    """Translate a name back to deepcompressor's, the inverse of ``new_name``."""
     ends, *blocks = ({new: old for old, new in names.items()} for names in (ENDS, *IN_BLOCK.values()))
     return new_name(key, ends, dict(zip(IN_BLOCK, blocks, strict=True)))
 
 
 def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The linears of the file that hold a linear of diffusers, side by side, and the members in the rows of one."""
+    """Return the file's linears that hold diffusers' linear ``name`` side by side, and the linears stacked in rows."""
     head, _, last = name.rpartition(".")
     for fused, members in FUSED.items():
         if last in members and not head.endswith("attn2"):
@@ -149,7 +149,7 @@ def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def shift_of(name: str) -> float:
-    """Shift of the inputs of a linear with nunchaku's name."""
+    """Return the shift of inputs of the linear that nunchaku calls ``name``."""
     return svdquant.SHIFT if name.startswith((SINGLE, DOUBLE)) and name.endswith(SHIFTED) else 0.0
 
 
@@ -157,13 +157,13 @@ def shift_of(name: str) -> float:
 
 
 def recognizes(path: Path) -> bool:
-    """Whether ``path`` is a safetensors file of a class of nunchaku's."""
+    """Return whether ``path`` is a safetensors file whose ``model_class`` is nunchaku's."""
     _, metadata = header_of(path)
     return str(metadata.get("model_class")).startswith("Nunchaku")
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in ``path`` as nunchaku's kernels compute it."""
+    """Return the denoiser in ``path`` as nunchaku's kernels compute it."""
     found, metadata = read_header(whole_file(path))
     kind = check_class(path, metadata.get("model_class"), checkpoint)
     tensors = cast(dict[str, StoredTensor], renamed(path, found, new_name))
@@ -190,7 +190,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def check_class(path: Path, named: object, checkpoint: Checkpoint) -> str:
-    """Returns the class of nunchaku's. Raises ArtifactError unless it is that of the checkpoint's denoiser."""
+    """Return the class ``named``. Raises ArtifactError unless it is nunchaku's for the checkpoint's denoiser."""
     kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
     if named not in CLASSES.get(kind, ()):
         known = " or ".join(name for names in CLASSES.values() for name in names)
@@ -202,7 +202,7 @@ def check_class(path: Path, named: object, checkpoint: Checkpoint) -> str:
 def placed(
     own: Sequence[LayerTensors], name: str, members: Sequence[str], shapes: Mapping[str, Shape]
 ) -> tuple[QuantizedLayer, LazyTensor | None]:
-    """A linear of W4A4 and its bias."""
+    """Return a linear in W4A4 and its bias."""
     rows, columns = shapes[name]
     heights = [shapes[member][0] for member in members]
     start = sum(heights[: members.index(name)])
@@ -215,7 +215,7 @@ def placed(
 
 
 def modulation(own: LayerTensors, rows: int, columns: int) -> tuple[QuantizedLayer, LazyTensor | None]:
-    """A modulation of W4A16 and its bias."""
+    """Return a modulation in W4A16 and its bias."""
     chunks = max(1, rows // columns)
     layer = svdquant.w4a16_layer(own, rows, columns, chunks)
     if "bias" not in own:
@@ -227,7 +227,7 @@ def modulation(own: LayerTensors, rows: int, columns: int) -> tuple[QuantizedLay
 
 
 def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
-    """A modulation's bias in natural order, fp32, with ``by`` added to its scales."""
+    """Return a modulation's bias in natural order, fp32, with ``by`` added to the part for scales."""
     parts = bias.float().unflatten(0, (chunks, -1)).clone()
     parts[sorted({1, chunks - 2})] += by
     return parts.flatten()
@@ -237,7 +237,7 @@ def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
 
 
 def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
-    """Write the denoiser into ``folder`` as one file with nunchaku's name. Raises ConfigError for two formats."""
+    """Write the denoiser to one file in ``folder``, with nunchaku's name. Raises ConfigError for two formats."""
     network = empty_denoiser(checkpoint)
     kind = checkpoint.family.NETWORKS[denoiser_part(checkpoint).component]
     dtype, weights = DTYPES[kind], high_precision(checkpoint, assignment)
@@ -278,7 +278,7 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def quantization_config(fmt: str, rank: int) -> dict[str, object]:
-    """``quantization_config`` of the metadata."""
+    """Build the ``quantization_config`` of the file's metadata."""
     int4 = fmt == "int4"
     common = {"dtype": "int4" if int4 else "fp4_e2m1_all", "group_size": svdquant.BLOCKS[fmt]}
     weight = common | {"scale_dtype": None if int4 else [None, "fp8_e4m3_nan"]}
@@ -287,7 +287,7 @@ def quantization_config(fmt: str, rank: int) -> dict[str, object]:
 
 
 def of_modulation(owner: str, end: str, tensor: Readable, chunks: int, dtype: torch.dtype) -> dict[str, Readable]:
-    """The tensors of a modulation's weight, or of its bias."""
+    """Return the tensors of a modulation's weight, or of its bias."""
     if end == "weight":
         return {f"{owner}.{name}": each for name, each in svdquant.w4a16_tensors(tensor, chunks, dtype).items()}
     read = tensor.read
@@ -300,7 +300,7 @@ def of_modulation(owner: str, end: str, tensor: Readable, chunks: int, dtype: to
 
 
 def with_shift(linear: svdquant.Written, shift: float, dtype: torch.dtype) -> svdquant.Written:
-    """The linear with a bias that takes back what the kernel adds to its inputs of INT4."""
+    """Return the linear with a bias that compensates the shift that the kernel adds to INT4 inputs."""
     if not shift or linear.format != "int4" or linear.bias is None:
         return linear
     bias = linear.bias
@@ -315,7 +315,7 @@ def with_shift(linear: svdquant.Written, shift: float, dtype: torch.dtype) -> sv
 
 
 def joined(linears: Sequence[svdquant.Written]) -> svdquant.Written:
-    """One linear of the rows of several that read one input, smoothed by one vector."""
+    """Stack the rows of several linears with one input and one smoothing vector to one linear."""
     first = linears[0]
     if len(linears) == 1:
         return first
@@ -333,7 +333,7 @@ def joined(linears: Sequence[svdquant.Written]) -> svdquant.Written:
 
 
 def joined_branch(branches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """The branch of stacked rows, exactly: of a common ``down``, else with all of them."""
+    """Return the exact branch of stacked rows: with one ``down`` if all are equal, else all stacked."""
     if not branches:
         return None
     ups, downs = zip(*branches, strict=True)
@@ -343,7 +343,7 @@ def joined_branch(branches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
 
 
 def columns_of(linear: svdquant.Written, columns: slice) -> svdquant.Written:
-    """The linear of some columns, whole blocks of them."""
+    """Return the linear of some columns, which are whole blocks."""
     block = svdquant.BLOCKS[linear.format]
     blocks = slice(columns.start // block, None if columns.stop is None else columns.stop // block)
 

@@ -3,9 +3,9 @@
     y = Q(x / smooth_factor) W^T + (x proj_down) proj_up^T + bias
 
 ``smooth_factor`` divides where a ``pre_quant_scale`` multiplies, and the branch reads unsmoothed inputs. Inputs are
-quantized as the network runs: INT4 in blocks of 64, amax / 7, or E2M1 in blocks of 16 with scales in E4M3 and no common
-one. Behind a fused GELU the kernel adds ``SHIFT`` to inputs of INT4 before division, and rounds to 0..15. The bias
-takes the shift back, for W alone: the branch reads unshifted inputs (``EpilogueLoraDown`` is before
+quantized as the network runs: INT4 in blocks of 64 with the scale amax / 7, or E2M1 in blocks of 16 with scales in E4M3
+and without a common scale. Behind a fused GELU the kernel adds ``SHIFT`` to INT4 inputs before division, and rounds to
+0..15. The bias compensates the shift, for W only: the branch reads unshifted inputs (``EpilogueLoraDown`` is before
 ``EpilogueQuantize`` in ``gemm_w4a4_launch_impl.cuh``).
 
 | tensor                     | W4A4 in INT4         | in NVFP4                                | W4A16            |
@@ -18,7 +18,7 @@ takes the shift back, for W alone: the branch reads unshifted inputs (``Epilogue
 | proj_down, proj_up         | [K, R] and [N, R]    | [K, R] and [N, R]                       |                  |
 | bias                       | [N]                  | [N]                                     | [N]              |
 
-All but W4A16's scales and biases lie in the tiles of ``nunchaku_tiles``. W4A16 is ``q * wscales + wzeros``.
+All tensors but W4A16's scales and biases lie in the tiles of ``nunchaku_tiles``. W4A16 is ``q * wscales + wzeros``.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,7 +54,7 @@ BLOCKS = {"int4": INT4.size, "nvfp4": nvfp4.BLOCK}
 
 
 def linears_of(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, LayerTensors]:
-    """The tensors of each linear that has a ``qweight``, its bias among them."""
+    """Return the tensors, bias included, of each linear that has a ``qweight``, by the linear's name."""
     names = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
     found: dict[str, dict[str, StoredTensor]] = {name: {} for name in names}
     for key, tensor in tensors.items():
@@ -69,7 +69,7 @@ def linears_of(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Lay
 
 @dataclass(frozen=True)
 class Stored:
-    """A linear [rows, columns] of W4A4 in a file."""
+    """A linear [rows, columns] of SVDQuant's W4A4 as stored in a file, in tiles."""
 
     tensors: LayerTensors
     rows: int
@@ -79,7 +79,7 @@ class Stored:
     shift: float = 0.0  # of the inputs
 
     def smooth(self) -> Tensor:
-        """The factors that divide the inputs, fp32 [columns]. Raises ArtifactError where one is not above 0."""
+        """Return the factors that divide the inputs, fp32 [columns]. Raises ArtifactError for a factor not above 0."""
         factors = tiles.vector_from_tiles(self.tensors.finite("smooth_factor").float())
         if not bool((factors > 0).all() and (1 / factors).isfinite().all()):
             raise ArtifactError(
@@ -89,7 +89,7 @@ class Stored:
         return factors
 
     def residual(self) -> Tensor:
-        """The weight without the branch, for smoothed inputs: fp32 [rows, columns]."""
+        """Dequantize the weight without the branch, for smoothed inputs: fp32 [rows, columns]."""
         codes = tiles.unpacked(tiles.codes(self.rows, self.columns), self.tensors.tensors["qweight"].read())
         groups = self.columns // BLOCKS[self.format]
         scales = self.tensors.finite("wscales")
@@ -104,21 +104,21 @@ class Stored:
         return weight
 
     def up(self) -> Tensor:
-        """The branch's ``up``, fp32 [rows, rank]."""
+        """Return the branch's ``up``, fp32 [rows, rank]."""
         return tiles.up(self.rows, self.rank).natural(self.tensors.finite("proj_up").float())
 
     def down(self) -> Tensor:
-        """The branch's ``down`` for smoothed inputs, fp32 [rank, columns]."""
+        """Return the branch's ``down`` for smoothed inputs, fp32 [rank, columns]."""
         return tiles.down(self.rank, self.columns).natural(self.tensors.finite("proj_down").float()) * self.smooth()
 
     def rounding(self) -> Inputs:
-        """Rounding of smoothed inputs."""
+        """Return the rounding of smoothed inputs."""
         if self.format == "nvfp4":
             return Nvfp4(1.0, smallest=0.0)
         return BlockInteger(self.shift / self.smooth() if self.shift else None)
 
     def bias(self) -> Tensor:
-        """The bias of inputs that are not shifted, fp32 [rows]; zeros where there is none."""
+        """Return the bias for inputs that are not shifted, fp32 [rows]; zeros without a stored bias."""
         if "bias" not in self.tensors:
             return torch.zeros(self.rows)
         bias = tiles.vector_from_tiles(self.tensors.finite("bias").float())
@@ -126,7 +126,7 @@ class Stored:
 
 
 def stored_w4a4(tensors: LayerTensors, rows: int, columns: int, shift: float = 0.0) -> Stored:
-    """Raises ArtifactError for ``tensors`` that make up no linear [rows, columns] of W4A4."""
+    """Return a W4A4 linear. Raises ArtifactError for ``tensors`` that do not fit [rows, columns]."""
     if rows % tiles.SIDE or columns % tiles.SIDE:
         raise ArtifactError(
             f"{tensors.path}: {tensors.name('qweight')} is of a linear [{rows}, {columns}], expected multiples of "
@@ -143,7 +143,7 @@ def stored_w4a4(tensors: LayerTensors, rows: int, columns: int, shift: float = 0
 
 
 def layout_of(fmt: str, rank: int) -> Layout:
-    """The tensors of W4A4, which are in tiles."""
+    """Return the layout of a W4A4 linear, whose tensors are in tiles."""
     of_nvfp4 = (
         Piece("wcscales", "N", FLOAT_SCALES, optional=True), Piece("wtscale", "|1|1 1", FLOAT_SCALES, OF_ALL, True),
     )  # fmt: skip
@@ -157,7 +157,7 @@ def layout_of(fmt: str, rank: int) -> Layout:
 
 
 def w4a4_layer(parts: Sequence[Stored], rows: slice) -> tuple[QuantizedLayer, LazyTensor | None]:
-    """The layer whose weight is these ``rows`` of ``parts`` side by side, and its bias; None where no part has one."""
+    """Return the layer with these ``rows`` of ``parts`` side by side, and its bias, None if no part has one."""
     first, widths = parts[0], tuple(part.columns for part in parts)
     count, columns, rank = len(range(*rows.indices(first.rows))), sum(widths), sum(part.rank for part in parts)
 
@@ -193,9 +193,9 @@ W4A16 = Layout("awq int4", f"1 for {INT4.size} numbers", (
 
 
 def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1) -> QuantizedLayer:
-    """A linear [rows, columns] of W4A16, whose rows are ``chunks`` in turn.
+    """Return a linear [rows, columns] of W4A16, with the rows of its ``chunks`` stored alternately.
 
-    Raises ArtifactError for ``tensors`` that make up no such linear.
+    Raises ArtifactError for ``tensors`` that do not fit.
     """
     if rows % (4 * chunks):
         raise ArtifactError(
@@ -208,7 +208,7 @@ def w4a16_layer(tensors: LayerTensors, rows: int, columns: int, chunks: int = 1)
 
 
 def in_chunks(interleaved: Tensor, chunks: int) -> Tensor:
-    """Rows in natural order, of rows that ``chunks`` have in turn."""
+    """Reorder alternating rows of ``chunks`` to natural order: chunk after chunk."""
     return interleaved.unflatten(0, (-1, chunks)).transpose(0, 1).flatten(0, 1)
 
 
@@ -221,7 +221,7 @@ def interleaved(natural: Tensor, chunks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Written:
-    """A linear [rows, columns] of W4A4 to be written, in natural order."""
+    """A linear [rows, columns] of SVDQuant's W4A4 to be written, with its numbers in natural order."""
 
     rows: int
     columns: int
@@ -248,9 +248,9 @@ def written_linear(checkpoint: Checkpoint, layer: LayerAssignment, bias: Readabl
 
 
 def w4a4_tensors(linear: Written, rank: int, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """The tensors of a linear by the ends of their names; branches are padded to ``rank``, a multiple of 16.
+    """Return a linear's tensors by the suffixes of their names, with the branch padded to ``rank``, a multiple of 16.
 
-    Floating-point ones have the ``dtype``.
+    Floating-point tensors except NVFP4's scales have the ``dtype``.
     """
     rows, columns, groups = linear.rows, linear.columns, linear.columns // BLOCKS[linear.format]
     smooth = smooth_of(linear, dtype)
@@ -289,13 +289,13 @@ def w4a4_tensors(linear: Written, rank: int, dtype: torch.dtype) -> dict[str, La
 
 
 def smooth_of(linear: Written, dtype: torch.dtype) -> Tensor:
-    """The factors [columns] that divide the inputs."""
+    """Return the factors [columns] that divide the inputs."""
     scale = linear.pre_quant_scale
     return torch.ones(linear.columns, dtype=dtype) if scale is None else (1 / scale.half().float()).to(dtype)
 
 
 def w4a16_tensors(weight: Readable, chunks: int, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """The tensors of a weight [rows, columns], rounded to nearest, whose ``chunks`` of rows take turns."""
+    """Return the tensors of a weight [rows, columns], rounded to nearest, with its ``chunks`` interleaved by row."""
     rows, columns = weight.shape
     groups = columns // INT4.size
 
@@ -317,7 +317,7 @@ def w4a16_tensors(weight: Readable, chunks: int, dtype: torch.dtype) -> dict[str
 
 
 def balanced(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """A branch with powers of two moved between its matrices, so that 16 bits hold either.
+    """Move powers of two between a branch's matrices, so that 16 bits can represent both.
 
     Dividing by smoothing factors has moved the input's magnitudes into ``down``.
     """
@@ -328,16 +328,16 @@ def balanced(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def common_rank(linears: Collection[Written]) -> int:
-    """The rank that every branch of a file is padded to."""
+    """Return the rank to which every branch of a file is padded."""
     return up_to(max(1, *(linear.rank for linear in linears)), tiles.RANK)
 
 
 def written(
     target: str, checkpoint: Checkpoint, assignment: Assignment, weights: Mapping[str, Readable]
 ) -> tuple[dict[str, Written], str]:
-    """The quantized linears of an assignment, whose biases are among ``weights``, and their one format.
+    """Return the quantized linears of an assignment, with biases from ``weights``, and their common format.
 
-    Raises ConfigError where they have two.
+    Raises ConfigError if the linears have two formats.
     """
     layers = quantized(assignment)
     formats = {layer.format: name for name, layer in layers.items()}

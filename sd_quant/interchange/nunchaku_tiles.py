@@ -1,4 +1,4 @@
-"""The order of a linear's numbers for nunchaku's kernels: tiles that the threads of a warp load in one piece.
+"""The memory order of a linear's tensors for nunchaku's kernels: tiles that the threads of a warp load at once.
 
 A layout splits the axes of a matrix in natural order (``reshape``) and orders the pieces (``permute``). N are a
 linear's outputs, K its inputs, R the rank of its branch.
@@ -16,7 +16,7 @@ linear's outputs, K its inputs, R the rank of its branch.
 N and K are multiples of 128, R of 16. Source: nunchaku's ``lora/flux/packer.py``; tests compare with the packers of
 auto-round and cache-dit, bit for bit, and with flat formulas.
 
-The road not taken is deepcompressor's padding: nunchaku's linears in Python refuse other sizes than the model's.
+Alternative not taken: deepcompressor's padding, as nunchaku's linears in Python refuse sizes other than the model's.
 """
 
 from dataclasses import dataclass
@@ -31,59 +31,59 @@ SIDE, RANK = 128, 16  # of which N and K, and R, are multiples
 
 @dataclass(frozen=True)
 class Layout:
-    """A matrix of ``shape``, its axes split into ``pieces``, which lie in memory in the ``order``."""
+    """A memory order: the axes of a matrix of ``shape`` are split into ``pieces``, which are permuted to ``order``."""
 
     shape: tuple[int, int]
     pieces: tuple[int, ...]
     order: tuple[int, ...]
 
     def tiled(self, matrix: Tensor) -> Tensor:
-        """The numbers of a ``matrix`` in their order in memory, one axis."""
+        """Return the numbers of a ``matrix`` in memory order, in one axis."""
         return matrix.reshape(self.pieces).permute(self.order).flatten()
 
     def natural(self, tiled: Tensor) -> Tensor:
-        """The matrix in natural order of ``tiled`` numbers."""
+        """Return the matrix in natural order from ``tiled`` numbers."""
         ordered = tiled.reshape([self.pieces[piece] for piece in self.order])
         return ordered.permute(sorted(range(len(self.order)), key=self.order.__getitem__)).reshape(self.shape)
 
 
 def codes(rows: int, columns: int) -> Layout:
-    """Codes of a weight."""
+    """Return the order of a W4A4 weight's codes."""
     return Layout((rows, columns), (rows // 128, 8, 2, 8, columns // 64, 2, 4, 8), (0, 4, 1, 3, 6, 2, 5, 7))
 
 
 def scales(rows: int, groups: int) -> Layout:
-    """INT4's scales, or a vector as one group."""
+    """Return the order of INT4's scales, or of a vector as one group."""
     return Layout((rows, groups), (rows // 128, 8, 2, 4, 2, groups), (0, 5, 1, 3, 2, 4))
 
 
 def micro_scales(rows: int, groups: int) -> Layout:
-    """NVFP4's scales."""
+    """Return the order of NVFP4's scales."""
     return Layout((rows, groups), (rows // 128, 4, 4, 8, groups // 4, 4), (0, 4, 3, 2, 1, 5))
 
 
 def down(rank: int, columns: int) -> Layout:
-    """The branch's matrix that reads the input."""
+    """Return the order of the branch's matrix that multiplies the input."""
     return Layout((rank, columns), (rank // 16, 2, 8, columns // 16, 2, 4, 2), (3, 0, 2, 5, 1, 4, 6))
 
 
 def up(rows: int, rank: int) -> Layout:
-    """The branch's matrix that makes the output."""
+    """Return the order of the branch's matrix that produces the output."""
     return Layout((rows, rank), (rows // 16, 2, 8, rank // 16, 2, 4, 2), (0, 3, 2, 5, 1, 4, 6))
 
 
 def awq_codes(rows: int, columns: int) -> Layout:
-    """Codes of W4A16: 64 columns of each of four rows in turn, in the order 0, 8, 16, 24, 1, 9, ..."""
+    """Return W4A16's order of codes: 64 columns of each of four rows in turn, in the order 0, 8, 16, 24, 1, 9, ..."""
     return Layout((rows, columns), (rows // 4, 4, columns // 64, 2, 4, 8), (0, 2, 1, 3, 5, 4))
 
 
 def packed(layout: Layout, matrix: Tensor) -> Tensor:
-    """Codes of four bits in natural order as bytes, uint8 [N K / 2], the first code in the low half."""
+    """Pack 4-bit codes in natural order to bytes, uint8 [N K / 2], the first code in the low half."""
     return pack_nibbles(layout.tiled(matrix))
 
 
 def unpacked(layout: Layout, stored: Tensor) -> Tensor:
-    """The codes 0..15 in natural order, uint8 [N, K], from bytes of any integer type."""
+    """Return the codes 0..15 in natural order, uint8 [N, K], from bytes of any integer type."""
     return layout.natural(unpack_nibbles(stored.contiguous().view(torch.uint8).flatten()))
 
 

@@ -1,8 +1,8 @@
 """A folder that optimum-onnx loads: ``ORTDiffusionPipeline.from_pretrained(folder)``, of SDXL, SD 1, 2 and 3, and Flux.
 
 Each network is exported to ONNX as a run exports it. ONNX Runtime's CPU provider runs most of the quantizers in
-floating point, so there the folder is for correctness; its GPU providers decide for themselves.
-The road not taken is optimum's own export and ONNX Runtime's quantizer, which would choose its own ranges.
+floating point, so there the folder is for correctness; its GPU providers decide for themselves. Alternative not taken:
+optimum's own export and ONNX Runtime's quantizer, which would choose its own ranges.
 """
 
 from functools import partial

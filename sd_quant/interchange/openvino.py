@@ -1,16 +1,16 @@
 """A folder that optimum-intel and OpenVINO GenAI load, of SDXL, Stable Diffusion 1, 2 and 3, and Flux.
 
-Each network is exported to ONNX as a run exports it, and OpenVINO's own reader makes its format of that: codes and
-their quantizers come through, and OpenVINO multiplies the codes on processors with VNNI. On others its sums of
+Each network is exported to ONNX as a run exports it, and OpenVINO's own reader converts that: quantized values and
+their quantizers are kept, and OpenVINO multiplies integers on processors with VNNI. On other processors its sums of
 INT8 products saturate; the consumer then passes ``ov_config={"LP_TRANSFORMS_MODE": "NO"}``, see ``engines.openvino``.
 
-optimum-intel takes inputs and most outputs by name and casts what it passes. GenAI takes text by the number of the
-output, casts nothing, and gives a UNet's time as int64 [1]: a sampler whose times have fractions loses them, as in
-optimum-intel's own files. Of Flux.1 it (2026.4.1) shifts the schedule by Flux.2's rule, which knows the number of
-steps: images of more than one step are others than diffusers'. GenAI's tokenizers are graphs too; a command of theirs
-makes them of the tokenizers here.
+optimum-intel passes inputs and reads most outputs by name, and casts what it passes. GenAI reads text by the number of
+the output, casts nothing, and passes a UNet's time as int64 [1]: a sampler whose times have fractions loses them, as in
+optimum-intel's own files. GenAI 2026.4.1 shifts Flux.1's schedule by Flux.2's rule, which depends on the number of
+steps: images of more than one step differ from diffusers'. GenAI's tokenizers are graphs too; openvino-tokenizers'
+command converts them from the tokenizers here.
 
-The road not taken is optimum-intel's own export, whose quantizer would choose its own ranges.
+Alternative not taken: optimum-intel's own export, whose quantizer would choose its own ranges.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ MODEL = "openvino_model.xml"  # beside its .bin
 def convert(onnx: Path, place: Path) -> None:
     """Write the network of the file ``onnx`` in OpenVINO's format into the folder ``place``.
 
-    Memory does not grow with the weights, but for pages of mapped files, which the kernel can drop. Raises
+    Memory does not grow with the weights, except for pages of mapped files, which the kernel can drop. Raises
     ArtifactError when OpenVINO cannot read the network.
     """
     import openvino

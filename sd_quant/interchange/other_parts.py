@@ -1,8 +1,8 @@
 """Quantized text encoders and autoencoders in a foreign format.
 
-A format writes and reads each like the denoiser, of a checkpoint with the part in the denoiser's place. A part that the
-consumer cannot open quantized is written in high precision, with the reason. The road not taken is further writers and
-readers: only names of files differ.
+Each is written and read like the denoiser, from a checkpoint with the part in the denoiser's place. A part that the
+consumer cannot open quantized is written in high precision, with the reason. Alternative not taken: separate writers
+and readers, as only names of files differ.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 def adapted_part(
     assignment: Mapping[str, LayerAssignment], target: ForeignFormat, checkpoint: Checkpoint, part: str
 ) -> dict[str, LayerAssignment]:
-    """The rows of a ``part`` but the denoiser as ``target`` holds them. Nothing is refused."""
+    """Return the layer assignments of a text encoder or VAE as ``target`` can store them, else in high precision."""
     reason = why_plain(target, checkpoint, checkpoint.parts()[part].component)
     if reason is not None:
         return {name: not_held(layer, reason) for name, layer in assignment.items()}
@@ -30,7 +30,7 @@ def adapted_part(
 
 
 def why_plain(target: ForeignFormat, checkpoint: Checkpoint, component: str) -> str | None:
-    """Why a network is written in high precision, or None."""
+    """Return why a network is written in high precision, or None."""
     kind = checkpoint.family.NETWORKS[component]
     if not any(fnmatchcase(kind, pattern) for pattern in target.networks):
         return f"{target.consumer} opens no quantized {kind}"
@@ -40,7 +40,7 @@ def why_plain(target: ForeignFormat, checkpoint: Checkpoint, component: str) -> 
 
 
 def is_upcast(checkpoint: Checkpoint, component: str) -> bool:
-    """Whether diffusers casts the network from fp16 to fp32 before it calls it, as it does SDXL's autoencoder."""
+    """Return whether diffusers casts the network from fp16 to fp32 before it calls it, as it does SDXL's VAE."""
     import diffusers
 
     casts = any(hasattr(getattr(diffusers, name, None), "upcast_vae") for name in checkpoint.family.PIPELINES)
@@ -51,10 +51,10 @@ def is_upcast(checkpoint: Checkpoint, component: str) -> bool:
 
 
 def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoiser]:
-    """The denoiser and the quantized other parts in a third-party checkpoint, by part; no weight is read.
+    """Return the denoiser and the quantized other parts in a third-party checkpoint, by part; no weight is read.
 
-    Each part has the format of its own folder; the denoiser may be unquantized beside others. Raises what
-    ``format_of`` and the readers raise.
+    Each part has the format of its own folder; the denoiser may be unquantized beside quantized parts. Raises the
+    errors of ``format_of`` and of the formats' readers.
     """
     parts = {part: read_part(path, checkpoint, part) for part in quantized_parts(path, checkpoint)}
     denoiser, path = checkpoint.family.DENOISER, place_of(path, checkpoint, checkpoint.family.DENOISER)
@@ -66,7 +66,7 @@ def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoise
 
 
 def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
-    """The parts but the denoiser that are quantized in a pipeline's folder."""
+    """Return the names of quantized parts except the denoiser in a pipeline's folder."""
     others = {name: part for name, part in checkpoint.parts().items() if name != checkpoint.family.DENOISER}
     return [
         name
@@ -77,7 +77,7 @@ def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
 
 
 def place_of(path: Path, checkpoint: Checkpoint, part: str) -> Path:
-    """The folder of a ``part`` in a pipeline's, or the pipeline's for a denoiser that readers find in it."""
+    """Return the folder of a ``part`` in a pipeline's folder ``path``, or ``path`` where readers find the denoiser."""
     component = checkpoint.parts()[part].component
     folder, found = path / component, part == checkpoint.family.DENOISER and component in DENOISERS
     return path if found or not (folder / CONFIG).is_file() else folder

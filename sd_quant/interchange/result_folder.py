@@ -1,7 +1,7 @@
 """The folder of a result, with a list of its files.
 
-Replacing a result removes only files of its list: files of a user stay. No path is made of the list, it is compared
-with the files that are there, so a changed list leads nowhere.
+Replacing a result removes only files on its list: a user's other files stay. Paths are never built from the list, which
+is only compared with existing files, so a manipulated list cannot name files elsewhere.
 """
 
 import json
@@ -27,7 +27,7 @@ def check_free(folder: Path) -> None:
 
 
 def remove_result(folder: Path) -> None:
-    """Remove the files of an earlier result, and folders that are empty then."""
+    """Remove the files of an earlier result, and folders that become empty."""
     for name in own_files(folder):
         (folder / name).unlink()
     if not folder.is_symlink():
@@ -37,7 +37,7 @@ def remove_result(folder: Path) -> None:
 
 
 def own_files(folder: Path) -> set[str]:
-    """The names, relative to ``folder``, of the files in it that its list names; none without a list."""
+    """Return the names, relative to ``folder``, of existing files on the folder's list; none without a list."""
     try:
         listed = json.loads(read_regular(folder / FIGURES))["files"]
         return set(files_in(folder)) & {*listed, FIGURES}
@@ -46,7 +46,7 @@ def own_files(folder: Path) -> set[str]:
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """The names of all files, links and other things below ``folder``; links are not followed."""
+    """Yield the names of all files, links and other entries below ``folder``; links are not followed."""
     if folder.is_symlink():
         return
     for place, folders, files in os.walk(folder):

@@ -1,9 +1,9 @@
-"""How a checkpoint samples, for readers of an export: marks in a file, sentences in its README.
+"""How a checkpoint samples, for users of an export: marker tensors in a file, sentences in its README.
 
-Weights do not tell the prediction, the noise levels and the scale of latents. A pipeline's folder has them in
-scheduler/ and vae/. ComfyUI (0.38: supported_models.py, latent_formats.py, samplers.py, nodes_model_advanced.py) and
-stable-diffusion.cpp (August 2026) assume the family's first model and tell kinds of SDXL by tensors; the rest takes
-nodes and flags.
+Weights do not determine the prediction type, the noise levels and the scale of latents. A pipeline's folder has these
+in scheduler/ and vae/. ComfyUI (0.38: supported_models.py, latent_formats.py, samplers.py, nodes_model_advanced.py) and
+stable-diffusion.cpp (August 2026) assume those of the family's first model and tell kinds of SDXL by marker tensors;
+everything else takes nodes and flags.
 """
 
 import math
@@ -46,7 +46,7 @@ PLAYGROUND: dict[str, Any] = {  # v2.5
 
 @dataclass(frozen=True)
 class Sampled:
-    """How a checkpoint samples. Configs are diffusers'."""
+    """A checkpoint's scheduler, VAE and denoiser configs, which determine sampling. Configs are diffusers'."""
 
     family: str
     kind: str  # class of the scheduler
@@ -57,7 +57,7 @@ class Sampled:
 
     @property
     def prediction(self) -> str:
-        """``epsilon``, ``v_prediction``, ``sample``, ``flow``, or one of EDM's with its name."""
+        """``epsilon``, ``v_prediction``, ``sample``, ``flow``, or EDM's variant of one with its ``sigma_data``."""
         name = self.config.get("prediction_type") or "epsilon"
         if "FlowMatch" in self.kind or name == "flow_prediction":
             return "flow"
@@ -69,25 +69,25 @@ class Sampled:
 
     @property
     def levels(self) -> dict[str, float]:
-        """The ends of EDM's noise levels."""
+        """EDM's largest and smallest noise levels."""
         return {name: float(self.config[name]) for name in ("sigma_max", "sigma_min")}
 
     @property
     def shift(self) -> float:
-        """A flow's shift; a dynamic one's is for an image of 1024 x 1024."""
+        """A flow's shift; a dynamic shift is that of an image of 1024 x 1024."""
         if self.config.get("use_dynamic_shifting"):
             return math.exp(self.config.get("max_shift", 1.15))
         return self.config.get("shift") or self.config.get("flow_shift") or 1.0
 
     @property
     def latents(self) -> dict[str, Any]:
-        """How latents are scaled."""
+        """The VAE config's entries that scale and shift latents."""
         found = {name: self.vae.get(name) for name in (*PLAYGROUND, "shift_factor")}
         return {name: as_list(each) for name, each in found.items() if each}
 
     @property
     def marks(self) -> dict[str, list[float]]:
-        """The tensors by which both tools tell such an SDXL from others."""
+        """The tensors by which both tools recognize an SDXL that samples this way; empty for a plain one."""
         if self.prediction == "v_prediction":
             return dict.fromkeys(("v_pred", "ztsnr") if self.zero_snr else ("v_pred",), [1.0])
         if self.prediction == EDM_V:
@@ -98,12 +98,12 @@ class Sampled:
 
 
 def written_marks(own: Sampled) -> dict[str, LazyTensor]:
-    """The marks of the only family in which both tools look for them."""
+    """Return the marks to write; both tools look for marks only in SDXL."""
     return {name: lazy(torch.tensor(values)) for name, values in own.marks.items() if own.family == "sdxl"}
 
 
 def check_marks(path: Path, found: Collection[str], own: Sampled) -> None:
-    """Raises ArtifactError where a file's marks say that it samples otherwise than the checkpoint."""
+    """Raises ArtifactError if a file's marks state another sampling than the checkpoint's."""
     if others := [name for name in found if name not in own.marks]:
         raise ArtifactError(
             f"{path} has {' and '.join(others)}, the mark of a model that samples otherwise than the full-precision "
@@ -119,7 +119,7 @@ def own_scheduler(own: Sampled) -> str:
 
 
 def for_folders(own: Sampled) -> list[str]:
-    """The sentence for readers of a pipeline's folder."""
+    """Return the README's sentence for users of a pipeline's folder."""
     return [
         f"The pipeline's `scheduler/` has to be the checkpoint's, {own_scheduler(own)}, and so its `vae/config.json`, "
         f"with {words(own.latents) or 'latents as they are'}."
@@ -127,7 +127,7 @@ def for_folders(own: Sampled) -> list[str]:
 
 
 def for_files(own: Sampled) -> list[str]:
-    """Sentences for readers of a file in ComfyUI or stable-diffusion.cpp, with settings that neither has."""
+    """Return sentences for users of a file in ComfyUI or stable-diffusion.cpp, also on unsupported settings."""
     node = node_for(own)
     told = [
         f"The checkpoint has {own_scheduler(own)}: choose the nearest in KSampler, whose scheduler sgm_uniform is "
@@ -152,7 +152,7 @@ def as_list(value: Any) -> Any:
 
 
 def node_for(own: Sampled) -> str:
-    """The node that ComfyUI needs behind the one that opens the file."""
+    """Return a sentence on the node that ComfyUI needs behind the loader; empty if it needs none."""
     dynamic, zero = own.config.get("use_dynamic_shifting"), str(own.zero_snr).lower()
     choice = CHOICES.get(own.prediction)
     if own.prediction == "flow":
@@ -179,7 +179,7 @@ def node_for(own: Sampled) -> str:
 
 
 def flags_for(own: Sampled) -> str:
-    """The flags of stable-diffusion.cpp, which has no PixArt."""
+    """Return a sentence on stable-diffusion.cpp's flags; empty if none are needed, and for PixArt."""
     flow, usual, shift = own.prediction == "flow", SHIFTS.get(own.family), own.shift
     lacks = [] if own.prediction in FLAGS else [own.prediction]
     lacks += ["zero terminal SNR"] if own.zero_snr else []

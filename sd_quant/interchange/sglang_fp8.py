@@ -1,21 +1,21 @@
 """SGLang's block FP8: a pipeline's folder whose denoiser has linears as DeepSeek-V3 stores them, 128 x 128 to a scale.
 
 ``config.json`` has ``{"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-"ignored_layers": [...]}``. ``X.weight_scale_inv`` multiplies, whatever its name says. 128 inputs of a row share a
-scale, computed as the network runs. transformers' ``FineGrainedFP8Config`` has the same tensors and keys, for language
-models. There is no place for a static scale, a pre_quant_scale or a branch. As SGLang 0.5.23 has it, whose source was
-read and which no processor runs (``multimodal_gen``: ``layers/quantization/fp8.py``, ``models/dits/flux.py``,
-``loader/fsdp_load.py``; ``srt``: ``layers/quantization/{fp8,utils}.py``):
+"ignored_layers": [...]}``. ``X.weight_scale_inv`` multiplies, despite its name. 128 inputs of a row share a scale,
+computed as the network runs. transformers' ``FineGrainedFP8Config`` has the same tensors and keys, for language models.
+The format has no static scale, no pre_quant_scale and no low-rank branch. Source: SGLang 0.5.23, which runs on no CPU
+(``multimodal_gen``: ``layers/quantization/fp8.py``, ``models/dits/flux.py``, ``loader/fsdp_load.py``; ``srt``:
+``layers/quantization/{fp8,utils}.py``):
 
-- Of Flux the linears of attention and of the single blocks may have codes. The feed-forwards of the double blocks get
-  none on one GPU, norms, embedders and the last linear never: codes there are cast without their scales, which are
-  skipped with a warning.
+- Of Flux SGLang quantizes the linears of attention and of the single blocks, on one GPU not the feed-forwards of the
+  double blocks, and never norms, embedders and the last linear: if these are stored in FP8, SGLang casts them without
+  their scales, which it skips with a warning.
 - An entry of ``ignored_layers`` is a name or some whole words of one: the bare ``proj_out`` would also be
-  ``single_transformer_blocks.0.proj_out``. It is left out of the list, because no last linear has codes.
-- Several GPUs split linears and want parts of whole blocks; they quantize feed-forwards too, which are in the list.
+  ``single_transformer_blocks.0.proj_out``. It is left out of the list, because the last linear is never quantized.
+- On several GPUs linears must be split into whole blocks, and feed-forwards are quantized too; the list has these.
 
-DeepGEMM on SM100 quantizes weights again, to scales that are powers of two, and inputs to such scales. That is not
-simulated. The road not taken is powers of two from the start, which it would take as they are: that is another recipe.
+DeepGEMM on SM100 quantizes weights again, to power-of-two scales, and inputs likewise. That is not simulated.
+Alternative not taken: power-of-two scales from the start, which DeepGEMM would keep, as that is another recipe.
 """
 
 from collections.abc import Collection
@@ -74,14 +74,14 @@ OTHERS = {  # what transformers and DeepSeek write besides, as far as it changes
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own."""
+    """Return the denoiser in a folder of a pipeline or of the denoiser alone."""
     folder = Folder(path, checkpoint)
     ignored = ignored_in(folder, WRITTEN, OTHERS, IGNORED, ALSO_IGNORED)
     return read_served(folder, FACTS, LAYOUT, BlockFloat8(BLOCK), partial(skips, ignored))
 
 
 def skips(ignored: Collection[str], name: str) -> bool:
-    """Whether SGLang finds the linear ``name`` in ``ignored``: an entry is whole words of a name."""
+    """Return whether ``ignored`` makes SGLang skip the linear ``name``: an entry is whole words of a name."""
     return any(f".{entry.rstrip('.')}." in f".{name}." for entry in ignored)
 
 

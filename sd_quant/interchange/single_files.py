@@ -1,6 +1,6 @@
-"""A denoiser in one file with its authors' names or diffusers': linears with codes, and all other tensors.
+"""A denoiser in one file with the original checkpoint's or diffusers' names: quantized linears and other tensors.
 
-The road not taken is a converter of names, which would have to know codes.
+Alternative not taken: a separate converter of names, which would have to understand quantized weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from sd_quant.names.authors import Rows, joined, places_in, rows_of
 
 @dataclass(frozen=True)
 class Coded:
-    """A linear in a file whose weight is codes. Formats add ``layout`` and ``inputs``."""
+    """A linear with a quantized weight in a file. Formats add ``layout`` and ``inputs``."""
 
     counted: ClassVar[str] = ""  # the beginning of ends of names of tensors that are stored for the weight
     own: LayerTensors
@@ -31,15 +31,15 @@ class Coded:
         raise NotImplementedError
 
     def inputs(self, shape: Shape) -> Inputs | None:
-        """The inputs of a weight of this ``shape``."""
+        """Return the rounding of inputs of a weight of this ``shape``."""
         raise NotImplementedError
 
     def unpacked(self) -> Shape:
-        """The shape of the weight's numbers; a byte may hold several."""
+        """Return the shape of the quantized weight; a stored byte may hold several numbers."""
         return self.layout.unpacked(tuple(self.own.tensors["weight"].shape))
 
     def layer(self, shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
-        """The layer of a weight of this ``shape``, in ``parts`` of the stored one."""
+        """Return the layer of a weight of this ``shape``, in ``parts`` of the stored one."""
         layer = self.layout.layer(self.own, shape, self.own.size(self.counted), None, parts=parts)
         return replace(layer, inputs=self.inputs(shape))
 
@@ -47,10 +47,10 @@ class Coded:
 def placed(
     path: Path, checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], coded: Mapping[str, Coded], tool: str
 ) -> tuple[dict[str, QuantizedLayer], dict[str, Readable], list[str]]:
-    """Layers and parameters of the denoiser by diffusers' names, and unknown names of the file.
+    """Return layers and parameters of the denoiser by diffusers' names, and unknown names of the file.
 
-    ``tensors`` are those of the file without scales and marks, by names without a prefix. Raises ArtifactError for the
-    denoiser of another family or size, and for codes of other layers than linears, which ``tool`` does not multiply.
+    ``tensors`` are the file's without scales and marks, by names without a prefix. Raises ArtifactError for another
+    family or size of denoiser, and for quantized layers other than linears, which ``tool`` does not multiply.
     """
     network = empty_denoiser(checkpoint)
     modules = dict(network.named_modules())

@@ -1,8 +1,8 @@
-"""Tensors of a denoiser's file by layer, with the checks of all readers; folders of diffusers.
+"""Tensors of a denoiser's file by layer, with the checks that all readers share; diffusers' folders.
 
-A layer ``X`` has tensors such as ``X.weight`` and ``X.weight.absmax``. A tensor whose end of name no reader knows is a
-parameter, or unknown.
-The road not taken is a class for each kind of stored weight: they share names, shapes and finite numbers only.
+A layer ``X`` has tensors such as ``X.weight`` and ``X.weight.absmax``. A tensor with a suffix that no reader knows is a
+parameter or unknown. Alternative not taken: a class per kind of stored weight, as these share only names, shapes and
+finite numbers.
 """
 
 import os
@@ -41,7 +41,7 @@ Config = TypeVar("Config")  # a dataclass
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """Tensors of one layer by the ends of their names. The methods raise ArtifactError for a tensor that differs."""
+    """Tensors of one layer by name suffix. Methods raise ArtifactError for a missing or unsuitable tensor."""
 
     path: Path
     layer: str
@@ -51,7 +51,7 @@ class LayerTensors:
         return end in self.tensors
 
     def checked(self, end: str, shapes: Collection[Shape] | None, dtypes: Collection[torch.dtype]) -> StoredTensor:
-        """The tensor ``end``, of one of the ``shapes`` (None: any) and ``dtypes``."""
+        """Return the tensor ``end``. Raises ArtifactError unless ``shapes`` (None: any) and ``dtypes`` allow it."""
         if (tensor := self.tensors.get(end)) is None:
             raise ArtifactError(
                 f"{self.path}: layer {shown(self.layer)} has no {end!r} beside its others; fetch the file again"
@@ -66,11 +66,11 @@ class LayerTensors:
         return tensor
 
     def finite(self, end: str) -> Tensor:
-        """The values in their own dtype: no NaN and no infinity."""
+        """Return the tensor ``end`` in its own dtype. Raises ArtifactError for NaN and infinity."""
         return finite(self.tensors[end].read(), self.path, f"{self.layer}.{end}")
 
     def number(self, end: str, positive: bool = False, dtypes: Collection[torch.dtype] = FLOAT_SCALES) -> float:
-        """The single number in a tensor of any shape."""
+        """Return the single number in a tensor of any shape."""
         if prod(self.tensors[end].shape) != 1 or self.tensors[end].dtype not in dtypes:
             self.checked(end, [()], dtypes)
         number = float(self.finite(end).float())
@@ -81,11 +81,11 @@ class LayerTensors:
         return number
 
     def size(self, begins: str = "", but: Collection[str] = ()) -> int:
-        """Bytes of the tensors whose ends begin with ``begins``, without those in ``but``."""
+        """Return the bytes of the tensors whose suffixes begin with ``begins``, without those in ``but``."""
         return size_of(tensor for end, tensor in self.tensors.items() if end.startswith(begins) and end not in but)
 
     def refuse(self, ends: Collection[str], reason: str) -> None:
-        """Raises ArtifactError for a tensor with one of the ``ends``."""
+        """Raises ArtifactError for a tensor with one of the suffixes ``ends``."""
         if found := [f"{self.layer}.{end}" for end in self.tensors if end in ends]:
             raise ArtifactError(f"{self.path} holds {listing(found)}, {reason}; fetch it again")
 
@@ -93,12 +93,12 @@ class LayerTensors:
         return shown(f"{self.layer}.{end}")
 
     def decoded(self, shape: Shape, decode: Callable[[], Tensor], dtype: torch.dtype = torch.float32) -> LazyTensor:
-        """The weight returned by ``decode``, computed and checked for NaN and infinity at each read."""
+        """Return the weight that ``decode`` computes, checked for NaN and infinity at each read."""
         return LazyTensor(shape, dtype, lambda: finite(decode(), self.path, f"{self.layer}.weight"))
 
 
 def finite(values: Tensor, path: Path, name: str) -> Tensor:
-    """The ``values`` themselves. Raises ArtifactError for NaN and infinity."""
+    """Return ``values``. Raises ArtifactError for NaN and infinity."""
     if not bool(torch.isfinite(values.float()).all()):
         raise ArtifactError(
             f"{path}: {shown(name)} holds NaN or infinite numbers, expected finite ones; fetch the file again"
@@ -107,7 +107,7 @@ def finite(values: Tensor, path: Path, name: str) -> Tensor:
 
 
 def weight_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
-    """The shape of the weight of every linear and two-dimensional convolution by the layer's name."""
+    """Return the weight shape of every linear and two-dimensional convolution by layer name."""
     return {
         name: tuple(module.weight.shape)
         for name, module in empty_denoiser(checkpoint).named_modules()
@@ -118,10 +118,10 @@ def weight_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
 def by_layer(
     path: Path, tensors: Mapping[str, StoredTensor], layers: Collection[str], marks: Collection[str]
 ) -> tuple[dict[str, LayerTensors], dict[str, StoredTensor]]:
-    """The tensors of each quantized layer, and all other tensors.
+    """Return the tensors of each quantized layer, and all other tensors.
 
-    ``marks`` are ends of names, behind the layer's name and a dot, of quantized layers alone. A layer's ``weight`` is
-    among its tensors, its bias is not.
+    ``marks`` are name suffixes, behind the layer's name and a dot, that only quantized layers have. A layer's
+    ``weight`` is among its tensors, its bias is not.
     """
     found: dict[str, LayerTensors] = {}
     for layer in layers:
@@ -135,7 +135,7 @@ def by_layer(
 
 
 def with_layers(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser itself. Raises ArtifactError without a quantized layer, and what ``checked_whole`` raises."""
+    """Return ``denoiser``. Raises ArtifactError without a quantized layer, and as ``checked_whole`` does."""
     if not denoiser.layers:
         raise ArtifactError(
             f"{denoiser.path} holds no layer that {denoiser.maker} has quantized; expected a quantized denoiser, so "
@@ -145,7 +145,7 @@ def with_layers(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> Quantize
 
 
 def shown(name: str) -> str:
-    """A name from a file, in quotes, printable and cut."""
+    """Return a name from a file in quotes, printable and shortened."""
     return repr(listing([name]))
 
 
@@ -154,14 +154,14 @@ def plain(dtype: torch.dtype) -> str:
 
 
 def told(value: object) -> str:
-    """A value from a file for a message: a plain value cut, of any other the type alone, as it may be deep."""
+    """Return a value from a file for a message: a plain value shortened, else only its type, as it may be deep."""
     return str(value)[:80] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def fits(value: Any, template: Any) -> bool:
-    """Whether a JSON value equals ``template``, or one of a tuple of templates.
+    """Return whether a JSON value equals ``template``, or one of a tuple of templates.
 
-    A type is a template of its values, ``object`` of all. A mapping's entries fit by key; a missing one is None.
+    A type matches its values, ``object`` all values. Mappings are compared by key; a missing entry is None.
     """
     if isinstance(template, tuple):
         return any(fits(value, each) for each in template)
@@ -174,7 +174,7 @@ def fits(value: Any, template: Any) -> bool:
 
 
 def header_of(path: Path) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]]:
-    """Tensors and metadata of a safetensors file; empty ones for any other ``path``."""
+    """Return tensors and metadata of a safetensors file; empty mappings for any other ``path``."""
     try:
         return read_header(whole_file(path))
     except (SdQuantError, OSError, ValueError):
@@ -185,13 +185,13 @@ def header_of(path: Path) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]
 
 
 def denoiser_folder(path: Path) -> Path | None:
-    """The denoiser's folder in ``path``, or ``path`` itself; None without a config."""
+    """Return the denoiser's folder in ``path``, or ``path`` itself; None without a config."""
     folders = [path / name for name in DENOISERS if (path / name / CONFIG).is_file()]
     return folders[0] if folders else path if (path / CONFIG).is_file() else None
 
 
 def holds(path: Path, name: str) -> bool:
-    """Whether a file of this name lies beside a denoiser's weights."""
+    """Return whether a file of this name lies beside a denoiser's weights."""
     try:
         folder = denoiser_folder(path) if path.is_dir() else None
         return folder is not None and (folder / name).is_file()
@@ -200,7 +200,7 @@ def holds(path: Path, name: str) -> bool:
 
 
 def quantization_config(path: Path) -> Mapping[str, object] | None:
-    """``quantization_config`` of the denoiser's config; None without such an object."""
+    """Return ``quantization_config`` of the denoiser's config; None without such an object."""
     try:
         folder = denoiser_folder(path) if path.is_dir() else None
         found = read_json(folder, CONFIG).get("quantization_config") if folder is not None else None
@@ -210,17 +210,17 @@ def quantization_config(path: Path) -> Mapping[str, object] | None:
 
 
 def quantized_by(path: Path, method: str) -> bool:
-    """Whether ``path`` is a folder whose config says that ``method`` has quantized it."""
+    """Return whether ``path`` is a folder whose config names ``method`` as its quantization method."""
     return (quantization_config(path) or {}).get("quant_method") == method
 
 
 def weights_name(network: nn.Module) -> str:
-    """The stem of a network's weight files: ``model`` by transformers, ``diffusion_pytorch_model`` by diffusers."""
+    """Return the stem of a network's weight files: transformers' ``model`` or ``diffusion_pytorch_model``."""
     return WEIGHTS.get(type(network).__module__.partition(".")[0], WEIGHTS["diffusers"])
 
 
 def stored_tensors(path: Path, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """The denoiser's tensors by the names in its files. Raises what ``stored_weights`` raises.
+    """Return the denoiser's tensors by the names in its files. Raises the errors of ``stored_weights``.
 
     A text encoder's have the names of the installed transformers, without buffers that it computes.
     """
@@ -243,12 +243,12 @@ class Folder:
 
     @property
     def place(self) -> Path:
-        """Folder of the denoiser's config and weights."""
+        """The folder of the denoiser's config and weights."""
         return denoiser_folder(self.path)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The ``quantization_config``, or empty."""
+        """The config's ``quantization_config``, or an empty mapping."""
         return quantization_config(self.path) or {}
 
     @cached_property
@@ -267,17 +267,17 @@ class Folder:
     def whole(
         self, name: str, maker: str, layers: Mapping[str, QuantizedLayer], others: Mapping[str, Readable], **more: Any
     ) -> QuantizedDenoiser:
-        """The denoiser of ``layers`` and of ``others``, tensors of no layer. Raises what ``with_layers`` raises."""
+        """Return the denoiser of ``layers`` and ``others``, tensors of no layer. Raises as ``with_layers`` does."""
         size = size_of(self.tensors.values())
         return with_layers(QuantizedDenoiser(self.path, name, maker, layers, others, size, **more), self.checkpoint)
 
     def maker(self, name: str, entry: str) -> str:
-        """The tool with its version, if an entry of the config has one."""
+        """Return the tool's ``name``, with its version if the config's ``entry`` has one."""
         version = self.config.get(entry)
         return f"{name} {version}" if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,30}", version) else name
 
     def checked(self, given: Mapping[str, object], usual: Config) -> Config:
-        """``usual``, a dataclass, with its entries in ``given``. Raises ConfigError for another type or range."""
+        """Return the dataclass ``usual``, updated from ``given``. Raises ConfigError for a wrong type or range."""
         known = vars(usual)
         config = known | {name: given[name] for name in known if name in given}
         try:
@@ -287,14 +287,14 @@ class Folder:
         return type(usual)(**config)
 
     def ignored_names(self, *keys: str) -> list[str]:
-        """Names of unquantized layers in the first nonempty of the ``keys``. Raises ArtifactError for another type."""
+        """Return unquantized layers in the first nonempty of the ``keys``. Raises ArtifactError for another type."""
         names: Any = next((self.config[key] for key in keys if self.config.get(key)), [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ArtifactError(f"{self.path}: {keys[0]} in its config is no list of names; make the folder again")
         return names
 
     def exceptions(self, key: str) -> Mapping[str, Mapping[str, object]]:
-        """Configs by names or patterns of layers, in the entry ``key``. Raises ConfigError for anything else."""
+        """Return configs by layer name or pattern in the entry ``key``. Raises ConfigError for any other type."""
         found = self.config.get(key) or {}
         if not isinstance(found, Mapping) or not all(isinstance(config, Mapping) for config in found.values()):
             raise ConfigError(
@@ -306,10 +306,10 @@ class Folder:
     def opened_by(
         self, package: str, dtype: torch.dtype = torch.float32, **environment: str
     ) -> Callable[[], nn.Module] | None:
-        """A function that opens the denoiser with diffusers and ``package``; None without that package.
+        """Return a function that opens the denoiser with diffusers and ``package``; None without that package.
 
-        The class is that of the pipeline's family. ``environment`` are variables for the import of ``package``, unless
-        they are set already.
+        The network's class is that of the pipeline's family. ``environment`` has variables for the import of
+        ``package``, unless they are set already.
         """
         if find_spec(package) is None:
             return None

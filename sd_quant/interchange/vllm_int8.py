@@ -1,20 +1,20 @@
 """vLLM-Omni's ``int8``: a pipeline's folder whose denoiser has INT8 linears, with inputs scaled by row as it runs.
 
 ``config.json`` has ``{"quant_method": "int8", "is_checkpoint_int8_serialized": true, "activation_scheme": "dynamic",
-"ignored_layers": [...]}`` and nothing else: these are arguments of a class. Rows of codes and of inputs have scales,
-the latter the largest magnitude over 127. There is no place for a static scale, a pre_quant_scale or a branch. Source:
-vLLM-Omni 0.30.0 and vLLM 0.30.0, which no processor runs (``quantization/int8_config.py``,
+"ignored_layers": [...]}`` and nothing else: these are arguments of a class. Weights and inputs have a scale per row,
+for inputs the largest magnitude / 127. The format has no static scale, no pre_quant_scale and no low-rank branch.
+Source: vLLM-Omni 0.30.0 and vLLM 0.30.0, which run on no CPU (``quantization/int8_config.py``,
 ``models/flux/flux_transformer.py``):
 
 - ``ignored_layers`` are compared exactly, with the server's own names: neither parts of names nor patterns. Of query,
   key and value, which it stacks to ``to_qkv``, the names of the parts and of the whole are written.
-- A tensor without a place raises, so no other linear than those the server quantizes may have codes: of Flux those of
-  the single blocks. The others are not quantized, whatever the config says (vllm-omni #2728).
+- A tensor without a parameter raises, so only linears that the server quantizes may be stored in INT8: of Flux those of
+  the single blocks. The server leaves others unquantized, whatever the config says (vllm-omni #2728).
 - A stacked linear gets the scales of its first three rows, one each for all rows of query, key and value
-  (``convert_to_channelwise``, written for one scale a part). So these stay in high precision, and ``proj_mlp`` and
-  ``proj_out`` are left.
+  (``convert_to_channelwise``, written for one scale per part). So query, key and value stay in high precision, and only
+  ``proj_mlp`` and ``proj_out`` are quantized.
 
-The road not taken is one scale for query, key and value together, which would survive that: it is another weight.
+Alternative not taken: one scale for query, key and value together, which the loader would keep: another weight.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,15 +63,15 @@ STACKED = {  # what the server makes of linears, by the ends of their names
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """The denoiser in a folder, a pipeline's or its own."""
+    """Return the denoiser in a folder of a pipeline or of the denoiser alone."""
     folder = Folder(path, checkpoint)
     return read_served(folder, FACTS, LAYOUT, RowInteger(), ignored_in(folder, WRITTEN, {}, IGNORED).__contains__)
 
 
 def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[str, object], *lists: str) -> list[str]:
-    """Names of unquantized layers in a folder's config, in the first nonempty of the ``lists``.
+    """Return the unquantized layers in a folder's config, from the first nonempty of the ``lists``.
 
-    Raises ArtifactError for a config without all of ``written``, or with more than these and ``others``.
+    Raises ArtifactError for a config without all entries of ``written``, or with any beyond these and ``others``.
     """
     path, config = folder.path, folder.config
     if differing := [key for key, value in written.items() if config.get(key) != value]:
@@ -89,7 +89,7 @@ def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[st
 def read_served(
     folder: Folder, facts: ForeignFormat, layout: Layout, inputs: Inputs, skips: Callable[[str], bool]
 ) -> QuantizedDenoiser:
-    """The denoiser in a folder with quantized linears of one ``layout``.
+    """Return the denoiser in a folder with quantized linears of one ``layout``.
 
     Raises ArtifactError for a layer with scales that the server ``skips``, and for any other denoiser.
     """
@@ -115,6 +115,6 @@ def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
 
 
 def stacked(name: str) -> str:
-    """The server's name of the stack with the linear ``name``, or ``name``."""
+    """Return the server's name of the stacked linear that contains ``name``; an unstacked name unchanged."""
     owner, _, last = name.rpartition(".")
     return f"{owner}.{STACKED[last]}" if last in STACKED else name

@@ -1,10 +1,10 @@
-"""The denoiser's weights under an assignment: codes and scales, and all others in fp16.
+"""The denoiser's weights under an assignment: quantized values with scales, and all other tensors in 16 bits.
 
-Likewise those of a text encoder or an autoencoder, see ``models.checkpoint.OtherNetwork``; of one that computes in fp32
+A text encoder or VAE may take the denoiser's place, see ``models.checkpoint.OtherNetwork``; if it computes in fp32,
 unquantized weights keep their dtype.
 
-Each weight is read, smoothed and quantized when it is written: one is in memory at a time. The road not taken is a
-network with all its weights, from which other tools save: SDXL's has 10 GB.
+Each weight is read, smoothed and quantized when it is written: one is in memory at a time. Alternative not taken: a
+network with all its weights, as other tools save it: SDXL's has 10 GB.
 """
 
 import json
@@ -33,19 +33,19 @@ Assignment = Mapping[str, LayerAssignment]  # as ``holding.adapted`` makes it fo
 
 
 def quantized(assignment: Assignment) -> dict[str, LayerAssignment]:
-    """The rows whose weight is quantized, by the name of the layer."""
+    """Return the assignments of layers whose weight is quantized, by layer name."""
     return {name: layer for name, layer in assignment.items() if layer.format is not None}
 
 
 def sixteen_bits(part: Part) -> torch.dtype:
-    """The dtype of a part's unquantized weights: bf16 as in its graph, else fp16."""
+    """Return the dtype of a part's unquantized weights: bf16 if its graph has bf16, else fp16."""
     return torch.bfloat16 if part.contract.weights == torch.bfloat16 else torch.float16
 
 
 def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, LazyTensor]:
-    """Every weight and bias of the denoiser by diffusers' name, unquantized, smoothed by the row of its module.
+    """Return the denoiser's weights and biases, unquantized but smoothed as their layers' assignments say.
 
-    Floating-point ones are in ``sixteen_bits``.
+    Keys are diffusers' names. Floating-point tensors have the dtype of ``sixteen_bits``.
     """
     weights, part = cast(Weights, denoiser_weights(checkpoint)), denoiser_part(checkpoint)
     stored = isinstance(checkpoint, OtherNetwork) and part.contract.weights == torch.float32
@@ -68,9 +68,9 @@ def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, 
 
 
 def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Tensor, ...]:
-    """The codes of a layer's weight, [out, in * kernel], and its scales, fp32: [out, 1], [1, 1] or [out, blocks].
+    """Return a layer's codes [out, in * kernel] and its scales, fp32: [out, 1], [1, 1] or [out, blocks].
 
-    NVFP4 has a common one besides, [1, 1].
+    NVFP4 has a common scale [1, 1] besides.
     """
     weight = denoiser_weights(checkpoint)[f"{layer.name}.weight"]
     codes, scales = layer.codes_and_scales(rewritten(weight, layer).flatten(1))
@@ -78,21 +78,21 @@ def codes_and_scales(checkpoint: Checkpoint, layer: LayerAssignment) -> tuple[Te
 
 
 def has_static_input(layer: LayerAssignment) -> bool:
-    """Whether a file has a scale for the layer's input."""
+    """Return whether a file has a static scale for the layer's input."""
     read = layer.activation_format
     return read is not None and FORMATS[read].needs_amax and not layer.per_token
 
 
 @dataclass(frozen=True)
 class JoinedLayers:
-    """Quantized linears that are one tensor in a file with the authors' names."""
+    """Quantized linears that the original checkpoint's layout stores as one tensor."""
 
-    pieces: Pieces  # of their weights
+    pieces: Pieces  # the rows of their weights in the tensor
     layers: Mapping[str, LayerAssignment]  # by the weight's name
 
     @property
     def first(self) -> LayerAssignment:
-        """The linear with the first rows. ``holding`` has made formats and common ranges alike in all."""
+        """The linear with the first rows; ``holding`` has given all linears its format and common range."""
         return self.layers[self.pieces[0].name]
 
     @property
@@ -100,7 +100,7 @@ class JoinedLayers:
         return rows_in(self.pieces), *self.first.weight_shape[1:]
 
     def rows(self, of: Callable[[LayerAssignment], Tensor]) -> Tensor:
-        """The rows in order of ``of(layer)`` [out, ...] of all layers."""
+        """Concatenate the rows of ``of(layer)`` [out, ...] of all layers, in order."""
         return assembled(self.pieces, lambda name: of(self.layers[name]))
 
 
@@ -112,7 +112,7 @@ def alone(layer: LayerAssignment) -> JoinedLayers:
 def by_authors_names(
     checkpoint: Checkpoint, assignment: Assignment
 ) -> tuple[dict[str, LazyTensor], dict[str, JoinedLayers]]:
-    """The denoiser's tensors by its authors' names, without a prefix: in high precision, and quantized weights."""
+    """Return high-precision tensors and quantized weights by the original checkpoint's names, without a prefix."""
     weights = high_precision(checkpoint, assignment)
     layers = {f"{name}.weight": layer for name, layer in quantized(assignment).items()}
     shapes = {name: tensor.shape for name, tensor in weights.items()}
@@ -137,7 +137,7 @@ def with_coded_weights(
     assignment: Assignment,
     tensors_of: Callable[[Checkpoint, LayerAssignment], Mapping[str, Readable]],
 ) -> dict[str, Readable]:
-    """The denoiser's tensors by name, with ``tensors_of`` a layer in place of its quantized weight."""
+    """Return the denoiser's tensors by name, each quantized weight replaced by ``tensors_of`` its layer."""
     layers, tensors = quantized(assignment), dict[str, Readable]()
     for name, tensor in high_precision(checkpoint, assignment).items():
         layer = layers.get(name.removesuffix(".weight"))
@@ -159,7 +159,7 @@ def write_folder(
     quantization: Mapping[str, Any],
     metadata: Mapping[str, str] = FORMAT,
 ) -> Path:
-    """Write the denoiser into the pipeline ``folder``, which is returned, and ``quantization_config`` into its config.
+    """Write the denoiser into the pipeline ``folder``, and ``quantization_config`` into its config; return ``folder``.
 
     Raises ResourceError when the disk is full.
     """
