@@ -1,6 +1,6 @@
-"""The steps of the commands, and the one way in which they open a model: ``session``."""
+"""The steps of the commands; ``session`` is the one place in which they open a model."""
 
-# The files that stages write into the folder of a job, relative to it.
+# Patterns of the files that stages write into a job's folder, relative to that folder.
 WRITES = (
     *(f"{kind}/{name}" for kind in ("onnx", "full_precision/onnx") for name in ("*/*.onnx", "*/*.onnx.data")),
     *(f"{kind}/{name}" for kind in ("plan", "full_precision/plan") for name in ("*.plan", "*.plan.json")),

@@ -1,4 +1,4 @@
-"""The assignment of the denoiser's layers, and the most sensitive layers, which stay in high precision."""
+"""How each layer is quantized (its ``LayerAssignment``), and which sensitive layers stay in high precision."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -36,7 +36,7 @@ from sd_quant.stages.load import Loaded, check_no_convolutions
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.shared import Shared
 
-UNREAD = "never reached in calibration"  # a network that was observed has layers that its part does not call
+UNREAD = "never reached in calibration"  # a network may hold layers that its part never calls
 TRIED = 16  # shared inputs on which alpha=auto is compared with a given alpha: seconds, also for a full-size network
 
 
@@ -47,7 +47,7 @@ def assign(
     recipes: Mapping[str, Recipe] = {},
     kept_because: str = "among the most sensitive layers",
 ) -> dict[str, LayerAssignment]:
-    """Derive how each layer is quantized, by the recipe or its own of ``recipes``; those ``kept`` stay in fp16."""
+    """Derive each denoiser layer's assignment by the job's recipe or its own in ``recipes``; ``kept`` stay in fp16."""
     weights, recipe = denoiser_weights(loaded.base), loaded.recipe
     recipes = {name: loaded.own(name, recipe) for name in loaded.weights_alone} | recipes
     exceptions = recipes | dict.fromkeys(kept, kept_because) | excluded(loaded.roles, loaded.exclude)
@@ -61,9 +61,9 @@ def assign(
 def auto_compared(
     loaded: Loaded, statistics: Statistics, assignment: Mapping[str, LayerAssignment]
 ) -> AutoCompared | None:
-    """Compare the error that ``alpha=auto`` minimizes with that of the given alpha, on TRIED shared inputs at most.
+    """Compare the expected output error of ``alpha=auto`` with the recipe's alpha, at TRIED layer inputs at most.
 
-    None unless alpha is a number, and where nothing is smoothed.
+    Return None unless the recipe's alpha is a number and some layer is smoothed.
     """
     recipe, weights, errors = loaded.recipe, denoiser_weights(loaded.base), list[tuple[float, float]]()
     if recipe.alpha is None or recipe.alpha == "auto":
@@ -90,9 +90,9 @@ def auto_compared(
 def with_loras_beside(
     checkpoint: Checkpoint, part: str, assignment: Mapping[str, LayerAssignment]
 ) -> dict[str, LayerAssignment]:
-    """The assignment of a part without LoRAs, with those of ``checkpoint`` beside its quantized linears.
+    """Add the LoRAs of ``checkpoint`` to a part's ``assignment``, as low-rank branches of its quantized linears.
 
-    Raises ConfigError for LoRAs of quantized convolutions, which have no branch.
+    Raises ConfigError for a LoRA of a quantized convolution, which cannot have such a branch.
     """
     adapted = adapted_in(checkpoint, checkpoint.parts()[part].component)
     beside = [name for name in adapted if name in assignment and assignment[name].format is not None]
@@ -101,14 +101,14 @@ def with_loras_beside(
 
 
 def biases(weights: Mapping[str, Tensor]) -> Callable[[str], Tensor | None]:
-    """A reader of a layer's bias; None where it has none."""
+    """Return a function from a layer's name to its bias, or to None for a layer without bias."""
     return lambda name: weights[bias] if (bias := f"{name}.bias") in weights else None
 
 
 def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
-    """Derive how the layers of each other part are quantized, by part, other denoisers first.
+    """Derive the assignments of all quantized parts except the denoiser, by part; further denoisers come first.
 
-    ``statistics`` are those of parts. Raises ConfigError where there are none and a part's recipe takes some.
+    ``statistics``: by part. Raises ConfigError for a part without statistics whose recipe needs layer inputs.
     """
     if missing := loaded.others.keys() - statistics.keys():
         raise ConfigError(f"there are no statistics of {', '.join(missing)}; calibrate with the same quantize.parts")
@@ -127,7 +127,7 @@ def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[s
 def assign_calibrated(
     loaded: Loaded, part: str, recipe: Recipe, statistics: Statistics | None
 ) -> dict[str, LayerAssignment]:
-    """Derive how the layers of another part are quantized from their ``statistics``. Raises as ``assign_parts``."""
+    """Derive the assignment of a part that is no denoiser. Raises ConfigError if its ``statistics`` are None."""
     if statistics is None:
         raise ConfigError(
             f"quantize.parts gives {part} a preset that is derived from its layers' inputs, and there are no "
@@ -136,9 +136,9 @@ def assign_calibrated(
         )
     own, roles = weights_of_part(loaded, part), roles_of_part(loaded.checkpoint, part)
     inputs = inputs_of_part(empty_part(loaded.checkpoint, part), roles)
-    alone = [shared for shared in inputs if shared.producer is None]  # a factor would have to be multiplied
+    alone = [shared for shared in inputs if shared.producer is None]  # no layer before it can absorb a smoothing factor
     recipes = dict.fromkeys((name for shared in alone for name in shared.readers), replace(recipe, alpha=None))
-    # as of an autoencoder
+    # layers that calibration never reached, as in an autoencoder
     unread = {name for name, role in roles.items() if role != "excluded" and name not in statistics.layers}
     made = derive(
         roles | dict.fromkeys(unread, "excluded"), lambda name: own[f"{name}.weight"], statistics.layers, recipe,
@@ -148,19 +148,19 @@ def assign_calibrated(
 
 
 def weights_of_part(loaded: Loaded, part: str) -> Mapping[str, Tensor]:
-    """The weights of a part's network by diffusers' names, each read when it is looked up."""
+    """Return the weights of a part's network by their diffusers names; each is read when it is looked up."""
     return loaded.base.components[loaded.parts[part].component]
 
 
 def layers_of(loaded: Loaded, part: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Role and shape of the weight of each layer of another part than the denoiser."""
+    """Return the role and the weight's shape of each layer of a ``part`` other than the denoiser."""
     network = empty_part(loaded.checkpoint, part)
     roles = roles_of_part(loaded.checkpoint, part)
     return {layer: (role, tuple(network.get_parameter(f"{layer}.weight").shape)) for layer, role in roles.items()}
 
 
 def assign_nearest(loaded: Loaded, part: str, recipes: Mapping[str, Recipe]) -> dict[str, LayerAssignment]:
-    """Quantize the weights of another part to the nearest codes, each layer by its own of the ``recipes``."""
+    """Quantize weights of a part other than the denoiser by rounding to nearest; ``recipes``: by layer."""
     weights = weights_of_part(loaded, part)
     return derive_nearest(roles_of_part(loaded.checkpoint, part), lambda name: weights[f"{name}.weight"], recipes)
 
@@ -173,9 +173,9 @@ def most_sensitive(
     shared: Shared | None = None,
     end: str = "",
 ) -> tuple[Sensitivity, list[str]]:
-    """Measure the sensitivity of all layers; returns it and the names of the ``loaded.kept`` most sensitive ones.
+    """Measure the sensitivity of all layers; return it and the names of the ``loaded.kept`` most sensitive layers.
 
-    Writes ``sensitivity<end>.csv`` and its plot to ``directory``. ``shared`` as for ``measure_sensitivity``.
+    Write ``sensitivity<end>.csv`` and its plot to ``directory``. ``shared``: see ``measure_sensitivity``.
     """
     sensitivity = measure_sensitivity(
         loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale, shared
@@ -196,9 +196,9 @@ def measure_sensitivity(
     guidance_scale: float,
     shared: Shared | None = None,
 ) -> Sensitivity:
-    """Measure the sensitivity of each quantized layer, on the denoiser's inputs in the calibration statistics.
+    """Measure each layer's sensitivity: the error of the denoiser's output when this layer alone is quantized.
 
-    With ``shared``, other jobs' measurements count, and jobs that measure at once divide the layers.
+    Inputs are those kept in ``statistics``. With ``shared``, jobs share measurements through the cache.
     """
     layers = [layer.name for layer in assignment.values() if layer.format]
     calls = {name: sample.values for name, sample in statistics.calls.items()}

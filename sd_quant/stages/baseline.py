@@ -1,4 +1,4 @@
-"""The model in full precision, and all that candidates of a judgement are compared by."""
+"""The full-precision model with which ``judge`` compares candidates, and the settings of that comparison."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from sd_quant.stages.shared import Shared, VariantOutputs, cache_of
 
 @dataclass(frozen=True)
 class Baseline:
-    """The model in full precision, and all that candidates are compared by."""
+    """The full-precision model with which candidates are compared, and the settings of that comparison."""
 
     session: Session
     directory: Path  # for files in progress
@@ -29,9 +29,9 @@ class Baseline:
     timing: Timing
     cache: CacheFolder
     metrics: Metrics
-    facts: dict  # as ``provenance`` has them, of the full-precision model
+    facts: dict  # of the full-precision model, from ``provenance``
     together: bool  # whether memory holds two denoisers
-    text: Scores | None = None  # of ``text_fidelity``, where a candidate's consumer cuts the text
+    text: Scores | None = None  # from ``text_fidelity``, if some candidate's consumer cuts the text
 
     @property
     def prompts(self) -> list[str]:
@@ -42,7 +42,7 @@ class Baseline:
         return self.session.denoiser
 
     def engines(self, others: Mapping[str, Callable[[], Engine]] = {}) -> Pool:
-        """The model's parts by name and ``others`` by theirs; one at a time if memory does not hold two denoisers."""
+        """Pool the model's parts and ``others`` by name; one engine is open at a time if memory is short."""
 
         def open_engine(key: str) -> Engine:
             return others[key]() if key in others else open_torch(self.session.checkpoint, self.infer, key)
@@ -50,7 +50,7 @@ class Baseline:
         return self.session.engines(open_engine, self.together)
 
     def variant(self, pool: Pool, keys: Mapping[str, str] = {}) -> Variant:
-        """The model with other engines of the ``pool``, whose ``keys`` are given by part."""
+        """Return the model as engines of the ``pool``; ``keys`` replaces the engines of some parts, by part."""
         return Variant(pool, {part: part for part in self.session.parts} | dict(keys))
 
     def outputs(self) -> VariantOutputs:
@@ -64,7 +64,7 @@ class Baseline:
 
 
 def baseline_of(job: JudgeJob | QuantizeJob, directory: Path) -> Baseline:
-    """The full-precision model, checked; ``directory`` is that of the results."""
+    """Open and check the full-precision model; ``directory`` is the folder of the results."""
     work = by_torch(workload_of(job.infer))
     session = open_session(job.model, job.infer, lambda session: part_needs(session.parameters, work), directory)
     weights = {"the candidate": 4.0 * sum(session.parameters[part] for part in denoisers_of(session.checkpoint))}

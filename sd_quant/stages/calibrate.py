@@ -1,4 +1,4 @@
-"""Calibration statistics: from the cache, a calibration here, or a file made elsewhere, of the denoiser alone."""
+"""Calibration statistics: from the cache, from calibrating here, or (the denoiser's alone) from a given file."""
 
 import logging
 import math
@@ -41,10 +41,10 @@ LONG = 600  # seconds above which a calibration is announced with a warning
 def statistics_of(
     loaded: Loaded, job: RecipeJob, checkpoint_sha256: str, rows: Sequence[Row] | None = None
 ) -> Statistics:
-    """Collect or read the statistics of every layer that some recipe may quantize, and warn of fp16's overflow.
+    """Collect or read the statistics of every layer that any recipe may quantize; warn of overflow in fp16.
 
-    One calibration serves all recipes, so linears that the family excludes are among them. Those of other denoisers are
-    collected in the same pass, those of other parts if their recipes take any. ``rows`` stand in for the job's own.
+    One calibration serves all recipes, so it includes linears that the family excludes, and all denoisers. Other parts
+    are calibrated if their recipes need layer inputs. ``rows`` replaces the job's calibration rows (prompts).
     """
     checkpoint, roles, knobs = loaded.base, loaded.roles, job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
@@ -63,7 +63,7 @@ def statistics_of(
         )  # fmt: skip
     model, latents = load_model(checkpoint), dict[int, torch.Tensor]()
     calibrated = [part for part, recipe in loaded.part_recipes.items() if recipe.needs_inputs]
-    heard: dict[str, Any] = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # as many as prompts
+    heard: dict[str, Any] = {"on_latent": latents.__setitem__} if DECODER in calibrated else {}  # one a prompt
     prompts = prompts_of(rows)
     cache = output_path(job.cache.dir) / "statistics" if job.cache.dir else None
     for part, other in loaded.others.items():
@@ -91,19 +91,19 @@ def statistics_of(
 
 
 def watched_layers(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
-    """The denoiser's layers of which statistics are collected: all linears, and the convolutions that may be."""
+    """Return the denoiser's layers to calibrate: all linears, and convolutions that are not excluded."""
     network = empty_denoiser(checkpoint)
     return [name for name, role in roles.items()
             if role != "excluded" or isinstance(network.get_submodule(name), nn.Linear)]  # fmt: skip
 
 
 def calibrated_sha256(job: RecipeJob, made: Mapping[str, Any]) -> str:
-    """The hash of the weights that are calibrated, see ``Loaded.base``; ``made`` as for ``weights_sha256``."""
+    """Return the hash of the weights that are calibrated (``Loaded.base``); ``made``: see ``weights_sha256``."""
     return str(base_sha256(made) if job.quantize.loras == BESIDE else weights_sha256(made))
 
 
 def denoiser_hessians(checkpoint: Checkpoint, roles: Mapping[str, str], knobs: Quantize) -> Hessians:
-    """The Hessians of the denoiser's layers that calibration sums for these knobs."""
+    """Return which Hessians (of the denoiser's layers) calibration sums for these knobs."""
     if not knobs.hessian:
         return NO_HESSIANS
     inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
@@ -111,13 +111,13 @@ def denoiser_hessians(checkpoint: Checkpoint, roles: Mapping[str, str], knobs: Q
 
 
 def bytes_of_hessians(loaded: Loaded) -> int:
-    """Bytes of the Hessians of the denoiser's layers that calibration sums."""
+    """Return the bytes of all Hessians that calibration sums for the denoiser's layers."""
     widths = {name: math.prod(shape[1:]) for name, shape in loaded.shapes.items()}
     return hessian_bytes(widths, denoiser_hessians(loaded.checkpoint, loaded.roles, loaded.recipe))
 
 
 def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int, seconds: float | None) -> None:
-    """Log how many calls calibration takes and how long; where that is long, also how to shorten it."""
+    """Log the number of calls and the time of a calibration; above LONG seconds, warn and say how to shorten it."""
     calls = -(-prompts // knobs.batch_size) * steps
     about = (seconds or 0) * calls
     what = f"calibrating on {counted(prompts, 'prompt')}: {counted(calls, 'call')} of the denoiser on {device}"

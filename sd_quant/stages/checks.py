@@ -1,6 +1,6 @@
-"""Checks of a request for images: before a checkpoint is opened, and against the structure of the open one.
+"""Checks of the knobs of images: before a checkpoint is opened, and against the opened checkpoint's structure.
 
-Only ``session`` calls them.
+``session`` calls them; ``opening`` calls ``check_request`` too.
 """
 
 import inspect
@@ -27,14 +27,14 @@ from sd_quant.places import input_path
 from sd_quant.stages.generate import arguments_of, calibration_source_of, latents_of, sampling_of
 
 LOG = logging.getLogger(__name__)
-MOST_STEPS = 1000  # of a sampler that states no number of noise levels
+MOST_STEPS = 1000  # the limit for a sampler whose config states no number of noise levels
 
 
 def check_request(model: Model, infer: Infer) -> None:
-    """Raises SdQuantError, before a checkpoint is opened, for images that its family or this machine cannot make.
+    """Check the knobs of images by the model's family, before a checkpoint is opened. Raises SdQuantError.
 
-    That is a negative prompt for a family that computes nothing without the prompt, images to start from for one whose
-    pipeline has none, words whose embeddings a LoRA brings, and noise or images that cannot be read.
+    Refused are, among others: a negative prompt for a family without unconditional text, start images for a family
+    without image-to-image, prompts with words whose embeddings a LoRA brings, and unreadable noise or image files.
     """
     if family_named(model.family).FROM_IMAGES is None:
         able = ", ".join(name for name in FAMILIES if family_named(name).FROM_IMAGES)
@@ -59,9 +59,9 @@ def check_request(model: Model, infer: Infer) -> None:
 
 
 def check_controls(model: Model, infer: Infer) -> None:
-    """Raises ConfigError for ControlNets without condition images, for the reverse, and for what does not go with them.
+    """Check that each ControlNet has condition images and that the other knobs allow ControlNets. Raises ConfigError.
 
-    Where nothing is calibrated, no condition images of calibration are needed.
+    Condition images for calibration may be missing here: a job may not calibrate.
     """
     nets, knob = len(model.controlnets), "model.controlnets"
     expected = f"{nets or 'no'} images or folders, one for each of {knob}"
@@ -78,7 +78,7 @@ def check_controls(model: Model, infer: Infer) -> None:
 
 
 def check_calls(model: Model, infer: Infer) -> None:
-    """Raises SdQuantError for a table without one for calibration or with other columns."""
+    """Check the call tables. Raises ConfigError if only one of ``infer`` and calibration has one, or columns differ."""
     given = {CALIBRATION_TABLE: model.calibration_table, TABLE: infer.table}
     lacking, there = sorted(given, key=lambda knob: given[knob] is not None)
     both = (given[lacking] is None) == (given[there] is None)
@@ -95,9 +95,9 @@ def check_calls(model: Model, infer: Infer) -> None:
 
 
 def check_table(path: Path, arguments: Collection[str], example: Row) -> None:
-    """Raises ConfigError for a table whose columns are not what the pipeline in the folder at ``path`` takes.
+    """Check a call table's columns against the pipeline in the folder ``path``. Raises ConfigError for a wrong column.
 
-    ``arguments`` are those of all calls, ``example`` is a row of the table.
+    ``arguments``: names of the arguments that all calls share; ``example``: a row of the table.
     """
     kind, _ = read_index(path)
     check_taken(kind, CALIBRATION_TABLE, example.arguments)
@@ -109,7 +109,7 @@ def check_table(path: Path, arguments: Collection[str], example: Row) -> None:
 
 
 def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:
-    """Raises ConfigError for noise with another number of channels than the checkpoint's autoencoder has."""
+    """Check given noise. Raises ConfigError for a wrong number of channels or a pipeline that draws its own noise."""
     latents = latents_of(infer)
     if latents is None:
         return
@@ -125,13 +125,13 @@ def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:
 
 
 def check_tile(checkpoint: Checkpoint, infer: Infer) -> None:
-    """Raises ConfigError for tiles where the pipeline decodes images by itself."""
+    """Raise ConfigError for ``infer.vae_tile`` if the pipeline itself decodes images (model=diffusers)."""
     expected = "null with model=diffusers, because the pipeline decodes its images by itself"
     check(infer.vae_tile is None or not checkpoint.family.OWN_NOISE, "infer.vae_tile", infer.vae_tile, expected)
 
 
 def check_mask(checkpoint: Checkpoint, knobs: str, mask: str | None) -> None:
-    """Raises ConfigError for a denoiser that reads a mask, without one; ``knobs`` prefixes both knobs."""
+    """Raise ConfigError for an inpainting denoiser without a mask; ``knobs``: prefix of the knobs' names."""
     if checkpoint.family.FROM_IMAGES is None:
         return
     contracts = contracts_of(checkpoint)
@@ -144,7 +144,7 @@ def check_mask(checkpoint: Checkpoint, knobs: str, mask: str | None) -> None:
 
 
 def check_guidance(checkpoint: Checkpoint, infer: Infer) -> None:
-    """Raises ConfigError for guidance that the checkpoint's networks do not read: a scale above 1, a second text."""
+    """Raise ConfigError for a guidance scale above 1 or a negative prompt that the networks cannot use."""
     distilled = checkpoint.family.GUIDES and samples_per_image(checkpoint, 2) == 1
     expected = "null, because this checkpoint was distilled to read the guidance scale and reads no second text"
     check(not distilled or infer.negative_prompt is None, "infer.negative_prompt", infer.negative_prompt, expected)
@@ -157,14 +157,14 @@ def check_guidance(checkpoint: Checkpoint, infer: Infer) -> None:
 
 
 def check_steps(checkpoint: Checkpoint, knob: str, steps: int) -> None:
-    """Raises ConfigError for more denoising steps than the checkpoint's sampler can make."""
+    """Raise ConfigError for more denoising steps than the checkpoint's sampler has noise levels."""
     config = pipeline_of(checkpoint, {}).own_sampler.config
     most = config.get("num_train_timesteps", MOST_STEPS) - (config.get("steps_offset") or 0)
     check(steps <= most, knob, steps, f"at most {most}, for which this checkpoint's sampler has noise levels")
 
 
 def check_batch(checkpoint: Checkpoint, knob: str, images: int) -> None:
-    """Raises ConfigError for several images at a time where the pipeline cannot take prompts of unequal length."""
+    """Raise ConfigError for a batch above 1 if prompts of unequal length, or a fixed graph, do not allow it."""
     because, part = checkpoint.family.UNEQUAL, checkpoint.family.ONE_BATCH
     check(because is None or images == 1, knob, images, f"1, because prompts differ in length and {because}")
     executes = knob.startswith("infer.")
@@ -173,7 +173,7 @@ def check_batch(checkpoint: Checkpoint, knob: str, images: int) -> None:
 
 
 def check_sizes(checkpoint: Checkpoint, section: str, knobs: Infer | Model) -> None:
-    """Raises ConfigError when a section asks for images with more latents along a side than the denoiser takes."""
+    """Raise ConfigError for image sizes beyond the denoiser's positions, or other than a fixed graph's one size."""
     only = checkpoint.family.ONE_SIZE
     if only is not None and section == "infer":
         part, *size = only
@@ -193,13 +193,13 @@ def check_sizes(checkpoint: Checkpoint, section: str, knobs: Infer | Model) -> N
 
 
 def sides_of(section: str, knobs: Infer | Model) -> str:
-    """The names of the knobs that say how large a section's images are."""
+    """Return the names of the knobs that set the image sizes of a ``section``."""
     return f"{section}.sizes" if knobs.sizes else f"{section}.width and {section}.height"
 
 
 def warn_of_size(model: Model, sections: Mapping[str, Infer | Model]) -> None:
-    """Log when images have less than half or more than twice the pixels of those that the checkpoint was made for."""
-    size = None if model.family == OBSERVED else own_size(input_path(model.path))  # what a latent is, nobody says
+    """Warn of images with less than half or more than twice the pixels of the checkpoint's native size."""
+    size = None if model.family == OBSERVED else own_size(input_path(model.path))  # the native size is not known
     for section, knobs in sections.items():
         for width, height in sizes_of(knobs) if size is not None else ():
             if not 0.5 <= height * width / (size[0] * size[1]) <= 2:

@@ -1,4 +1,4 @@
-"""The choice of the assignment: by the recipe, a file, a limit, or the recipe with the most sensitive layers kept."""
+"""The choice of each layer's format: by the recipe alone, with sensitive layers kept, by a file, or by a size limit."""
 
 import csv
 from collections.abc import Callable, Mapping
@@ -35,12 +35,12 @@ class Chosen:
     assignments: Assignments
     sensitivity: Sensitivity | None = None  # with quantize.keep
     fitted: Fitted | None = None  # with quantize.budget or quantize.fit
-    given: bool = False  # with assignment: a file has decided
+    given: bool = False  # with the knob ``assignment``: a file gave every layer's preset
     auto: AutoCompared | None = None
 
 
 def rows_of_layers(assignments: Mapping[str, Mapping[str, LayerAssignment]]) -> list[dict[str, object]]:
-    """The rows of ``layers.csv``: the first part's, then those of others, whose names begin with the part's."""
+    """Return the rows of ``layers.csv``; layers of parts after the first are named ``part:layer``."""
     first = next(iter(assignments))
     return [
         layer.row() | ({} if part == first else {"name": f"{part}:{name}"})
@@ -56,9 +56,9 @@ def choose(
     step: Callable[[str], AbstractContextManager],
     shared: Shared | None = None,
 ) -> Chosen:
-    """Choose the assignments, in stages that ``step`` times. Raises ConfigError for a budget that cannot be met.
+    """Choose the assignments of all quantized parts. Raises ConfigError for a limit that cannot be met.
 
-    Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
+    ``step`` times each stage. Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
     """
     denoiser, fitted, sensitivity, auto = loaded.denoiser, None, None, None
     if loaded.labels is not None:
@@ -84,7 +84,7 @@ def choose(
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
-    """The preset of each layer of the denoiser that may be quantized, or fp16, in the network's order."""
+    """Return the preset, or fp16, of each denoiser layer that may be quantized, in the network's order."""
     mixed, own = chosen.fitted.labels if chosen.fitted else loaded.labels, chosen.assignments[loaded.denoiser]
     found = {name for unit in units_of(loaded) for name in unit}
     labels = {name: (mixed or {}).get(name, loaded.recipe.format) for name in loaded.roles if name in found}
@@ -92,7 +92,7 @@ def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
 
 
 def written(loaded: Loaded, chosen: Chosen, statistics: Statistics, directory: Path) -> Chosen:
-    """Write the choice's labels and its tables of layers and ranges to ``directory``, and return it."""
+    """Write ``assignment.yaml``, ``layers.csv`` and ``ranges.csv`` to ``directory``, and return ``chosen``."""
     knobs = [f"quantize={loaded.recipe.format}", f"quant_level={loaded.recipe.quant_level:g}"]
     write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), loaded.alphas, knobs))
     write_csv(rows_of_layers(chosen.assignments), directory / "layers.csv")
@@ -103,9 +103,9 @@ def written(loaded: Loaded, chosen: Chosen, statistics: Statistics, directory: P
 def chosen_again(
     job: RecipeJob, run: Path, step: StageTimer, session: Session, directory: Path
 ) -> tuple[Loaded, Assignments]:
-    """The assignments that a run's knobs give of its checkpoint, if they are those that the run has written down.
+    """Derive the assignments of a finished ``run`` again from its knobs, and check them against its ``layers.csv``.
 
-    Files in progress are in ``directory``. Raises ArtifactError for a run whose files are damaged, or say otherwise.
+    Temporary files are in ``directory``. Raises ArtifactError if the run's files are damaged or the tables differ.
     """
     with step("load"):
         loaded = with_recipe(session, job.model, job.infer, job.quantize)
@@ -122,7 +122,7 @@ def chosen_again(
 
 
 def record_of_run(run: Path) -> Mapping[str, Any]:
-    """The record of a finished run. Raises ArtifactError when it is damaged."""
+    """Read the record of a finished run. Raises ArtifactError for a damaged one."""
     try:
         return read_record(run) or {}
     except (OSError, ValueError) as error:
@@ -130,7 +130,7 @@ def record_of_run(run: Path) -> Mapping[str, Any]:
 
 
 def decided(table: Path) -> list[dict[str, str]]:
-    """The rows of a ``layers.csv`` but for errors, whose last digit depends on threads. Raises ArtifactError."""
+    """Read a ``layers.csv`` without error columns, whose last digit depends on threads. Raises ArtifactError."""
     try:
         lines = read_regular(table).decode("utf-8").splitlines()
         return [{name: value for name, value in row.items() if "error" not in name} for row in csv.DictReader(lines)]

@@ -1,7 +1,7 @@
-"""The images by which formats are chosen: those of a few calibration prompts, in full precision and simulated.
+"""The image error by which formats are chosen: simulated images against full precision, on a few calibration prompts.
 
-One call of a network does not say what its images lose: of presets on the shipped checkpoint, the same error of a call
-did up to six times as much to images.
+The error of a single network call does not predict the error of images: on the shipped checkpoint, presets with the
+same error in a call differed by up to six times in images.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ PROMPTS, CALLS = 4, 4  # calibration prompts whose images are made; calls of a p
 
 
 def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, Tensor]]]]:
-    """A function of assignments and a name that returns the mean squared error of images, where white is 1.
+    """Return a function from assignments (and a label for progress) to the mean squared error of images, white = 1.
 
-    And the inputs of the first calls of each part in full precision. Images are of calibration prompts, from noise.
+    Also return each part's inputs in its first CALLS calls in full precision. Images begin with noise.
     """
     model, rows = loaded.model, loaded.model.calibration_rows()[:PROMPTS]
     infer = replace(
@@ -43,7 +43,7 @@ def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, 
 def images_of(
     loaded: Loaded, infer: Infer, sampling: Sampling, assignments: Assignments, what: str
 ) -> tuple[Images, dict[str, list[dict[str, Tensor]]]]:
-    """Images with those parts simulated that have an assignment, and the inputs of the first calls of each part."""
+    """Make images, simulating the parts with an assignment; return them and each part's inputs in its first calls."""
     variant = torch_variant(loaded, infer, assignments)
     watched = WatchedVariant(variant, dict.fromkeys(loaded.parts, range(CALLS)))
     try:
@@ -55,6 +55,6 @@ def images_of(
 
 
 def squared_error(full: Images, images: Images) -> float:
-    """The mean squared error of images, uint8, where white is 1."""
+    """Return the mean squared error of uint8 images, scaled so that white is 1."""
     errors = [np.square((one.astype(float) - other) / 255).mean() for one, other in zip(full, images, strict=True)]
     return float(np.mean(errors))

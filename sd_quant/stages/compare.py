@@ -1,4 +1,4 @@
-"""Images of the three variants of the model from the same seeds, and outputs of their parts for the same inputs."""
+"""Images of torch, the unquantized and the quantized engine from the same seeds, and part outputs for equal inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,16 +27,16 @@ from sd_quant.stages.shared import CallsOfAnImage, Shared, VariantOutputs, flat,
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 from sd_quant.text import one_line
 
-SAMPLED = 4  # calls of the denoiser that are kept
+SAMPLED = 4  # calls of the denoiser whose inputs are kept
 COUNTED = "counted"
 
 
 def compare_images(variants: Variants, framework: VariantOutputs, infer: Infer) -> VariantOutputs:
-    """Make the images of both engines, and the outputs of their parts for torch's inputs; ``framework`` are torch's."""
+    """Make both engines' images and run their parts on the inputs in ``framework``, torch's images and outputs."""
     checkpoint, engines = variants.loaded.checkpoint, variants.engines
 
     def make(by_batch: ByBatch) -> VariantOutputs:
-        """Those of the unquantized engine."""
+        """Make images and outputs of the unquantized engine."""
         own, description = engines[FULL_PRECISION], FULL_PRECISION.replace("_", " ")
         images = generate(pipeline_of(checkpoint, own), infer.prompt_list(), sampling_of(infer), description, by_batch)
         outputs = {part: own[part](**framework.inputs[part]) for part in reversed(checkpoint.parts())}
@@ -52,7 +52,7 @@ def compare_images(variants: Variants, framework: VariantOutputs, infer: Infer) 
 
 
 def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, CallsOfAnImage]:
-    """The quantized variant's images, whose batches bring the denoisers' calls by engine and the samples in them."""
+    """Make the quantized variant's images, and count the denoisers' calls and the samples in these calls."""
     checkpoint, shared, prompts = variants.loaded.checkpoint, variants.shared, infer.prompt_list()
     recipe = {
         "engine": infer.engine,
@@ -62,7 +62,7 @@ def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, Calls
     }
     sampling, counts = recipe_sampling(infer), list[Tensor]()
     origin = shared.origin(checkpoint, prompts, infer, recipe, sampling)
-    watched = WatchedVariant(variants.engines[QUANTIZED], {})  # its other parts are the unquantized ones
+    watched = WatchedVariant(variants.engines[QUANTIZED], {})  # other parts are the unquantized engine's
     denoiser, *others = denoisers_of(checkpoint)
     letters = [COMPUTED, *sorted(infer.precise_letters)]
     names = [*(engine_of_letter(denoiser, letter) for letter in letters), *others]
@@ -87,7 +87,7 @@ def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, Calls
 
 
 def counted(checkpoint: Checkpoint, totals: Mapping[str, Sequence[int]], infer: Infer, batches: int) -> CallsOfAnImage:
-    """The calls by which an image is made; ``totals``: all calls and samples in them, by letter and other denoiser."""
+    """Return the calls of one image; ``totals``: ``(calls, samples)`` of all batches, by letter or further denoiser."""
     denoiser, *others = denoisers_of(checkpoint)
     each = {name: calls // batches for name, (calls, _) in totals.items()}
     by_denoiser = {part: each.pop(part) for part in others}
@@ -105,27 +105,27 @@ def counted(checkpoint: Checkpoint, totals: Mapping[str, Sequence[int]], infer: 
 def framework_images(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, shared: Shared
 ) -> VariantOutputs:
-    """Make torch's images in full precision, with which everything is compared."""
+    """Make torch's full-precision images, the reference of all comparisons, or take them from the cache."""
     return shared.provide(checkpoint, infer, partial(compare_framework, checkpoint, engines, infer))
 
 
 def compare_framework(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, by_batch: ByBatch = in_turn
 ) -> VariantOutputs:
-    """Make torch's images, and keep the inputs and outputs of some calls of its parts on the way.
+    """Make torch's images, and keep the inputs and outputs of one call of each part (the denoiser's: halfway).
 
-    The denoiser's are those of half way. Raises ConfigError for images without a call of a part.
+    Also keep the inputs of up to SAMPLED denoiser calls. Raises ConfigError if some part is never called.
     """
     sampling, denoiser, prompts = sampling_of(infer), checkpoint.family.DENOISER, infer.prompt_list()
     steps = sampling.steps_taken
     sampled = sampled_calls(len(sampling.batches(range(len(prompts)))), steps)
-    wanted = sorted({0, steps // 2, *sampled})  # one of two denoisers is called in fewer steps
+    wanted = sorted({0, steps // 2, *sampled})  # of two denoisers, each is called in only some steps
     watched, brought = WatchedVariant(engines, {denoiser: wanted}), dict[str, Tensor]()
 
     def watching(
         batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
     ) -> list[Tensors]:
-        """Let each batch bring the inputs of the calls that are wanted of it, and of parts that it is first to call."""
+        """Add to each batch the inputs of its ``wanted`` calls, and of the first call of each part."""
         of_batch = [[call for call in wanted if call // steps == place] for place in range(len(batches))]
 
         def made(place: int) -> Tensors:
@@ -136,7 +136,7 @@ def compare_framework(
             return tensors | flat({"call": first | ({denoiser: own} if own else {})})
 
         found = by_batch(batches, made, of_batch)
-        for tensors in reversed(found):  # the first to bring a call stands
+        for tensors in reversed(found):  # of several batches with the same call, the first wins
             brought.update({path: tensor for path, tensor in tensors.items() if path.startswith("call/")})
         return found
 
@@ -154,14 +154,14 @@ def compare_framework(
 
 
 def sampled_calls(batches: int, steps: int) -> list[int]:
-    """Numbers of up to SAMPLED calls of the denoiser, of different steps and, where there are several, batches."""
+    """Return the numbers of up to SAMPLED denoiser calls, spread over steps and batches."""
     return sorted({
         number * batches // SAMPLED * steps + (2 * number + 1) * steps // (2 * SAMPLED) for number in range(SAMPLED)
     })  # fmt: skip
 
 
 def save_run(variants: Variants, comparison: VariantOutputs) -> None:
-    """Write a run's images, as ``save_pairs``, with the recipe for a label."""
+    """Write a run's images by ``save_pairs``; the label is the recipe."""
     recipe, infer = variants.loaded.recipe, variants.loaded.infer
     label = f"{'mixed' if recipe.mixes else recipe.format} level {recipe.quant_level:g}"
     frame = infer.width if variants.loaded.checkpoint.family.MOVES else None
@@ -171,9 +171,9 @@ def save_run(variants: Variants, comparison: VariantOutputs) -> None:
 def save_pairs(
     comparison: VariantOutputs, prompts: list[str], label: str, directory: Path, frame: int | None = None
 ) -> None:
-    """Write full-precision and quantized images, and a grid of all pairs with ``label`` beside the quantized ones.
+    """Write full-precision and quantized images, and a grid of all pairs; ``label`` names the quantized ones.
 
-    Images that consist of frames of ``frame`` pixels across are videos, and are written as animations too.
+    With ``frame``, the width of a frame in pixels, images are videos (rows of frames), also written as animations.
     """
     full, quantized = (comparison.images[variant].images for variant in (FRAMEWORK, QUANTIZED))
     for name, images in ((FULL_PRECISION, full), (QUANTIZED, quantized)):
@@ -184,13 +184,13 @@ def save_pairs(
 
 
 def images_of_run(run: Path, prompts: list[str]) -> Images:
-    """The full-precision images that a run has left. Raises ArtifactError where one is missing or no PNG."""
+    """Read a run's full-precision images. Raises ArtifactError if a file is missing or is no PNG."""
     images, names = [], image_names(prompts)
     for file in (run / "images" / FULL_PRECISION / f"{name}.png" for name in names):
         try:
             with open_regular(file, MOST_TEXT) as opened, Image.open(opened, formats=["PNG"]) as image:
                 images.append(np.asarray(image.convert("RGB")))
-        except Exception as error:  # whatever the bytes lead the decoder to
+        except Exception as error:  # a decoder may raise anything for damaged bytes
             raise ArtifactError(
                 f"{file} is not an image of the run ({one_line(error, 100)}); give another run, or images=false"
             ) from None

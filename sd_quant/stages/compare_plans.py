@@ -1,11 +1,11 @@
-"""The engines of a finished run beside ONNX Runtime, which computes the same ONNX files on the processor.
+"""Compare the engines of a finished run with ONNX Runtime, which executes the same ONNX files on the CPU.
 
     python -m sd_quant.stages.compare_plans <folder of a run> tensorrt
 
-ONNX Runtime shares no code with torch, the exporter or TensorRT, so it is the referee of plans. Inputs are random. An
-unquantized part is held to the tolerance of fp16. In a quantized network one rounding that flips changes all that
-follow, so SHARE_OF_COST of what quantization itself moves the output is accepted too. That finds a wrong plan, and not
-one that leaves layers unquantized: ``parity`` and ``executed`` of the run's record show that, layer by layer.
+ONNX Runtime shares no code with torch, the exporter or TensorRT, so it is an independent check. Inputs are random. The
+tolerance of an unquantized part is that of fp16. In a quantized network one flipped rounding changes all later ones, so
+SHARE_OF_COST of the output's change by quantization is tolerated too. This finds a wrong plan, but not a plan that
+leaves layers unquantized: for those see ``parity`` and ``executed`` in the run's record, layer by layer.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from sd_quant.inference.parity import PART_TOLERANCE, SHARE_OF_COST, distance
 from sd_quant.models.parts import first_output
 from sd_quant.places import existing
 
-TIMESTEP, TOKENS = 500, 64  # of the inputs of rank 1; random tokens are below
+TIMESTEP, TOKENS = 500, 64  # the value of rank-1 inputs; the bound of random token ids
 
 
 def inputs_of(onnx_path: Path, part: str, size: tuple[int, int]) -> dict[str, Tensor]:
-    """Return random inputs of one image of ``size`` for an ONNX file, with their dtypes."""
+    """Return random inputs for one image of ``size`` (width, height), by the names of an ONNX file's inputs."""
     model = onnx.load(onnx_path, load_external_data=False)
     likely = {name: shapes[1] for name, shapes in profile_of(onnx_path, part, 1, None, size, guided=True).items()}
     random, found = torch.Generator().manual_seed(0), {}
@@ -45,7 +45,7 @@ def inputs_of(onnx_path: Path, part: str, size: tuple[int, int]) -> dict[str, Te
 
 
 def computed(engine: str, path: Path, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the first output, fp32 on the processor; the engine is closed again."""
+    """Run the file at ``path`` by ``engine`` once; return its first output, fp32 on the CPU."""
     opened = load_engine(engine, path)
     try:
         return first_output(opened(**inputs))[0].float().cpu()

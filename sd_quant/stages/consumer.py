@@ -1,6 +1,6 @@
-"""Images of a quantized model as other tools compute it, against full precision's.
+"""Image scores of exported files, computed as the tools that load them compute them, against full precision.
 
-What was written for a tool is read back by the format's own reader, and images are made with what it has read.
+Each exported file is read back by the reader of its format, and images are made from the weights it returns.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,14 +29,14 @@ from sd_quant.stages.session import Session
 from sd_quant.stages.targets import TEXT, Assignments, Rows, cuts_padding
 
 Scores = dict[str, ImageScores]  # by name
-# What quantization and the text change, of a result, the paths of ``write_folder``, with these assignments
+# (target, assignments, paths by part from ``write_folder``) -> (scores of quantization, scores of the cut text or None)
 Measure = Callable[[ForeignFormat, Assignments, Mapping[str, Path]], tuple[Scores, Scores | None]]
 
 
 def measured_by(loaded: Session, infer: Infer, reference: Images) -> Measure:
-    """Measure results against the ``reference``, images of the same ``infer`` in full precision.
+    """Return a function that scores an exported result against ``reference``, full-precision images of ``infer``.
 
-    A file is given full precision's text, as by ``judge``; what its consumer's text changes is another figure.
+    The result is scored with the full text, as in ``judge``; if its consumer cuts the text, that loss is scored apart.
     """
     checkpoint, denoiser = loaded.checkpoint, loaded.denoiser
     text = cache(partial(text_fidelity, loaded, infer, reference))
@@ -59,7 +59,7 @@ def measured_by(loaded: Session, infer: Infer, reference: Images) -> Measure:
 def fidelity_of(
     session: Session, infer: Infer, reference: Images, opened: Mapping[str, Callable[[], TorchEngine]], label: str
 ) -> Scores:
-    """PSNR, SSIM and LPIPS of images against the ``reference``; parts that are not ``opened`` are the checkpoint's."""
+    """Score (PSNR, SSIM, LPIPS) images made with the parts ``opened`` and, for the rest, the checkpoint's parts."""
 
     def open_engine(part: str) -> TorchEngine:
         return opened[part]() if part in opened else open_torch(session.checkpoint, infer, part)
@@ -74,7 +74,7 @@ def fidelity_of(
 
 
 def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
-    """The scores of full precision whose text has CLIP's tokens alone, as most consumers pass it."""
+    """Score full-precision images made with CLIP's tokens alone as text, which is what most consumers pass."""
 
     def open_denoiser() -> TorchEngine:
         engine = open_torch(session.checkpoint, infer, session.denoiser)
@@ -87,7 +87,7 @@ def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
 def open_consumed(
     checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path, precise: bool = False
 ) -> TorchEngine:
-    """The denoiser as the target's consumer computes it, a graph simulated; ``precise``: inputs unquantized."""
+    """Open an exported denoiser as its consumer computes it (graphs: simulated). ``precise``: inputs unquantized."""
     if target.runtime is None:
         denoiser = target.module.read(result, checkpoint)
         own = weights_alone(denoiser) if precise else denoiser
@@ -99,5 +99,5 @@ def open_consumed(
 
 
 def without_padding(module: nn.Module, arguments: tuple, inputs: Mapping[str, Tensor]) -> tuple:
-    """A pre-hook: cuts the text among the inputs behind CLIP's tokens, because only NeMo pads it with zeros."""
+    """Forward pre-hook that cuts text embeddings to CLIP's tokens: only NeMo pads them with zeros."""
     return arguments, {name: x[:, :CONTEXT_LENGTH] if name in TEXT else x for name, x in inputs.items()}

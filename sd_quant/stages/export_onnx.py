@@ -1,4 +1,4 @@
-"""ONNX files of every part, and of the unquantized denoiser, with which the quantized one is compared."""
+"""ONNX files of every part, and for comparison the unquantized file of each quantized part."""
 
 import dataclasses
 import hashlib
@@ -28,7 +28,7 @@ from sd_quant.source import source_digest
 LOG = logging.getLogger(__name__)
 Assignment = Mapping[str, LayerAssignment]
 GRAPH = "graph.onnx"
-# fields of an assignment that only the report reads
+# fields of ``LayerAssignment`` that only the report reads
 REPORTED = {"role", "reason", "alpha", "output_error", "fixed_alpha_error"}
 
 
@@ -40,20 +40,20 @@ class File:
     directory: Path  # that gets onnx/<part>/<part>.onnx
     assignment: Assignment
     delivered: bool = True  # False: only this run compares with it
-    suffix: str = ""  # of its name; with PRECISE it lies beside the file without, whose weights it shares
+    suffix: str = ""  # of the file's name; PRECISE: it shares the weights of the file without suffix
 
 
 def delivered_files(checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path) -> list[File]:
-    """A file for every part that is exported, those of ``assignments`` quantized."""
+    """List one file for every exported part; the parts in ``assignments`` are quantized."""
     return [File(part, directory, assignments.get(part, {})) for part in exported(checkpoint.parts())]
 
 
 def files_of_a_run(
     checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path, letters: Collection[str] = ()
 ) -> list[File]:
-    """``delivered_files``, each behind its unquantized twin where it is quantized: both have one graph.
+    """List ``delivered_files``, each quantized file after an unquantized file of the same part (and the same graph).
 
-    The denoiser, also for WEIGHTS_ALONE among ``letters``, comes last: the process that traces ahead begins with it.
+    The denoiser comes last. It has a further file, with unquantized inputs, if WEIGHTS_ALONE is among ``letters``.
     """
     files = []
     for file in reversed(delivered_files(checkpoint, assignments, directory)):
@@ -67,8 +67,8 @@ def files_of_a_run(
 def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence[File], cache: Cache) -> None:
     """Write ``files``, or take them from the cache. Raises ResourceError when the disk is full.
 
-    Weights beside a delivered graph are copied, because onnx refuses files with several hard links. The unquantized
-    denoiser stays a link: only runtimes read it, and it would take many GB in each job of a sweep.
+    The weight files of delivered graphs are copied, because onnx refuses files with several hard links. Unquantized
+    files for comparison stay links: only runtimes read them, and copies would take many GB in each job of a sweep.
     """
     with progress(len(files), "export") as advance:
         for file in files:
@@ -83,21 +83,21 @@ def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence
 
 
 def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> dict:
-    """Everything that the graph of a part depends on, as the key of the cache."""
+    """Return the cache key of a part's graph without weights: everything on which that graph depends."""
     described = checkpoint.parts()[part]
     return {
         "checkpoint": checkpoint_sha256,
         "source": source_digest("checkpoints.kinds", "export.parts"),
         "versions": versions("torch", "onnx", "onnx-ir", "onnxscript", "diffusers", "transformers"),
-        "contract": [repr(described.contract), described.identity],  # knobs may give it other shapes
+        "contract": [repr(described.contract), described.identity],  # knobs may change a part's shapes
         "part": part,
     }
 
 
 def export(checkpoint: Checkpoint, checkpoint_sha256: str, file: File, cache: Cache) -> Path:
-    """Write one file, or copy it from the cache, which has its graph without weights for all assignments too.
+    """Write one ONNX file, or copy it from the cache; return its path.
 
-    Weights that a file without its suffix has too are left there. Returns the file's path.
+    The graph without weights is cached for all assignments. A file with a suffix shares weights with that without.
     """
     origin = graph_origin(checkpoint, checkpoint_sha256, file.part)
     path = artifact(file.directory, "onnx", file.part, file.suffix)
@@ -117,7 +117,7 @@ def export(checkpoint: Checkpoint, checkpoint_sha256: str, file: File, cache: Ca
 
 
 def assignment_digest(assignment: Assignment) -> str:
-    """SHA-256 of every field of the assignment that an exported file depends on, which are all but ``REPORTED``."""
+    """Return the SHA-256 of the fields on which an exported file depends: all except ``REPORTED``."""
     content = hashlib.sha256()
     for layer in assignment.values():
         for field in dataclasses.fields(layer):

@@ -1,4 +1,4 @@
-"""TensorRT plans from the ONNX files of this run, of an earlier one, that are given, or of a checkpoint as it is."""
+"""TensorRT plans from ONNX files: of this run, of an earlier run, given by path, or of an unquantized checkpoint."""
 
 import logging
 import math
@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 
 
 def export_trt(job: ExportJob, directory: Path) -> None:
-    """Build the job's plans into ``infer.out_path`` or ``directory``, from a checkpoint its ONNX files too."""
+    """Build the job's plans into ``infer.out_path`` or ``directory``; from a checkpoint, export ONNX files first."""
     out = output_path(job.infer.out_path) if job.infer.out_path else directory
     if job.unquantized():
         paths = export_unquantized(job, out)
@@ -52,9 +52,9 @@ def export_trt(job: ExportJob, directory: Path) -> None:
 
 
 def export_unquantized(job: ExportJob, out: Path) -> dict[str, Path]:
-    """Write the unquantized ONNX file of each part; returns the paths. Raises what ``open_session`` raises.
+    """Write the unquantized ONNX file of each part and return the paths by part. Raises SdQuantError.
 
-    The folder also gets the model's knobs, so that ``infer.py run=`` takes it for a run's.
+    Also write the model's knobs as ``config.yaml``, so that ``infer.py run=`` accepts the folder as a run.
     """
 
     def needs(session: Session) -> Needs:
@@ -63,21 +63,21 @@ def export_unquantized(job: ExportJob, out: Path) -> dict[str, Path]:
         return plans | Needs(disk={"onnx": stored})
 
     checkpoint = open_session(job.model, needs=needs, directory=out).checkpoint
-    export_parts(checkpoint, "", delivered_files(checkpoint, {}, out), Cache(None))  # without a cache no key of one
+    export_parts(checkpoint, "", delivered_files(checkpoint, {}, out), Cache(None))  # no key without a cache
     write_text(out / "config.yaml", yaml.safe_dump({"model": kept_model(job.model)}, sort_keys=False))
     print(f"onnx: {out / 'onnx'}")
     return {part: artifact(out, "onnx", part) for part in exported(checkpoint.parts())}
 
 
 def numbers_in(onnx_path: Path) -> int:
-    """The number of parameters of an ONNX file. Raises ArtifactError for a broken one, or without its weights."""
+    """Count the parameters of an ONNX file. Raises ArtifactError for a broken file or missing weights."""
     onnx_files(onnx_path)
     graph = onnx.load(onnx_path, load_external_data=False).graph
     return sum(math.prod(weight.dims) for weight in graph.initializer)
 
 
 def formats_in(onnx_path: Path) -> set[str]:
-    """The names of the quantized formats of an ONNX file's weights; FP8 and MXFP8 are told apart by the blocks."""
+    """Return the names of the formats of an ONNX file's quantized weights; ``block_size`` tells MXFP8 from FP8."""
     graph = onnx.load(onnx_path, load_external_data=False).graph
     types = {weight.name: onnx.TensorProto.DataType.Name(weight.data_type) for weight in graph.initializer}
     found = {
@@ -89,7 +89,7 @@ def formats_in(onnx_path: Path) -> set[str]:
 
 
 def check_gpu(formats: set[str]) -> None:
-    """Raises ResourceError when the GPU of this machine is too old for a format."""
+    """Raise ResourceError if this machine's GPU is too old for a format."""
     major, minor = torch.cuda.get_device_capability()
     for name in formats:
         needed = FORMATS[name].min_compute_capability
@@ -101,7 +101,7 @@ def check_gpu(formats: set[str]) -> None:
 
 
 def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> Profile:
-    """The shapes that the part's plan accepts, by the knobs, whose batch sizes count images."""
+    """Return the input shapes that a part's plan accepts, from the knobs (their batch sizes count images)."""
     limits = None if trt.static_batch else (trt.min_batch_size, trt.max_batch_size)
     guided = not isinstance(infer, Infer) or infer.scale > 1
     size, sizes = (infer.width, infer.height), list(map(size_of, trt.sizes or ()))
@@ -109,7 +109,7 @@ def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) ->
 
 
 def build_run_plans(variants: Variants, trt: Trt) -> dict[str, PlanReport]:
-    """Build the plans of a run, and of unquantized twins if its engine loads plans; reports by part, without twins'."""
+    """Build a run's plans and, if its engine loads plans, unquantized plans too; return the former's reports."""
     if trt.library == "none":
         return {}
     loaded, infer, directory, cache = variants.loaded, variants.loaded.infer, variants.directory, variants.shared.cache
@@ -126,7 +126,7 @@ def build_run_plans(variants: Variants, trt: Trt) -> dict[str, PlanReport]:
 def build_plans(
     paths: dict[str, Path], out: Path, trt: Trt, infer: Infer | ExportShape, cache: Cache
 ) -> dict[str, PlanReport]:
-    """Build ``out/plan/<part>.plan`` from each ONNX file in ``paths``, or copy it from the cache; reports by part."""
+    """Build ``out/plan/<part>.plan`` from each ONNX file in ``paths``, or take it from the cache; reports by part."""
     library = plan_library(trt)
     formats = set().union(*(formats_in(path) for path in paths.values()))
     targets = targets_for(trt, formats) if RUNTIMES[library].ahead_of_time else []

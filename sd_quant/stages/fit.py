@@ -1,10 +1,10 @@
 """A preset for each layer, so that the denoiser fits in ``quantize.budget`` bytes, or the whole pipeline in ``fit``.
 
-Each layer alone is measured at the output of its own part, and all layers of a preset together in images
-(``chosen_by_images``), which gives all presets one unit: a layer's squared error times what its preset does to images.
-Then all layers share one knapsack (``quantization.budget``). The road not taken is to measure every layer in images,
-which is hundreds of times the work. What has to fit in ``fit`` are weights, activations of a call and the process
-(``inference.memory``): of all parts with the largest call, or, with ``quantize.resident=one``, of each part alone.
+Each layer's error is measured alone, at its part's output. Each preset's error is measured in images, with all layers
+in that preset (``chosen_by_images``); this scales layer errors of all presets to one unit. Then one knapsack problem
+chooses all layers' presets (``quantization.budget``). Alternative not taken: measuring every layer in images, hundreds
+of times the work. ``fit`` bounds weights, activations of a call and the process (``inference.memory``): of all parts
+together with the largest call, or, with ``quantize.resident=one``, of each part alone.
 """
 
 import logging
@@ -44,26 +44,26 @@ from sd_quant.stages.shared import Shared
 
 LOG = logging.getLogger(__name__)
 GB = 1e9
-FP32 = 4  # bytes of a number
+FP32 = 4  # bytes
 LEFT = "left in high precision by the choice of presets"
-Labels = dict[str, dict[str, str]]  # what layers take, by part and layer
+Labels = dict[str, dict[str, str]]  # the chosen preset (or high precision), by part and layer
 Made = dict[str, dict[str, LayerAssignment]]  # assignments by part
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The presets, or formats, that the layers of a part may have."""
+    """The labels (presets or weight formats) among which each layer of a part may choose, and their sizes."""
 
-    prefix: str  # of the part's layers and labels where parts are together; none of the denoiser's
+    prefix: str  # of the part's labels and layers in tables of all parts; empty for the denoiser
     units: Sequence[tuple[str, ...]]  # layers that take one label together
     roles: Mapping[str, str]  # of each layer
-    sizes: Mapping[str, Mapping[str, int]]  # bytes of each layer by label, without labels that it cannot have
+    sizes: Mapping[str, Mapping[str, int]]  # bytes by layer and label; a label that a layer cannot have is absent
     recipes: Mapping[str, Recipe | None]  # by label; None: high precision
     whole: int  # bytes of all weights in high precision
 
     @property
     def costs(self) -> list[dict[str, int]]:
-        """Bytes of each unit by label, without labels that none of its layers can have; its others stay as they are."""
+        """Bytes of each unit by label; a layer that cannot have the label counts in high precision."""
         return [
             {
                 label: sum(self.sizes[name].get(label, self.sizes[name][KEPT]) for name in unit)
@@ -75,30 +75,30 @@ class Offer:
 
     @property
     def labels(self) -> list[str]:
-        """Those of which a layer can be quantized."""
+        """The labels with which at least one layer can be quantized."""
         able = {label for own in self.sizes.values() for label in own} - {KEPT}
         return [label for label in self.recipes if label in able]
 
     @property
     def fixed(self) -> int:
-        """Bytes of what is never quantized, norms and embeddings among them."""
+        """Bytes of parameters that are never quantized, such as norms and embeddings."""
         return self.whole - sum(each[KEPT] for each in self.sizes.values())
 
     @property
     def least(self) -> int:
-        """The fewest bytes of all weights."""
+        """The smallest number of bytes that all weights can take."""
         return self.fixed + sum(min(unit.values()) for unit in self.costs)
 
     def all_in(self, label: str) -> dict[str, str]:
-        """The same label for all layers that can have it; the others stay in high precision."""
+        """Return ``label`` for every layer that can have it, and high precision for the rest."""
         return {name: label if label in own else KEPT for name, own in self.sizes.items()}
 
     def bytes_with(self, labels: Mapping[str, str]) -> int:
-        """Bytes of all weights with these labels of layers."""
+        """Return the bytes of all weights with these ``labels`` by layer."""
         return self.fixed + sum(self.sizes[name][label] for name, label in labels.items())
 
     def named(self, label: str) -> str:
-        """A label among those of all parts."""
+        """Return the label's name in tables of all parts: with the part's prefix."""
         return label if label == KEPT else f"{self.prefix}{label}"
 
 
@@ -113,20 +113,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Limited:
-    """What a job's limit is about."""
+    """A job's size limit, and the parts and choices to which it applies."""
 
     offers: Mapping[str, Offer]  # by part, the denoiser first
     groups: Sequence[Group]
     limit: int  # bytes, as it was given
-    resident: str | None = None  # the parts of ``fit`` that are in memory together
+    resident: str | None = None  # with ``fit``: quantize.resident, "all" or "one"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What presets do to layers and images, whatever the limit is."""
+    """The measured errors of presets, which do not depend on the limit."""
 
-    errors: Mapping[str, Mapping[str, Mapping[str, float]]]  # of a part's output, by part, label and single layer
-    uniform: dict[str, float]  # root mean squares of images, by the label of all layers
+    errors: Mapping[str, Mapping[str, Mapping[str, float]]]  # of outputs, by part, label and single layer
+    uniform: dict[str, float]  # RMS error of images with all layers of a part in one label, by label
     squared_error_of: ImageErrors
 
 
@@ -139,21 +139,21 @@ class Fitted:
     solved: Solved
 
     def labels_with(self, candidate: str) -> Labels:
-        """What layers take with a candidate."""
+        """Return the label of each layer in a candidate solution, by part and layer."""
         return by_part(self.limited.offers, self.solved.candidates[candidate].labels)
 
     @property
     def labels(self) -> dict[str, str]:
-        """What the denoiser's layers take."""
+        """The chosen label of each denoiser layer."""
         return next(iter(self.labels_with(self.solved.taken).values()))
 
     def bytes_with(self, candidate: str) -> dict[str, int]:
-        """Bytes of the weights by part."""
+        """Return the bytes of the weights with a candidate solution, by part."""
         labels = self.labels_with(candidate)
         return {part: offer.bytes_with(labels[part]) for part, offer in self.limited.offers.items()}
 
     def entry(self) -> dict[str, Any]:
-        """What the record says about the choice."""
+        """Return the record's entry for the choice."""
         limited = self.limited
         groups = [{"parts": [*each.parts], "beside_weights_bytes": round(each.working)} for each in limited.groups]
         return {
@@ -173,12 +173,12 @@ class Fitted:
 
 
 def decibels(error: float) -> float | None:
-    """The PSNR of images with this root mean squared error, where white is 1; None where they are equal."""
+    """Return the PSNR in dB for an RMS error of images (white = 1); None for an error of 0."""
     return -20 * math.log10(error) if error else None
 
 
 def limit_of(loaded: Loaded) -> Limited | None:
-    """The limit of a job; None without one. Raises ConfigError for one that cannot be met, or asks for nothing."""
+    """Return the job's size limit, or None. Raises ConfigError if no choice fits, or if unquantized weights do."""
     if loaded.recipe.fit is not None:
         offers = offers_of(loaded)
         return Limited(offers, groups_of(loaded, offers), bytes_in(loaded.recipe.fit), loaded.recipe.resident)
@@ -197,7 +197,7 @@ def limit_of(loaded: Loaded) -> Limited | None:
 
 
 def offer_of_denoiser(loaded: Loaded, whole: int) -> Offer:
-    """The job's preset, those of ``quantize.choices``, or fp16; ``whole`` are the bytes of all weights in that."""
+    """Offer the denoiser's layers the job's preset, ``quantize.choices`` and fp16; ``whole``: bytes of all in fp16."""
     units, recipes = units_of(loaded), {label: offered.recipe for label, offered in loaded.offered.items()}
     roles = {name: loaded.roles[name] for unit in units for name in unit}
     sizes = {}
@@ -208,7 +208,7 @@ def offer_of_denoiser(loaded: Loaded, whole: int) -> Offer:
 
 
 def with_precise_steps(offer: Offer, infer: Infer) -> Offer:
-    """The denoiser's ``offer`` with the weights that precise steps have of their own, because runtimes share none."""
+    """Add to the denoiser's ``offer`` the further copies of weights for precise steps: runtimes share no weights."""
     letters = {WEIGHTS_ALONE} if infer.chooses_precise else infer.precise_letters
     copies = 1 + (WEIGHTS_ALONE in letters)
     sizes = {name: {label: copies * size for label, size in own.items()} for name, own in offer.sizes.items()}
@@ -216,7 +216,7 @@ def with_precise_steps(offer: Offer, infer: Infer) -> Offer:
 
 
 def offers_of(loaded: Loaded) -> dict[str, Offer]:
-    """The offer of each part, the denoiser first; a part that is not exported has no layers to quantize."""
+    """Return the offer of each part, the denoiser first. Parts that are not exported have no layers to quantize."""
     stored = loaded.stored_bytes
     offers = {loaded.denoiser: with_precise_steps(offer_of_denoiser(loaded, stored[loaded.denoiser]), loaded.infer)}
     nearest = replace(loaded.recipe, smoothing="none", alpha=None, rounding="nearest", scale_search=False)
@@ -240,7 +240,7 @@ def offers_of(loaded: Loaded) -> dict[str, Offer]:
 
 
 def groups_of(loaded: Loaded, offers: Mapping[str, Offer]) -> list[Group]:
-    """The parts that are in memory together. Raises ConfigError where they cannot fit, or fit as they are."""
+    """Group parts that are in memory together. Raises ConfigError if ``fit`` is too small, or needs no quantization."""
     wanted, working = bytes_in(loaded.recipe.fit), working_bytes(loaded.parameters, workload_of(loaded.infer))
     together = [list(offers)] if loaded.recipe.resident == "all" else [[part] for part in offers]
     beside = [max(working[part] for part in parts) for parts in together]
@@ -265,7 +265,7 @@ def groups_of(loaded: Loaded, offers: Mapping[str, Offer]) -> list[Group]:
 
 
 def by_part(offers: Mapping[str, Offer], labels: Sequence[str]) -> Labels:
-    """The labels of units, those of all parts in one list, by layer; where a layer cannot have its own, ``KEPT``."""
+    """Return labels by part and layer from one list by unit; KEPT for a layer that cannot have its unit's label."""
     left, found = iter(labels), Labels()
     for part, offer in offers.items():
         own = {unit: next(left).removeprefix(offer.prefix) for unit in offer.units}
@@ -275,16 +275,16 @@ def by_part(offers: Mapping[str, Offer], labels: Sequence[str]) -> Labels:
 
 
 def assign_chosen(loaded: Loaded, statistics: Statistics, chosen: Mapping[str, str]) -> dict[str, LayerAssignment]:
-    """Derive the assignment of the denoiser with the ``chosen`` label of each layer, in fp16 where it has none.
+    """Derive the denoiser's assignment from the ``chosen`` label of each layer.
 
-    A layer that cannot have its label stays in fp16 too.
+    A layer without a label, or with a label that it cannot have, stays in fp16.
     """
     own = {name: recipe for name, label in chosen.items() if (recipe := loaded.recipe_with(name, label))}
     return assign(loaded, statistics, [name for name in loaded.roles if name not in own], own, LEFT)
 
 
 def assigned(loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer], labels: Labels) -> Made:
-    """The assignments of the parts of which a layer is quantized."""
+    """Derive assignments from ``labels``, for the parts in which at least one layer is quantized."""
     made = Made()
     for part, own in labels.items():
         if not set(own.values()) - {KEPT}:
@@ -298,7 +298,7 @@ def assigned(loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer]
 
 
 def quantized_alone(assignment: Mapping[str, LayerAssignment], names: Collection[str]) -> dict[str, LayerAssignment]:
-    """The ``assignment`` with the layers ``names`` quantized and no others, which stay smoothed."""
+    """Return the ``assignment`` with only the layers ``names`` quantized; smoothing of the rest stays."""
     return {
         name: layer if name in names else replace(layer, format=None, activation_format=None)
         for name, layer in assignment.items()
@@ -308,7 +308,7 @@ def quantized_alone(assignment: Mapping[str, LayerAssignment], names: Collection
 def measure_presets(
     loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer], shared: Shared | None = None
 ) -> Measured:
-    """Measure each preset: each layer alone at the output of its part, and all layers of a part in images."""
+    """Measure each preset's errors: of a part's output by single layer, and of images with all layers of a part."""
     squared_error_of, calls = image_errors(loaded)
     errors: dict[str, dict[str, Mapping[str, float]]] = {part: {} for part in offers}
     uniform, scale = {}, loaded.guidance_scale
@@ -329,7 +329,7 @@ def measure_presets(
 def errors_alone(
     loaded: Loaded, part: str, assignment: dict[str, LayerAssignment], calls: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, float]:
-    """Relative errors of the outputs of another part than the denoiser, by the layer that is quantized alone."""
+    """Measure the relative output error of a part other than the denoiser, by single quantized layer."""
     engine = open_simulated(loaded.checkpoint, assignment, part)
     layers = [name for name, layer in assignment.items() if layer.format is not None]
 
@@ -341,7 +341,7 @@ def errors_alone(
 
 
 def choices_of(offers: Mapping[str, Offer], measured: Measured) -> list[dict[str, Choice]]:
-    """Bytes and errors of each unit of all parts by label."""
+    """Return bytes and squared error by label, for each unit of all parts."""
     return [
         {
             offer.named(label): Choice(size, sum(errors.get(label, {}).get(name, 0.0) ** 2 for name in unit))
@@ -355,7 +355,7 @@ def choices_of(offers: Mapping[str, Offer], measured: Measured) -> list[dict[str
 def plain_choices(
     offers: Mapping[str, Offer], limits: Sequence[Limit], units: Sequence[Mapping[str, Choice]]
 ) -> dict[str, list[str]]:
-    """One label for all layers of a part: each of them where there is one part, else the best for each that fits."""
+    """Return the unmixed candidates: one label a part. With several parts, only the best combination that fits."""
     first, *others = ([offer.named(label) for label in offer.labels] for offer in offers.values())
     mixed = {}
     for labels in product(first, *([*each, KEPT] for each in others)):
@@ -373,11 +373,11 @@ def plain_choices(
 
 
 def fit(loaded: Loaded, statistics: Statistics, limited: Limited, measured: Measured, directory: Path) -> Fitted:
-    """The assignments with which images change least within the limit.
+    """Choose the assignments with the smallest image error within the limit.
 
-    Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each label, and which it got.
+    Writes ``budget.csv`` to ``directory``: bytes and error of each layer with each label, and the chosen label.
     """
-    offers, made = limited.offers, dict[tuple[str, ...], Made]()  # the last, because one may be large
+    offers, made = limited.offers, dict[tuple[str, ...], Made]()  # only the latest, because one may be large
     if left := set(loaded.recipe.choices) - loaded.offered.keys():
         LOG.info("%s is not offered: it only leaves inputs alone, for as many bytes", " and ".join(sorted(left)))
 
@@ -401,7 +401,7 @@ def fit(loaded: Loaded, statistics: Statistics, limited: Limited, measured: Meas
         return errors
 
     units, limits = choices_of(offers, measured), limits_of(limited)
-    if len(offers) > 1:  # a run is about a quantized denoiser: its least sensitive unit has no choice of high precision
+    if len(offers) > 1:  # a run has to quantize some denoiser layer: the least sensitive unit must
         own = units[: len(offers[loaded.denoiser].units)]
         most = max(map(len, own))
         able = [unit for unit in own if len(unit) == most]
@@ -416,7 +416,7 @@ def fit(loaded: Loaded, statistics: Statistics, limited: Limited, measured: Meas
 
 
 def limits_of(limited: Limited) -> list[Limit]:
-    """What the units of each group may cost, by their places among those of all parts."""
+    """Return the bytes that each group's units may take; units are indices into those of all parts."""
     owners = [part for part, offer in limited.offers.items() for _ in offer.units]
     return [
         Limit(
@@ -430,7 +430,7 @@ def limits_of(limited: Limited) -> list[Limit]:
 def rows_of(
     offer: Offer, chosen: Mapping[str, str], errors: Mapping[str, Mapping[str, float]]
 ) -> list[dict[str, object]]:
-    """A part's rows of ``budget.csv``."""
+    """Return a part's rows of ``budget.csv``."""
     return [
         {"name": f"{offer.prefix}{name}", "role": offer.roles[name], "chosen": label}
         | {f"bytes_{each}": offer.sizes[name].get(each) for each in offer.recipes}

@@ -1,4 +1,4 @@
-"""Images by the knobs of ``infer``."""
+"""Images from prompts: sampling settings from the knobs, and one call of the pipeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,11 +20,11 @@ from sd_quant.models import LATENT_FACTOR
 from sd_quant.places import input_path
 from sd_quant.progress import progress
 
-PIXELS = 1024**2  # of an image for a call, at most: as many as editing pipelines read
+PIXELS = 1024**2  # upper bound for an image argument of a call: what editing pipelines read
 
 
 def sampling_of(infer: Infer) -> Sampling:
-    """The settings of sampling by the knobs. Raises what ``latents_of``, ``source_of`` and ``arguments_of`` raise."""
+    """Return the sampling settings of ``infer``. Raises SdQuantError for noise or images that cannot be used."""
     return Sampling(
         infer.steps, infer.scale, infer.height, infer.width, infer.batch_size, infer.seed,
         infer.negative_prompts(infer.num_samples), latents_of(infer), source_of(infer),
@@ -34,7 +34,7 @@ def sampling_of(infer: Infer) -> Sampling:
 
 
 def recipe_sampling(infer: Infer) -> Sampling:
-    """The settings of sampling for the recipe's images: the reference's with the levers."""
+    """Return ``sampling_of`` with the recipe's own steps, sampler, schedule and end of guidance."""
     return replace(
         sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
         schedule=infer.given_schedule, guidance_until=infer.guidance_until,
@@ -42,7 +42,7 @@ def recipe_sampling(infer: Infer) -> Sampling:
 
 
 def calibration_sampling(model: Model, infer: Infer, knobs: Quantize, rows: Sequence[Row] = ()) -> Sampling:
-    """The settings of sampling for calibration by these ``rows``. Raises what ``sampling_of`` raises."""
+    """Return the sampling settings of calibration. Raises SdQuantError for images that cannot be used."""
     (width, height), *others = sizes = sizes_of(model)
     return Sampling(
         knobs.n_steps, infer.scale, height, width, knobs.batch_size, knobs.seed, infer.negative_prompts(),
@@ -52,13 +52,13 @@ def calibration_sampling(model: Model, infer: Infer, knobs: Quantize, rows: Sequ
 
 
 def source_of(infer: Infer) -> SourceImages | None:
-    """The images to start from, each repeated for every sample of its prompt. Raises what ``read_source`` raises."""
+    """Read the images to start from, each repeated for every sample of its prompt. Raises SdQuantError."""
     source = images_of("infer.", infer.image, infer.mask, infer.width, infer.height, infer.strength_with(infer.mask))
     return None if source is None else source.repeated(infer.num_samples)
 
 
 def calibration_source_of(model: Model, infer: Infer) -> SourceImages | None:
-    """The images that calibration starts from, by the same strength. Raises what ``read_source`` raises."""
+    """Read the images from which calibration starts, at the strength of ``infer``. Raises SdQuantError."""
     strength = infer.strength_with(model.calibration_mask)
     return images_of(
         "model.calibration_", model.calibration_image, model.calibration_mask, model.width, model.height, strength
@@ -68,7 +68,7 @@ def calibration_source_of(model: Model, infer: Infer) -> SourceImages | None:
 def images_of(
     knobs: str, image: str | None, mask: str | None, width: int, height: int, strength: float
 ) -> SourceImages | None:
-    """The images and masks that two knobs name, or None; ``knobs`` is the prefix of both names."""
+    """Read images and masks at the paths of two knobs; None without images. ``knobs``: prefix of the knobs' names."""
     if image is None:
         return None
     images = image_files(f"{knobs}image", input_path(image))
@@ -79,10 +79,10 @@ def images_of(
 def arguments_of(
     knob: str, control: Sequence[str], rows: Sequence[Row], samples: int = 1
 ) -> list[dict[str, Any]] | None:
-    """Further arguments of the calls for images in turn, each for ``samples`` of them; None without any.
+    """Return the further arguments of the pipeline's calls, ``samples`` times for each prompt; None without any.
 
-    They are the condition images of ``knob``, a single one for all, or those of the ``rows`` of a table. Raises
-    ConfigError for different numbers of condition images, and what ``read_whole`` raises.
+    Arguments are the condition images in ``control`` (one path a ControlNet), or the columns of a call table's
+    ``rows``. Raises ConfigError for unequal numbers of condition images, SdQuantError for unreadable images.
     """
     each = [image_files(knob, input_path(path)) for path in control]
     count = max(map(len, each), default=0)
@@ -95,7 +95,7 @@ def arguments_of(
 
 
 def pixels_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call with images for their files. Raises what ``read_whole`` raises."""
+    """Replace image files in a call's arguments by their pixels. Raises SdQuantError for an unreadable image."""
 
     def read(name: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -106,14 +106,14 @@ def pixels_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latents_of(infer: Infer) -> Tensor | None:
-    """The noise that the knobs name, fp32 [N, C, h, w]; N is the number of images, or 1 with one sample a prompt.
+    """Read the noise at ``infer.latents``, fp32 [N, C, h, w]; N: number of images, or 1 with one sample a prompt.
 
-    Raises ConfigError for noise of another shape, ArtifactError when the file cannot be used.
+    Raises ConfigError for noise of another shape, ArtifactError if the file cannot be used.
     """
     if infer.latents is None:
         return None
     images = len(infer.prompt_list())
-    numbers = {images} if infer.num_samples > 1 else {1, images}  # else the samples of a prompt would be one image
+    numbers = {images} if infer.num_samples > 1 else {1, images}  # equal noise would make equal samples
     rows, columns = infer.height // LATENT_FACTOR, infer.width // LATENT_FACTOR
     return read_latents(input_path(infer.latents), numbers, rows, columns)
 
@@ -121,19 +121,19 @@ def latents_of(infer: Infer) -> Tensor | None:
 def generate(
     pipeline: Pipeline, prompts: list[str], sampling: Sampling, description: str, by_batch: ByBatch = in_turn
 ) -> Generated:
-    """An image for each prompt, with a progress bar of this ``description``; ``by_batch`` as for ``Pipeline``."""
+    """Make an image for each prompt, with a progress bar named ``description``; ``by_batch``: see ``Pipeline``."""
     batches = len(sampling.batches(range(len(prompts))))
     with progress(batches * sampling.steps_taken, f"images, {description}") as advance:
         return pipeline(prompts, sampling, on_step=lambda step: advance(), by_batch=by_batch)
 
 
 def keep_prompts(infer: Infer, directory: Path) -> None:
-    """Write drawn prompts, and those of a data set with categories, into a folder, for later without their file."""
+    """Write drawn prompts, or prompts with categories, to a file in ``directory``; their source is then not needed."""
     prompts = infer.distinct_prompts()
     if infer.num_prompts is not None or any(prompt.category is not None for prompt in prompts):
         write_prompts(prompts, directory / KEPT)
 
 
 def image_names(prompts: list[str]) -> list[str]:
-    """The file names of a run's images, without suffix: their numbers, because prompts are no file names."""
+    """Return the file names (without suffix) of a run's images: consecutive numbers."""
     return [f"{index:04}" for index in range(len(prompts))]

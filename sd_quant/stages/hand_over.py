@@ -1,9 +1,9 @@
 """A quantized model exported to other tools: their files, and how far their images are from full precision.
 
-``quantize.py`` exports the assignment that it has. For a run that is done, the assignment is derived again from the
-run's knobs and its statistics, which the cache has; it has to be the run's own. Other parts than the denoiser are
-written quantized where the target's consumer opens them so, else as they are, which the card and the closing table say.
-The road not taken is to keep the assignment in the run's folder: with chosen codes it is as large as the exported file.
+``quantize.py`` exports the assignment that it has in memory. For a finished run, the assignment is derived again from
+the run's knobs and cached statistics, and has to equal the run's ``layers.csv``. Parts other than the denoiser are
+written quantized if the target's consumer can open them so, else unquantized; the card and the closing table say which.
+Alternative not taken: storing the assignment in the run's folder; with its integer codes it is as large as the export.
 """
 
 import shlex
@@ -37,10 +37,10 @@ from sd_quant.stages.variants import Variants
 
 
 def hand_over(job: HandOverJob, directory: Path) -> None:
-    """Write a folder for each target into ``directory``.
+    """Write a finished run's model as a folder for each target into ``directory``.
 
-    Raises ConfigError for a recipe that a target cannot hold, ArtifactError when the run's checkpoint or assignment is
-    another now, ResourceError when the disk is too small.
+    Raises ConfigError for a recipe that a target cannot hold, ArtifactError if the run's checkpoint or assignment has
+    changed since, ResourceError if the disk is too small.
     """
     torch.set_num_threads(threads())
     run, knobs, step = input_path(job.run), recipe_of_run(job.run, job.cache), StageTimer()
@@ -73,7 +73,7 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
 
 
 def rows_of_run(variants: Variants, targets: Collection[str]) -> dict[str, Assignments]:
-    """``rows_of`` a run for these targets. Raises ConfigError for a folder of theirs in it that is not ours."""
+    """Return ``rows_of`` a run. Raises ConfigError if a target's folder holds anything but an earlier result."""
     rows = rows_of(targets, variants.assignments, variants.loaded.checkpoint)
     for name in rows:
         check_free(variants.directory / HAND_OVER / name)
@@ -81,7 +81,7 @@ def rows_of_run(variants: Variants, targets: Collection[str]) -> dict[str, Assig
 
 
 def hand_over_run(variants: Variants, rows: Mapping[str, Assignments]) -> dict[str, HandedOver]:
-    """Write a folder for each target of ``rows`` into ``hand_over`` in the folder of a run."""
+    """Write a folder for each target of ``rows`` into the run's ``hand_over`` folder; return the facts by target."""
     if not rows:
         return {}
     loaded, run = variants.loaded, variants.directory

@@ -31,7 +31,7 @@ from sd_quant.stages.session import open_session
 
 
 def infer(job: InferJob, directory: Path) -> None:
-    """Make the job's images and time its engine; images and record go to ``infer.out_path`` or to ``directory``."""
+    """Make the job's images and time its engine; write images and record to ``infer.out_path`` or ``directory``."""
     out = output_path(job.infer.out_path) if job.infer.out_path else directory
     say_choice(job.infer)
     check_cuda_graph(job.infer)
@@ -43,12 +43,12 @@ def infer(job: InferJob, directory: Path) -> None:
     options = {"allow_untrusted_plan": True} if job.infer.allow_untrusted_plan else {}
 
     def open_part(part: str) -> Engine:
-        """From the part's file, unless torch computes the checkpoint itself."""
+        """Open the part from its file, or by torch from the checkpoint if the engine has no files."""
         return open_file(files[part], job.infer, **options) if files else open_torch_engine(checkpoint, job.infer, part)
 
     pool = session.engines(open_part, together)
     engines = Variant(pool, {part: part for part in [*session.parts, *(files.keys() - session.parts.keys())]})
-    if together:  # opens all of them, so that a broken file is refused before the others have worked
+    if together:  # opens every engine, so that a broken file is refused before any work
         list(engines.values())
     watched, sampling = WatchedVariant(engines, {}), recipe_sampling(job.infer)
     generated = generate(pipeline_of(checkpoint, watched), prompts, sampling, job.infer.engine)
@@ -77,7 +77,7 @@ def infer(job: InferJob, directory: Path) -> None:
 
 
 def engine_files(job: InferJob) -> dict[str, Path]:
-    """The files that the engine loads, by part; none for torch. Raises ArtifactError for a broken ONNX file."""
+    """Return the files that the engine loads, by part; none for torch. Raises ArtifactError for a broken ONNX file."""
     kind = RUNTIMES[job.infer.engine].file
     files = {} if kind is None else part_paths(job, kind) | precise_paths(job)
     for path in files.values():
@@ -94,9 +94,9 @@ def time_engine(
     together: bool,
     calls: Mapping[str, int] = {},
 ) -> dict[str, dict[str, Latency]]:
-    """The latency of every part and of an image, each by its batch; ``together``: all parts are open at once.
+    """Measure the latency of every part and of an image, each by batch size; ``together``: all parts are open at once.
 
-    ``calls`` are those of several denoisers in an image.
+    ``calls``: calls in one image, by denoiser, for pipelines with several denoisers.
     """
     sampling, contracts = recipe_sampling(infer), contracts_of(checkpoint)
     latency: dict[str, dict[str, Latency]] = {}

@@ -1,4 +1,4 @@
-"""What was observed of a pipeline, as tables: before any work, and without weights in memory where they are large."""
+"""A pipeline's networks, inputs and layers, as recorded by watching one run of it, printed as tables."""
 
 import math
 from collections import Counter
@@ -14,11 +14,11 @@ from sd_quant.report.table import DASH, Table, as_text, table_of_texts
 from sd_quant.stages.session import Session, observed_checkpoint, write_observed
 from sd_quant.text import counted, one_line
 
-STEPS = 20  # of denoising, where a model's file recommends no number
+STEPS = 20  # of denoising, for a model whose config file recommends no number
 
 
 def inspect(job: InspectJob, directory: Path) -> None:
-    """Print the tables and write ``observed.json`` to ``directory``. Raises what opening the folder raises."""
+    """Print the tables and write ``observed.json`` to ``directory``. Raises SdQuantError for an unusable folder."""
     session = Session(checkpoint := observed_checkpoint(job.model))
     write_observed(session, directory)
     tables = [parts_table(session, checkpoint.observation), inputs_table(session), layers_table(session)]
@@ -28,7 +28,7 @@ def inspect(job: InspectJob, directory: Path) -> None:
 
 
 def parts_table(session: Session, observation: Observation) -> Table:
-    """A row for each network: its class, its size, and how it is exported or why it is not."""
+    """Return a row for each network: its class, its size, and how it is exported or why it is not."""
     rows, notes = [], []
     for name, part in observation.parts.items():
         rung = part.rung
@@ -45,7 +45,7 @@ def parts_table(session: Session, observation: Observation) -> Table:
 
 
 def inputs_table(session: Session) -> Table:
-    """A row for each input of the denoiser's graph."""
+    """Return a row for each input of the denoiser's graph."""
     contract = session.parts[session.denoiser].contract
     rows = [
         [name, " x ".join(map(str, shape)) or "a number", str(contract.dtypes[name]).removeprefix("torch.")]
@@ -55,7 +55,7 @@ def inputs_table(session: Session) -> Table:
 
 
 def layers_table(session: Session) -> Table:
-    """A row for each role of the denoiser's layers, and for each reason why layers are excluded."""
+    """Return a row for each role of the denoiser's layers, and for each reason why layers are excluded."""
     assert isinstance(session.checkpoint, ObservedCheckpoint)
     family, observed = session.checkpoint.family, session.checkpoint.observation.layers[session.denoiser]
     roles = {
@@ -68,7 +68,7 @@ def layers_table(session: Session) -> Table:
 
 
 def facts(session: Session, model: Model, observation: Observation) -> list[str]:
-    """Sentences about groups, batches, memory and time."""
+    """Return sentences about shared inputs, batches, memory and time."""
     pixels = model.width * model.height
     groups = observation.layers[session.denoiser].shared_inputs
     absorbed = sum(group.producer is not None for group in groups)
@@ -88,12 +88,12 @@ def facts(session: Session, model: Model, observation: Observation) -> list[str]
 
 
 def time_of(session: Session, model: Model, observation: Observation) -> str:
-    """A sentence about the least time that a step and the calibration take in torch, from the denoiser's operations."""
+    """Return a sentence: the least time of a step and of calibration in torch, by the denoiser's operations."""
     contract = session.parts[session.denoiser].contract
     shapes = contract.shapes_for(observation.samples_per_image, model.width, model.height)
     try:
         count, _ = operations(*empty_call(session.checkpoint, session.denoiser, shapes))
-    except Exception as error:  # whatever the code of a network raises where nothing is computed
+    except Exception as error:  # a network's code may raise anything on meta tensors
         return f"time is not estimated, because {session.denoiser} cannot be called without numbers: {one_line(error)}"
     count, per_second = count * observation.calls_a_step, rate()
     step = count / per_second

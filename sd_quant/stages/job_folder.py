@@ -1,7 +1,7 @@
 """The folder of a job: whether the job is done, which files an interrupted attempt has left, and the closing words.
 
-A job is done when its record is there with the fingerprint of everything that decides it. A process holds the folder's
-lock until it ends, in whatever way, so a lock file without a record is left by an interrupted attempt.
+A job is done when its folder has a record with the job's fingerprint, a digest of all its inputs. A process holds the
+folder's lock until it ends, so a lock file without a record was left by an interrupted attempt.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ BEFORE_A_JOB = (".hydra", summary.LOG, "judge.log", LOCK, FAILURE)  # left by Hy
 
 
 def inputs_of(job: QuantizeJob) -> dict[str, Path]:
-    """The files and folders that the job reads."""
+    """Return the files and folders that the job reads, by name."""
     inputs = job.model.inputs()
     if makes_calibration_images(job.quantize, job.infer):
         inputs |= job.model.calibration_inputs()
@@ -61,7 +61,7 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
-    """The job's versions, machine and hashes of inputs, and its overrides with the folder of own presets."""
+    """Return the job's versions, machine, hashes of inputs, and overrides with the path of the user's own presets."""
     file = directory / ".hydra" / "overrides.yaml"
     overrides = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else []
     own = ",".join(literal(f"file://{folder}") for folder in GROUPS if folder != CONF)
@@ -69,7 +69,7 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
 
 
 def kept_knobs(job: QuantizeJob) -> dict:
-    """The knobs for commands that run later and in another folder: paths of the model's files are made absolute."""
+    """Return the job's knobs with lasting paths of the model's files, for commands that run later in another folder."""
     knobs = dataclasses.asdict(job) | {"model": kept_model(job.model)}
     if job.quantize.assignment is not None:
         knobs["quantize"]["assignment"] = lasting(job.quantize.assignment)
@@ -94,7 +94,7 @@ def kept_model(model: Model) -> dict:
 
 
 def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
-    """A digest of everything that decides the record but the machine: the jobs of a sweep may run on several."""
+    """Return a digest of everything that decides a record, except the machine: a sweep's jobs may run on several."""
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     decided_by = [deciding(job), job.infer.prompt_list(), inputs, facts["versions"], source_digest()]
     decided_by.append(job.infer.categories())
@@ -104,7 +104,7 @@ def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
 
 
 def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:
-    """The record in ``directory`` if it is there and its fingerprint is the ``wanted`` one, else None."""
+    """Return the record in ``directory`` if its fingerprint is ``wanted``, else None."""
     try:
         record = read_record(directory)
     except (OSError, ValueError):
@@ -113,19 +113,19 @@ def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:
 
 
 def done_before(job: QuantizeJob, directory: Path) -> Mapping[str, Any] | None:
-    """The record if this very job is done in ``directory``, else None. Imports nothing heavy."""
+    """Return the record if this very job is done in ``directory``, else None. Does not import torch."""
     if not (directory / RECORD).is_file():
         return None
     return finished(directory, fingerprint_of(job, made_of(inputs_of(job))))
 
 
 def check_no_other_run(job: QuantizeJob, directory: Path, wanted: str | None = None) -> None:
-    """Raises ConfigError where the folder holds a finished run of another fingerprint that is not to be overwritten.
+    """Raise ConfigError if the folder holds a finished run of another fingerprint and ``overwrite`` is false.
 
-    ``wanted`` is the job's own fingerprint, if it is known. Imports nothing heavy.
+    ``wanted``: the job's own fingerprint, if known; else it is computed. Does not import torch.
     """
     record = None
-    with suppress(OSError, ValueError):  # a damaged one, as an interrupted attempt leaves it
+    with suppress(OSError, ValueError):  # a record damaged by an interrupted attempt
         record = read_record(directory)
     if record is None or job.overwrite:
         return
@@ -139,7 +139,7 @@ def check_no_other_run(job: QuantizeJob, directory: Path, wanted: str | None = N
 
 
 def check_own(directory: Path, marks: Sequence[str] = A_JOBS) -> None:
-    """Raises ConfigError for a folder that holds something, but none of the ``marks`` of a job's folder."""
+    """Raise ConfigError for a folder with files but none of the ``marks``, the files that show a job's folder."""
     others = sorted(path.name for path in directory.iterdir() if path.name not in BEFORE_A_JOB)
     if others and not any((directory / name).exists() for name in marks):
         named = " and ".join(others[:2]) + (" and more" if len(others) > 2 else "")
@@ -150,7 +150,7 @@ def check_own(directory: Path, marks: Sequence[str] = A_JOBS) -> None:
 
 
 def check_still_there(directory: Path) -> None:
-    """Raises SdQuantError when the folder was removed while its job ran, even if another stands in its place."""
+    """Raise SdQuantError if the folder was removed while its job ran, even if a new folder has the same path."""
     if not (directory / LOCK).exists():
         raise SdQuantError(
             f"{directory} was removed while its job was running, so files of it are missing; start the job again"
@@ -158,7 +158,7 @@ def check_still_there(directory: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the files of an earlier attempt, and folders that are then empty; nothing behind a link is touched."""
+    """Remove the files of an earlier attempt, and folders that are then empty; never follow a link."""
     for name in WRITTEN:
         for path in directory.glob(name):
             between = [folder for folder in path.parents if directory in folder.parents]  # links may lead out of it
@@ -177,16 +177,16 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished files in ``folder``, of whichever process: the caller holds the lock of all of them."""
+    """Remove unfinished (temporary) files in ``folder``, of any process. The caller holds the folder's lock."""
     for path in list(folder.iterdir()):
         if UNFINISHED.fullmatch(path.name):
             remove(path)
 
 
 def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
-    """Print the table of a run, or log a line of a sweep's job; returns the mean PSNR in dB.
+    """Print a run's table, or log a line for a sweep's job; return the mean PSNR in dB, or None.
 
-    A run gets its report, unless it has one of this very record; the jobs of a sweep have theirs together.
+    A run's report is drawn too, unless it is newer than the record. A sweep draws one report for all its jobs.
     """
     psnr = score_of(record, SCORES["psnr"]).value.value
     if in_sweep(directory):
@@ -209,7 +209,7 @@ def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
 
 
 def with_auto(auto: Mapping[str, Any]) -> str:
-    """What ``alpha=auto`` would give, in words."""
+    """Say in words how ``alpha=auto`` would change the expected error."""
     before, after = auto["error"], auto["error_auto"]
     verb = "lowers" if after < before else "does not lower"
     of = f"{auto['lower']} of {counted(auto['inputs'], 'input')} tried"

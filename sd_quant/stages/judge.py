@@ -1,8 +1,8 @@
-"""Third-party checkpoints, and runs of ours, judged by one rule: the same prompts, seeds and full precision.
+"""Third-party quantized checkpoints and sd-quant runs, compared on the same prompts and seeds with full precision.
 
-Each candidate gets a folder like a job of a sweep, so whatever shows a sweep shows candidates too. All candidates are
-opened before anything is computed, so that an unknown file is refused at once. One network is open at a time where
-memory does not hold two.
+Each candidate gets a folder like a job of a sweep, so the tools that show a sweep show candidates too. All candidates
+are opened before anything is computed, so that an unknown file is refused at once. If memory does not hold two
+networks, one is open at a time.
 """
 
 import dataclasses
@@ -40,10 +40,10 @@ LOG = logging.getLogger(__name__)
 
 
 def judge(job: JudgeJob, directory: Path) -> None:
-    """Judge the job's candidates in ``directory``, which becomes a sweep's folder; each is a job of it.
+    """Judge the job's candidates in ``directory``, which becomes a sweep's folder with a job for each candidate.
 
-    Candidates that were judged there before by the same rule are not judged again.
-    Raises what the readers raise, before anything is computed.
+    Candidates that were judged there before with equal settings are skipped.
+    Raises SdQuantError, before anything is computed, for a candidate that cannot be read.
     """
     torch.set_num_threads(threads())
     check_own(directory, marks=(SWEEP,))
@@ -56,14 +56,14 @@ def judge(job: JudgeJob, directory: Path) -> None:
         write_json(directory / SWEEP, plan_of(job.judge))
         try:
             judge_all(subjects, baseline)
-        finally:  # those that are judged are shown, whatever became of the others
+        finally:  # show the judged candidates even if one failed
             rebuild(directory)
             print(sweep_table(read_sweep(directory)))
             print(last_words(directory), flush=True)
 
 
 def plan_of(judge: Judge) -> dict:
-    """``sweep.json`` of a folder that holds candidates only."""
+    """Return the content of ``sweep.json`` for a folder that holds candidates only."""
     return {
         "schema_version": 1,
         "command": ["sd-quant", "judge", *sys.argv[1:]],
@@ -75,7 +75,7 @@ def plan_of(judge: Judge) -> dict:
 
 
 def check_candidates(model: Model, judge: Judge) -> None:
-    """Raises what a reader raises for the first candidate that it cannot open; runs are not looked at."""
+    """Raise SdQuantError for the first third-party candidate that cannot be read; runs are not checked."""
     checkpoint = open_unchecked(model).checkpoint
     for path in judge.named().values():
         if not is_run(path):
@@ -83,18 +83,18 @@ def check_candidates(model: Model, judge: Judge) -> None:
 
 
 def judge_sweep(directory: Path) -> None:
-    """Judge a sweep's candidates in its folder, by the model and images of its first finished job."""
+    """Judge the candidates of a sweep in its folder, with the model and image knobs of its first finished job."""
     stated = at(read_object(directory / SWEEP), "judge")
     done = [job for job in read_sweep(directory).own if job.status == DONE]
     if not done or not at(stated, "candidates"):
         return
-    judge = read(Judge, stated, "judge.")  # the sweep's own, because jobs that were done before know of no later ones
+    judge = read(Judge, stated, "judge.")  # from the sweep: a job done earlier does not list later candidates
     baseline = replace(baseline_of(run_job(str(done[0].directory)), directory), judge=judge)
     judge_all(subjects_of(judge, baseline), baseline)
 
 
 def subjects_of(judge: Judge, baseline: Baseline) -> list[Subject]:
-    """Open every candidate. Raises what readers raise, and ConfigError for one inside or around its results' folder."""
+    """Open every candidate. Raises SdQuantError for an unreadable one, or one that overlaps its results' folder."""
     for name, path in judge.named().items():
         folder, given = (baseline.directory / name).resolve(), path.resolve()
         if folder == given or folder in given.parents or given in folder.parents:
@@ -108,7 +108,7 @@ def subjects_of(judge: Judge, baseline: Baseline) -> list[Subject]:
 
 
 def judge_all(subjects: Sequence[Subject], baseline: Baseline) -> None:
-    """Judge each candidate in its own folder. One that fails leaves the reason; the first failure is raised last."""
+    """Judge each candidate in its own folder. A failure is written there; the first one is raised at the end."""
     directory = baseline.directory
     marks = {each.name: mark_of(each, baseline) for each in subjects}
     left = [each for each in subjects if finished(directory / each.name, marks[each.name]) is None]
@@ -143,13 +143,13 @@ def judge_all(subjects: Sequence[Subject], baseline: Baseline) -> None:
 
 
 def mark_of(subject: Subject, baseline: Baseline) -> str:
-    """A digest of everything that decides a candidate's record but the machine."""
+    """Return a digest of everything that decides a candidate's record, except the machine."""
     judge = dataclasses.asdict(baseline.judge) | {"candidates": [str(subject.path)]}
     own = {group: dataclasses.asdict(getattr(baseline, group)) for group in ("model", "infer", "metrics")}
     knobs = own | {"judge": judge}
     inputs = {name: each["sha256"] for name, each in baseline.facts["inputs"].items()}
     prompts = baseline.prompts, baseline.infer.categories()
-    made = subject.file["sha256"], subject.runtime is not None  # whose library may be installed later
+    made = subject.file["sha256"], subject.runtime is not None  # its library may be installed later
     return digest(
         json.dumps([knobs, prompts, inputs, made, baseline.facts["versions"], source_digest()], sort_keys=True)
     )

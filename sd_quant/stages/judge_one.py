@@ -1,4 +1,4 @@
-"""One third-party checkpoint, or run, measured beside the model in full precision."""
+"""The measurement of one candidate (third-party checkpoint or run) against the full-precision model."""
 
 import dataclasses
 from collections import Counter
@@ -24,11 +24,11 @@ from sd_quant.stages.shared import VariantOutputs
 from sd_quant.stages.third_party import Subject
 from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
 
-HURTING = 10  # layers that a record names
+HURTING = 10  # layers with the largest errors that a record names
 
 
 def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, mark: str, folder: Path) -> None:
-    """Measure one candidate and write images, layers and, last, the record with its ``mark`` into its ``folder``."""
+    """Measure one candidate; write images, ``layers.csv`` and last the record (fingerprint: ``mark``) to ``folder``."""
     step, keys = StageTimer(), judged_figures.keys_of(subject)
     opened = {key: subject.parts[part].open for part, key in keys.items()}
     if subject.runtime is not None:
@@ -60,7 +60,7 @@ def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, m
 
 
 def rows_with_others(rows: list[dict[str, Any]], subject: Subject) -> list[dict[str, Any]]:
-    """The ``rows`` of the denoiser's layers, then those of other parts."""
+    """Append to the denoiser's ``rows`` of ``layers.csv`` those of the other quantized parts."""
     others = [
         row | {"weight_error": errors.get(row["name"])}
         for other in subject.others.values()
@@ -112,7 +112,7 @@ def judged_entry(
 def record_of(
     baseline: Baseline, comparison: VariantOutputs, judged: Judged, facts: dict, step: StageTimer, mark: str
 ) -> Record:
-    """The candidate's record, without what only a run has."""
+    """Return the candidate's record, without the entries that only a run has."""
     high = judged["formats"].get(HIGH_PRECISION, 0)
     groups = ("model", "infer", "judge", "timing", "metrics")
     full, theirs = comparison.images[FRAMEWORK], comparison.images[QUANTIZED]

@@ -1,7 +1,7 @@
-"""Figures of a candidate beside the model in full precision: errors of its layers, and its own library.
+"""Figures of a candidate against full precision: errors of its layers, and images and latency of its own library.
 
-Where the library that a checkpoint is made for computes here, it makes the images again, which says whether our reading
-of the file is right, and it is timed in the same rounds as torch in full precision.
+If the library for which a checkpoint was made works on this machine, it makes the images again, which checks our
+reading of the file, and its denoiser is timed in the same rounds as torch in full precision.
 """
 
 import logging
@@ -35,12 +35,12 @@ from sd_quant.stages.variants import FRAMEWORK, QUANTIZED
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
-# keys of a candidate's denoiser: as its reader says, in its precise steps, and by its own library
+# pool keys of a candidate's denoiser: as sd-quant reads it, with unquantized inputs, and in its own library
 THEIRS, PRECISE, LIBRARY = "theirs", "precise", "library"
 
 
 def keys_of(subject: Subject) -> dict[str, str]:
-    """The keys of the parts that the candidate has quantized, by part, the denoiser first."""
+    """Return the pool keys of the candidate's quantized parts, by part, the denoiser first."""
     first, *others = subject.parts
     return {first: THEIRS} | {part: f"{THEIRS} {part}" for part in others}
 
@@ -48,7 +48,7 @@ def keys_of(subject: Subject) -> dict[str, str]:
 def layer_rows(
     subject: Subject, baseline: Baseline, reference: VariantOutputs, pool: Pool, outputs: Tensor
 ) -> tuple[list[dict[str, Any]], float | None]:
-    """The rows of ``layers.csv``, and the relative error of the network's output; the candidate's were ``outputs``."""
+    """Return the rows of ``layers.csv`` and the relative error of ``outputs``, the candidate's denoiser outputs."""
     full = cast(TorchEngine, pool[baseline.denoiser])
     network = denoiser_of(baseline.session.checkpoint, full.module)
 
@@ -72,7 +72,7 @@ def layer_rows(
 def network_outputs(
     engine: Callable[..., Mapping[str, Tensor]], reference: VariantOutputs, baseline: Baseline
 ) -> Tensor:
-    """The denoiser's outputs, flat and with guidance applied, for the calls that were kept of torch's pipeline."""
+    """Return the denoiser's outputs, flattened, with guidance applied, for the inputs in ``reference.calls``."""
     outputs = []
     for inputs in reference.calls.values():
         (output, *_) = engine(**inputs).values()
@@ -81,7 +81,7 @@ def network_outputs(
 
 
 def judged_runtime(subject: Subject, baseline: Baseline, simulated: Generated, pool: Pool) -> JudgedRuntime:
-    """Compare the images of the candidate's own library with those of our reading, and time it beside torch."""
+    """Compare images of the candidate's own library with the ``simulated`` images, and time it beside torch."""
     if subject.runtime is None:
         return JudgedRuntime(reason=subject.no_runtime)
     if subject.schedule is not None:
@@ -102,7 +102,7 @@ def judged_runtime(subject: Subject, baseline: Baseline, simulated: Generated, p
         if len({engine.device.type for engine in engines.values()}) > 1:  # times of different devices are not compared
             return found
         rounds = denoiser_rounds(baseline.session.checkpoint, engines, baseline.infer, baseline.timing)
-    except Exception as error:  # other people's code, which may fail in any way; our reading stands without it
+    except Exception as error:  # third-party code may raise anything; the simulated figures remain
         LOG.warning("%s: %s failed: %r", subject.name, subject.runtime.name, error)
         return JudgedRuntime(name=subject.runtime.name, reason=f"it failed with {one_line(repr(error), 200)}")
     samples = rounds.samples

@@ -1,6 +1,6 @@
-"""A run of ``quantize.py`` as the subject of a judgement.
+"""A run of ``quantize.py`` as a candidate of ``judge``.
 
-It is computed by its assignment, which is derived again from its knobs and has to be the one that it has written down.
+Its assignment is derived again from its knobs, has to equal its ``layers.csv``, and is simulated.
 """
 
 import copy
@@ -28,10 +28,10 @@ from sd_quant.stages.open_parts import open_file, open_simulated
 from sd_quant.stages.session import Session
 from sd_quant.stages.third_party import WITHOUT_LORAS, OwnLibrary, Subject, SubjectPart
 
-RUN = "sd_quant run"  # what stands for a reader's name
+RUN = "sd_quant run"  # in place of a reader's name
 UNTRUSTED = "judge.trust_runs is false, and a run's file is executed only where it is true"
 MOST_CALIBRATED = 1024 * 50  # prompts by steps: more than any source recommends
-# A run's own knobs that decide its statistics, beside the recipe
+# Knobs of a run, beside its recipe, that decide its statistics
 OF_CALIBRATION = (
     *("calibration_prompts", "calibration_table", "calibration_image", "calibration_mask", "calibration_control"),
     *("width", "height", "sizes"),
@@ -40,9 +40,9 @@ OF_GUIDANCE = ("scale", "negative_prompt", "strength")
 
 
 def run_subject(name: str, run: Path, baseline: Baseline) -> Subject:
-    """A run of anybody: a recipe for the judge's own model, which is derived again.
+    """Open a finished run as a candidate: apply its recipe again to the judge's own model.
 
-    One of the model without its LoRAs gets these beside its weights. Raises ConfigError for a run of other weights.
+    If the run lacks the model's LoRAs, these are added as branches. Raises ConfigError for a run of other weights.
     """
     job, record, session = recipe_of_run(str(run), baseline.cache), record_of_run(run), baseline.session
     of_run, sha256, loras = weights_sha256(record), weights_sha256(baseline.facts), baseline.model.loras
@@ -93,7 +93,7 @@ def onnx_bytes(run: Path, part: str) -> int:
 
 
 def rows_of_run(assignment: Mapping[str, LayerAssignment], prefix: str) -> list[dict[str, Any]]:
-    """The rows of an assignment as those of a third-party checkpoint."""
+    """Return an assignment as rows of ``layers.csv``, in the form of ``third_party.rows_of``."""
     return [
         {
             "name": f"{prefix}{layer.name}",
@@ -111,7 +111,7 @@ def rows_of_run(assignment: Mapping[str, LayerAssignment], prefix: str) -> list[
 
 
 def run_runtime(path: Path, engine: str, record: Mapping[str, Any], baseline: Baseline) -> OwnLibrary | None:
-    """The run's ``engine`` for its file at ``path``, where it is trusted, installed and computes on a processor."""
+    """Return the run's ``engine`` for its file at ``path``; None unless trusted, installed and for the CPU."""
     row = RUNTIMES[engine]
     here = row.file == "onnx" and row.device == "cpu" and find_spec(row.package) is not None
     if not baseline.judge.trust_runs or record.get("simulated") or not here:

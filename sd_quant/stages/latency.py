@@ -1,10 +1,10 @@
-"""Latency of the three variants of the model, of each part and from prompt to image.
+"""Latency of torch, the unquantized and the quantized engine: of each part, and from prompt to image.
 
-Where memory holds both engines, they are timed in the same rounds and openings, and make images in turn: the record
-says where the speed-up of images contradicts that of the rounds. Else they are timed one after the other, and the time
-of an image is the sum of its parts' times. Torch has rounds of its own: its threads spin for a while after each call
-and take processors from the next engine, which makes the ratio of the engines two to three times as noisy. The compiled
-baseline is timed in the rounds of the engines all the same, because it is compared with them.
+If memory holds both engines, their calls alternate in the same rounds, and they make images in turn; the record says
+if the speed-up of images contradicts that of the rounds. Otherwise they are timed one after the other, and the time of
+an image is the sum of its parts' times. Torch is timed in separate rounds: its threads spin for a while after each call
+and take CPU time from the next engine, which makes the ratio of the engines two to three times as noisy. The compiled
+baseline is timed in the engines' rounds nevertheless, because it is compared with them.
 """
 
 import logging
@@ -56,17 +56,17 @@ COMPOSED = "the unquantized engine's image with the quantized denoiser's calls i
 COMPOSED_COMPILED = "the unquantized engine's image with the compiled denoiser's calls in it"
 FROM_PARTS = "from single calls, as memory does not hold everything at once"
 USED = ("others", "steal")  # shares of the processors that other processes and other virtual machines used
-BYTES_OPENED = 4  # at most, of a parameter, that opening an engine again takes beside the engine
-IMPLAUSIBLE = 4  # a ratio of times in an image and in rounds, either way, at which one of the two was disturbed
+BYTES_OPENED = 4  # bytes a parameter, at most, that reopening an engine takes beside the open engine
+IMPLAUSIBLE = 4  # ratio of the times in an image and in rounds, either way, above which one was disturbed
 SHORT = 1000  # milliseconds by which a few disturbed calls may differ
 TOO_FEW = "too few rounds for an interval; raise infer.num_timed_runs or timing.budget_s"
 
 
 def compare_latency(variants: Variants, infer: Infer, timing: Timing, calls: CallsOfAnImage | None = None) -> dict:
-    """The record's ``latency``, with the compiled baseline's denoiser where the variants have one.
+    """Measure the record's ``latency``: of parts and images, by torch, both engines and any compiled baseline.
 
-    ``calls`` are those of a quantized image. Several denoisers are timed in the same rounds; in an image each has its
-    calls.
+    ``calls``: the denoiser's calls in a quantized image. Several denoisers are timed in the same rounds; each counts
+    as often as an image calls it.
     """
     checkpoint, together = variants.loaded.checkpoint, variants.together
     contracts, sampling, simulated = contracts_of(checkpoint), sampling_of(infer), variants.simulated
@@ -94,7 +94,7 @@ def compare_latency(variants: Variants, infer: Infer, timing: Timing, calls: Cal
         advance()
 
     def entry_of(part: str) -> dict:
-        """The engine's times of a part, and what quantizing it gains."""
+        """Return the engines' times of a part, and its speed-up by quantization."""
         own = times[part]
         if part not in timed:
             return {FULL_PRECISION: own[FULL_PRECISION], QUANTIZED: untimed if part in variants.assignments else none}
@@ -104,7 +104,7 @@ def compare_latency(variants: Variants, infer: Infer, timing: Timing, calls: Cal
         return both | found | {"rounds": conditions(rounds[part], f"{FULL_PRECISION}/{part}")}
 
     def mean_of(variant: str) -> list[float]:
-        """Milliseconds of the mean of an image's calls; a denoiser without this variant has the unquantized one."""
+        """Return the mean milliseconds of an image's calls; a denoiser without this variant counts unquantized."""
         own = {part: times[part].get(variant, times[part][FULL_PRECISION]) for part in calls_of}
         return mean_call(calls_of, {part: each["samples_ms"] for part, each in own.items()})
 
@@ -127,13 +127,13 @@ def compare_latency(variants: Variants, infer: Infer, timing: Timing, calls: Cal
         return compared(in_image(reference, reference, rest), in_image(reference, samples, rest_of), openings)
 
     def composed(speedup: float, how: str) -> dict:
-        """The image of another denoiser; there is none where the unquantized image has no figure."""
+        """Derive an image's time from the unquantized image's time and a speed-up; None if that is unknown."""
         if full["p50_ms"] is None:
             return {"p50_ms": None, "reason": full["reason"]}
         return {"p50_ms": full["p50_ms"] / speedup, "composed": how if together else FROM_PARTS}
 
     if simulated is None:
-        saved = sum(  # milliseconds of an image, by the other parts that are quantized
+        saved = sum(  # milliseconds of an image saved by quantized parts other than denoisers
             calls_beside(checkpoint, part, calls_of) * (medians[FULL_PRECISION][part] - medians[QUANTIZED][part])
             for part in times if part in timed and part not in calls_of
         )  # fmt: skip
@@ -144,7 +144,7 @@ def compare_latency(variants: Variants, infer: Infer, timing: Timing, calls: Cal
             shares = {"calls_share": share}
         found = over_full_precision([share * each for each in mean_of(QUANTIZED)], quantized_rest)
         quantized = composed(found["speedup"], COMPOSED) | ({"rest": quantized_rest} if saved else {}) | shares
-        if full["p50_ms"] is None:  # then what an image takes beside its calls is not known either
+        if full["p50_ms"] is None:  # then the time beside the denoiser's calls is unknown too
             found = {"speedup": {"value": None, "reason": full["reason"]}}
         elif together:
             found["whole_images"] = of_whole_images(found, images[FULL_PRECISION].totals, images[QUANTIZED].totals)
@@ -162,7 +162,7 @@ def compare_latency(variants: Variants, infer: Infer, timing: Timing, calls: Cal
 
 
 def whole_images(variants: Variants, infer: Infer, timing: Timing) -> dict[str, ImageTimes]:
-    """The times of images by both engines in turn, and then by torch; half of the number and a quarter of the time."""
+    """Time images by both engines in turn, then by torch, with half the rounds and a quarter of the time budget."""
     stopping = Stopping(max(3, infer.num_timed_runs // 2), timing.half_width, timing.budget_s / 4)
     samplings = dict.fromkeys(variants.engines, sampling_of(infer)) | {QUANTIZED: recipe_sampling(infer)}
     found = dict[str, ImageTimes]()
@@ -173,7 +173,7 @@ def whole_images(variants: Variants, infer: Infer, timing: Timing) -> dict[str, 
 
 
 def costs_of(variants: Variants, infer: Infer, calls: CallsOfAnImage) -> dict[str, float]:
-    """The times of the other ``calls`` of the denoiser, as shares of a whole one: by precise letter, and HALF's."""
+    """Time precise and half calls of the denoiser, relative to a whole quantized call: by precise letter, and HALF."""
     checkpoint, variant, sampling = variants.loaded.checkpoint, variants.engines[QUANTIZED], sampling_of(infer)
     part = checkpoint.family.DENOISER
     contract, samples = contracts_of(checkpoint)[part], samples_per_call(checkpoint, part, sampling)
@@ -194,7 +194,7 @@ def rounds_of_group(
     variants: Variants, group: Sequence[str], timed: Collection[str], infer: Infer, stopping: Stopping,
     calls: Mapping[str, int],
 ) -> list[Rounds]:  # fmt: skip
-    """Time a ``group`` of parts by the engines, those ``timed`` quantized too; torch apart, as its threads spin."""
+    """Time a ``group`` of parts in both engines (quantized: only ``timed``); torch separately, as its threads spin."""
     engines = variants.engines
     by_variant = {FULL_PRECISION: group, QUANTIZED: timed, COMPILED_FRAMEWORK: engines.get(COMPILED_FRAMEWORK, ())}
     turns = [[(name, part) for name, parts in by_variant.items() for part in group if part in parts]]
@@ -205,22 +205,22 @@ def rounds_of_group(
             variants.loaded.checkpoint, {f"{name}/{part}": engines[name][part] for name, part in turn}, infer,
             stopping, calls,
         )
-        for turn in turns  # of whose engines memory may hold no others
+        for turn in turns  # memory may hold only one turn's engines
     ]  # fmt: skip
 
 
 def part_rounds(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, stopping: Stopping, calls: Mapping[str, int]
 ) -> Rounds:
-    """Time rounds of a part's call by each engine, ``<name>/<part>``, the reference first; ``calls``: of an image.
+    """Time rounds of a call by each engine, keyed ``<variant>/<part>``, the reference first.
 
-    With a budget of time the machine is probed too, but not for the framework, which has no interval.
+    ``calls``: calls of an image by part. With a time budget, the machine is probed too, except for torch.
     """
     sampling, contracts = sampling_of(infer), contracts_of(checkpoint)
     parts = {name: name.rpartition("/")[2] for name in engines}
     first, device = next(iter(engines.items()))[0], next(iter(engines.values())).device
     probed = stopping.budget_s and not first.startswith(f"{FRAMEWORK}/")
-    # what is timed alone is called again and again anyway
+    # a part timed alone is called in a row anyway
     in_turn = len(engines) > len(set(parts.values()))
     rows = {name: calls.get(part, 1) if in_turn else 1 for name, part in parts.items()}
     return measure_together(
@@ -237,7 +237,7 @@ def part_rounds(
 
 
 def reopener(checkpoint: Checkpoint, parts: Mapping[str, str], engines: Mapping[str, Engine]) -> Reopen:
-    """A function that opens the ``engines`` of ``parts`` again, in a given order, while memory has room for that."""
+    """Return a function that reopens ``engines`` in a given order; it returns False if memory has no room."""
 
     @cache
     def room() -> int:
@@ -254,7 +254,7 @@ def reopener(checkpoint: Checkpoint, parts: Mapping[str, str], engines: Mapping[
 
 
 def denoiser_rounds(checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, timing: Timing) -> Rounds:
-    """Time rounds of the denoiser's call until the ratios to the first of the ``engines`` are known well enough."""
+    """Time rounds of the denoiser's call until the time ratios to the first engine are as sure as ``timing`` asks."""
     stopping, part = Stopping(infer.num_timed_runs, timing.half_width, timing.budget_s), checkpoint.family.DENOISER
     named, calls = {f"{name}/{part}": engine for name, engine in engines.items()}, sampling_of(infer).steps_taken
     rounds = part_rounds(checkpoint, named, infer, stopping, {part: calls})
@@ -262,7 +262,7 @@ def denoiser_rounds(checkpoint: Checkpoint, engines: Mapping[str, Engine], infer
 
 
 def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
-    """The record's conditions of timing: whether in the same rounds, until when, and who else used the processors."""
+    """Return the record's timing conditions: whether in shared rounds, why it stopped, CPU use by other processes."""
     shares = {name: [each.machine[name] for each in rounds if each.machine[name] is not None] for name in USED}
     return Conditions(
         together=len(rounds[0].samples) > 1,
@@ -276,7 +276,7 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
 
 
 def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
-    """The speed-up of whole images, from milliseconds, and whether its interval overlaps the ``found`` one's."""
+    """Return the speed-up of whole images (from milliseconds), and whether its interval overlaps that of ``found``."""
     whole = compared(full, quantized)
     ends = [each["speedup_interval"] for each in (found, whole)]
     agree = any(isinstance(each, dict) for each in ends) or max(low for low, _ in ends) <= min(high for _, high in ends)
@@ -289,14 +289,14 @@ def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[f
 
 
 def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequence[int] = ()) -> dict:
-    """The record's speed-up and its interval, from milliseconds of the same rounds."""
+    """Return the record's speed-up and its interval, from milliseconds of paired rounds."""
     found = ratio_interval(full, quantized, openings)
     ends = [found.low, found.high] if math.isfinite(found.high) else {"value": None, "reason": TOO_FEW}
     return {"speedup": found.value, "speedup_interval": ends}
 
 
 def image_entry(image: ImageTimes, added_up: ImageTimes) -> dict:
-    """The record's latency of an image; no figure where its denoiser's time contradicts ``added_up``'s."""
+    """Return the record's image latency; no figure if the denoiser's time in it contradicts that in ``added_up``."""
     if image.rounds is None:
         return {"p50_ms": image.totals[0], "rest": image.rest, "composed": FROM_PARTS}
     found = statistics_of(image.totals, WARMUP_IMAGES, wall_clock.__name__) | {"rest": image.rest}

@@ -1,8 +1,8 @@
-"""The levers beside bits: a recipe's images may take fewer steps, another sampler, fewer calls, less guidance.
+"""Levers, ways to save time other than quantization: fewer steps, another sampler, reused calls, less guidance.
 
-The reference keeps the checkpoint's own sampler and steps. Beside a recipe's images there are those of each lever alone
-(bits, calls), and the control: full precision with as few steps as take no less time. Whoever saves calls has to beat
-that. Images that no recipe changes are made once for a sweep.
+The reference keeps the checkpoint's own sampler and steps. A recipe's images are compared with images of each lever
+alone (quantization, saved calls), and with a control: full precision with the fewest steps that take at least as long.
+A recipe that saves calls has to beat the control. Images that do not depend on the recipe are made once for a sweep.
 """
 
 import logging
@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 
 
 def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
-    """Raises ConfigError for a lever that the checkpoint's pipeline or its sampler cannot have."""
+    """Raise ConfigError for a lever that the checkpoint's pipeline or sampler does not support."""
     if not infer.pulls_levers:
         return
     own = pipeline_of(checkpoint, {}).own_sampler
@@ -51,7 +51,7 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
             f"infer.guidance_until is {infer.guidance_until:g}, expected null: this pipeline computes no guided and "
             "unguided half in one batch whose order is known"
         )
-    if scheduler.config.get("use_dynamic_shifting"):  # the pipeline alone can say the levels
+    if scheduler.config.get("use_dynamic_shifting"):  # only the pipeline knows these noise levels
         return
     scheduler.set_timesteps(infer.sampler_steps or infer.steps)
     levels = noise_levels(scheduler)
@@ -63,9 +63,9 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
 
 
 def scheduled(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[Infer, Levers]:
-    """The job's ``infer`` with the schedule of its knobs, and how it was chosen; ``calls``: see ``with_precise_steps``.
+    """Choose the schedule that the job's knobs ask for; return ``infer`` with it, and how it was chosen.
 
-    The errors of single steps by reuse are the same for all recipes and shares; the cache keeps them, and the choice.
+    Errors by reuse in single steps do not depend on the recipe; they are cached. ``calls``: see with_precise_steps.
     """
     infer, precise = with_precise_steps(variants, job, calls)
     if infer.reuse is None:
@@ -98,9 +98,9 @@ def scheduled(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[
 def compared(
     variants: Variants, comparison: VariantOutputs, infer: Infer, latency: Mapping, chosen: Levers
 ) -> Levers | None:
-    """The record's ``levers``: how the recipe's images are made, and how far those of each lever alone are.
+    """Return the record's ``levers``: settings of the recipe's images, and scores of images of each lever alone.
 
-    None for a recipe of bits alone. ``infer`` has the schedule and ``chosen`` how it was, ``latency`` is the record's.
+    None for a recipe without levers. ``infer`` has the schedule, ``chosen`` its choice; ``latency``: the record's.
     """
     calls = comparison.of_an_image
     if not infer.pulls_levers or calls is None:
@@ -109,7 +109,7 @@ def compared(
     reference, recipe = (comparison.images[name].images for name in (FRAMEWORK, QUANTIZED))
 
     def images_of(variant: str, sampling: Sampling, what: str) -> Images:
-        """Images that other recipes or other schedules have too, made once."""
+        """Make images, or take those that another recipe or schedule has made from the cache."""
 
         def make(by_batch: ByBatch) -> VariantOutputs:
             pipeline = pipeline_of(checkpoint, variants.engines[variant])
@@ -149,7 +149,7 @@ def compared(
 
 
 def steps_in_time(image: Mapping, share: float, steps: int) -> int:
-    """The fewest ``steps`` of full precision in no less time than the recipe's image, untimed by ``share``."""
+    """Return the fewest full-precision steps that take at least the recipe's time (if untimed, by ``share``)."""
     speedup, rest = image.get("speedup"), image[FULL_PRECISION].get("rest")
     if not isinstance(speedup, float) or rest is None:
         return max(1, math.ceil(share * steps))

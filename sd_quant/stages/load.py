@@ -1,4 +1,4 @@
-"""A session with a recipe: which layers the recipe quantizes, and how."""
+"""An open checkpoint (session) with a recipe: which layers the recipe quantizes, and how."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,52 +22,52 @@ from sd_quant.simulation.sensitivity import layers_to_keep
 from sd_quant.stages.resources import Needs
 from sd_quant.stages.session import Session, begin, finish
 
-NAMED = 3  # layers that a refusal names
+NAMED = 3  # layers that an error message names
 
 
 @dataclass(frozen=True)
 class Offered:
-    """A preset that layers may have: where a limit or a file mixes several."""
+    """One of several presets that a size limit or an ``assignment`` file mixes, and the layers that can have it."""
 
     recipe: Recipe
     exclude: Collection[str] = ()  # patterns of the layers that cannot have it
     weights_alone: Collection[str] = ()  # the linears of which it quantizes the weight alone
 
     def own(self, name: str, role: str, shape: tuple[int, ...]) -> Recipe | None:
-        """The recipe of a layer: without its inputs where the weight alone is quantized; None: it cannot have it."""
+        """Return the recipe of a layer with this preset, or None if the layer cannot have this preset."""
         recipe = inputs_left_alone(self.recipe) if name in self.weights_alone else self.recipe
         return None if is_excluded(name, self.exclude) or misfit(name, role, shape, recipe) else recipe
 
 
 @dataclass(frozen=True)
 class Loaded(Session):
-    """A session, and what follows from the checkpoint's structure and the recipe."""
+    """A session, with the layers and settings that follow from the checkpoint's structure and the recipe."""
 
     roles: dict[str, str]  # role of each of the denoiser's layers
-    shapes: dict[str, tuple[int, ...]]  # of the weight of each
-    attentions: dict[str, Heads]  # by name, of those that quant_level 4 can quantize
+    shapes: dict[str, tuple[int, ...]]  # weight shape of each
+    attentions: dict[str, Heads]  # by name: attentions that quant_level 4 can quantize
     recipe: Quantize
     exclude: Collection[str]  # patterns of the layers that the recipe leaves in high precision
     weights_alone: Collection[str]  # the linears of which the recipe quantizes the weight alone
     kept: int  # how many of the most sensitive layers stay in high precision
     model: Model
-    infer: Infer  # the images that are made, whose guidance scale calibration takes too
-    part_presets: Mapping[str, str]  # of other parts than the denoiser that are quantized, but by ``fit``
-    part_recipes: Mapping[str, Recipe]  # of the same parts without denoisers
+    infer: Infer  # settings of the images; calibration uses their guidance scale
+    part_presets: Mapping[str, str]  # by quantized part other than the denoiser, except with ``fit``
+    part_recipes: Mapping[str, Recipe]  # by part, for parts of part_presets that are no denoisers
     offered: Mapping[str, Offered]  # presets that layers may have, by name
-    labels: Mapping[str, str] | None  # what ``assignment`` gives layers, presets or fp16; None without that file
-    alphas: Mapping[str, float | str]  # what the same file gives layers in place of their preset's alpha
-    # the pipeline's other denoisers that are quantized, by part, each in the denoiser's place
+    labels: Mapping[str, str] | None  # preset or fp16 by layer, from the ``assignment`` file; None without
+    alphas: Mapping[str, float | str]  # alpha by layer from that file, in place of the preset's
+    # further quantized denoisers of the pipeline, by part, each as the denoiser of its own ``Loaded``
     others: Mapping[str, "Loaded"] = field(default_factory=dict)
 
     @property
     def denoisers(self) -> list[str]:
-        """The parts that are quantized by the recipe."""
+        """The denoisers that are quantized, the first one first."""
         return [self.denoiser, *self.others]
 
     @cached_property
     def base(self) -> Checkpoint:
-        """The checkpoint that is calibrated and quantized: without LoRAs where these are beside quantized weights."""
+        """The checkpoint that is calibrated and quantized: without LoRAs if these stay unquantized branches."""
         if self.recipe.loras != BESIDE:
             return self.checkpoint
         if isinstance(self.checkpoint, InPlace):
@@ -80,7 +80,7 @@ class Loaded(Session):
 
     @property
     def shared_inputs(self) -> list[SharedInput]:
-        """The inputs that linears share. A linear that only the recipe includes has one of its own."""
+        """The groups of linears that read the same input. A linear added by the recipe is a group of its own."""
         linears = [name for name, role in self.roles.items() if role != "conv"]
         inputs = self.checkpoint.family.shared_inputs(linears)
         known = {name for shared in inputs for name in shared.readers}
@@ -88,18 +88,18 @@ class Loaded(Session):
         return [*inputs, *(SharedInput((name,)) for name in others)]
 
     def own(self, name: str, recipe: Recipe) -> Recipe:
-        """The ``recipe`` of the layer of this name: without its inputs where the weight alone is quantized."""
+        """Return the ``recipe`` for layer ``name``: weights only, if ``weights_alone`` has the layer."""
         return inputs_left_alone(recipe) if name in self.weights_alone else recipe
 
     def recipe_with(self, name: str, label: str) -> Recipe | None:
-        """The recipe of a layer with the preset ``label``; None where it cannot have it, or there is no such preset."""
+        """Return layer ``name``'s recipe with preset ``label``; None if unknown or unsuitable for the layer."""
         offered = self.offered.get(label)
         own = None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
         return replace(own, alpha=self.alphas[name]) if own is not None and name in self.alphas else own
 
 
 def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
-    """The linears whose only input is the text. Raises ConfigError when there are none."""
+    """Return the names of linears that read only the text embeddings. Raises ConfigError if there are none."""
     linears = [name for name, role in roles.items() if role != "conv"]
     names = sorted(text_readers(checkpoint.family.shared_inputs(linears)))
     if not names:
@@ -110,14 +110,14 @@ def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]
 
 
 def load(model: Model, infer: Infer, quantize: Quantize, needs: Callable[[Loaded], Needs], directory: Path) -> Loaded:
-    """Open the checkpoint and make all checks, as ``open_session``, those of the recipe before weights are read."""
+    """Open the checkpoint, check it as ``open_session`` does, and check the recipe before weights are read."""
     loaded = with_recipe(begin(model, infer, {"model": model, "infer": infer}), model, infer, quantize)
     finish(loaded, lambda _: needs(loaded), directory, finite=True)
     return loaded
 
 
 def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) -> Loaded:
-    """The layers that the recipe quantizes. Raises ConfigError for knobs or a recipe that do not fit the checkpoint."""
+    """Find the layers that the recipe quantizes. Raises ConfigError for knobs that do not fit the checkpoint."""
     session.check(model, infer, recipe)
     loaded, others = with_denoiser(session, model, infer, recipe), dict[str, Loaded]()
     for part in other_denoisers(session, model, recipe):
@@ -129,13 +129,13 @@ def with_recipe(session: Session, model: Model, infer: Infer, recipe: Quantize) 
 
 
 def other_denoisers(session: Session, model: Model, recipe: Quantize) -> list[str]:
-    """The pipeline's denoisers that are quantized beside the first; none where ``model.denoiser`` names one."""
+    """Return the denoisers quantized beside the first one; none if ``model.denoiser`` is set."""
     every = session.checkpoint.family.DENOISERS if model.denoiser is None else ()
     return [part for part in every if part != session.denoiser and (recipe.parts or {}).get(part) != FP16]
 
 
 def check_together(session: Session, infer: Infer, recipe: Quantize) -> None:
-    """Raises ConfigError for knobs that are about one denoiser where several are quantized."""
+    """Raise ConfigError for knobs that apply to one denoiser only, in a job that quantizes several."""
     every = session.checkpoint.family.DENOISERS
     knobs = {f"quantize.{name}": getattr(recipe, name) for name in ("budget", "fit", "assignment", "calibration")}
     for knob, value in (knobs | {f"infer.{name}": getattr(infer, name) for name in LEVERS}).items():
@@ -147,7 +147,7 @@ def check_together(session: Session, infer: Infer, recipe: Quantize) -> None:
 
 
 def with_denoiser(session: Session, model: Model, infer: Infer, recipe: Quantize) -> Loaded:
-    """What ``with_recipe`` finds of the denoiser alone."""
+    """Find the layers of one denoiser that the recipe quantizes. Raises ConfigError as ``with_recipe`` does."""
     checkpoint, network, family = session.checkpoint, empty_denoiser(session.checkpoint), model.family
     roles, attentions = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
     shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
@@ -156,7 +156,7 @@ def with_denoiser(session: Session, model: Model, infer: Infer, recipe: Quantize
     included = matched("include", recipe.include.get(family, ()), excluded)
     roles |= {name: "linear" if name in linears else "conv" for name in included}
     exclude = list(recipe.exclude.get(family, ()))
-    if recipe.mixes:  # what the preset itself excludes may have another
+    if recipe.mixes:  # a layer that this preset excludes may have another preset
         exclude = [
             pattern for pattern in exclude if pattern not in patterns_of(recipe.format, "exclude").get(family, ())
         ]
@@ -187,7 +187,7 @@ def with_denoiser(session: Session, model: Model, infer: Infer, recipe: Quantize
 
 
 def check_no_convolutions(part: str, adapted: Sequence[str]) -> None:
-    """Raises ConfigError for quantized convolutions that LoRAs beside them would change."""
+    """Raise ConfigError if ``adapted``, quantized convolutions with LoRAs kept as branches, is not empty."""
     if adapted:
         raise ConfigError(
             f"model.loras change {len(adapted)} quantized convolutions of {part} ({listing(adapted, NAMED)}), and "
@@ -197,7 +197,7 @@ def check_no_convolutions(part: str, adapted: Sequence[str]) -> None:
 
 
 def offered_in(recipe: Quantize, family: str, linears: Collection[str], alone: Collection[str]) -> dict[str, Offered]:
-    """The presets that layers may have; the job's own quantizes weights alone in the linears ``alone``."""
+    """Return the presets that layers may have, by name; in linears ``alone`` the job's quantizes weights only."""
     excluded, patterns = recipe.patterns("exclude", family), recipe.patterns("weights_alone", family)
     return {
         label: Offered(
@@ -215,7 +215,7 @@ def check_offered(
     roles: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raises ConfigError for a preset that none of the layers ``names`` can have."""
+    """Raise ConfigError for a preset that none of the layers ``names`` can have."""
     for label, each in offered.items():
         if names and not any(each.own(name, roles[name], shapes[name]) for name in names):
             reasons = (misfit(name, roles[name], shapes[name], each.recipe) for name in names)
@@ -227,7 +227,7 @@ def check_offered(
 
 
 def presets_of_parts(session: Session, given: Mapping[str, str], alone: str | None = None) -> dict[str, str]:
-    """The presets of other parts than denoisers; ``alone``: model.denoiser. Raises ConfigError for a wrong part."""
+    """Return the presets of non-denoiser parts. Raises ConfigError for an unknown part. ``alone``: model.denoiser."""
     denoisers = {session.denoiser, *session.checkpoint.family.DENOISERS}
     others = [part for part in exported(session.parts) if part not in denoisers]
     named = {TEXT_ENCODERS: [part for part in others if session.parts[part].component.startswith("text_encoder")]}
@@ -242,7 +242,7 @@ def presets_of_parts(session: Session, given: Mapping[str, str], alone: str | No
 
 
 def recipes_of_parts(session: Session, presets: Mapping[str, str]) -> dict[str, Recipe]:
-    """The recipes of other parts by their presets. Raises ConfigError for one that does not fit a part's layers."""
+    """Return recipes by part for ``presets``. Raises ConfigError for a preset that does not fit a part's layers."""
     recipes = {}
     for part, preset in presets.items():
         if (found := part_recipe(preset)) is not None:
@@ -264,7 +264,7 @@ def recipes_of_parts(session: Session, presets: Mapping[str, str]) -> dict[str, 
 
 
 def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> list[str]:
-    """The ``names`` that match a pattern. Raises ConfigError for a pattern that matches none."""
+    """Return the ``names`` that match a pattern. Raises ConfigError for a pattern that matches no name."""
     for pattern in patterns:
         if not any(is_excluded(name, [pattern]) for name in names):
             raise ConfigError(
@@ -275,7 +275,7 @@ def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> lis
 
 
 def check_readers(loaded: Loaded, weights_alone: Collection[str]) -> None:
-    """Raises ConfigError when linears that share an input disagree on whether it is quantized."""
+    """Raise ConfigError if only some of the linears that read the same input are in ``weights_alone``."""
     for shared in loaded.shared_inputs:
         alone = [name for name in shared.readers if name in weights_alone]
         if alone and len(alone) < len(shared.readers):
@@ -286,7 +286,7 @@ def check_readers(loaded: Loaded, weights_alone: Collection[str]) -> None:
 
 
 def units_of(loaded: Loaded) -> list[tuple[str, ...]]:
-    """The quantized layers in groups that share a preset: those that are smoothed together, each other one alone."""
+    """Group quantized layers that must share a preset: layers smoothed together; each other layer alone."""
     folds = any(offered.recipe.smoothing == "folded" for offered in loaded.offered.values())
     quantized = {
         name
@@ -300,7 +300,7 @@ def units_of(loaded: Loaded) -> list[tuple[str, ...]]:
 
 
 def check_labels(loaded: Loaded) -> None:
-    """Raises ConfigError for a label of ``assignment`` that its layer cannot have, or for a layer that is unknown."""
+    """Raise ConfigError for a layer of ``assignment`` that is unknown or cannot have its label or alpha."""
     for name, label in (loaded.labels or {}).items():
         if reason := why_not_labelled(loaded, name, label):
             raise ConfigError(f"assignment {reason}")
@@ -320,7 +320,7 @@ def check_labels(loaded: Loaded) -> None:
 
 
 def why_not_labelled(loaded: Loaded, name: str, label: str) -> str | None:
-    """Why ``assignment`` cannot give a layer this label, or its alpha; None where it can."""
+    """Return why ``assignment`` cannot give layer ``name`` this label or its alpha; None if it can."""
     if name not in loaded.roles:
         return f"names {name}, which is no layer of this denoiser; {near(name, loaded.roles)}"
     role, recipe = loaded.roles[name], None if label == FP16 else loaded.offered[label].recipe

@@ -1,9 +1,9 @@
-"""The noise floor: full precision against itself, the same model computed another way.
+"""The noise floor: how far full-precision images change if the same model is computed in another way.
 
-A recipe whose images are nearer to the reference than those of another batch, number of threads, precision, engine or
-processor class cannot be told from full precision computed that way. Each way makes images anew by torch, once for a
-sweep, except RUNTIME, whose images every job has. Roads not taken: another seed, which changes the image and says
-nothing of arithmetic; and a floor stored with the project, which would measure the machine that it came from.
+A recipe whose images are nearer to the reference than full-precision images with another batch size, number of threads,
+precision, engine or CPU instruction set cannot be told from full precision computed in that way. Torch makes images in
+each way, once for a sweep, except RUNTIME, whose images every job has. Alternatives not taken: another seed, which
+changes the image itself, not its arithmetic; and stored figures, which would measure the machine they came from.
 """
 
 import logging
@@ -39,14 +39,14 @@ from sd_quant.stages.shared import VariantOutputs, pack, unpack
 from sd_quant.stages.variants import FRAMEWORK, Variants, torch_variant
 
 LOG = logging.getLogger(__name__)
-# Of a processor with these instructions by torch's name, those of the class below, by the names that torch, oneDNN and
-# MKL give them.
+# By the instruction set that torch uses on this CPU: the next lower set, in the names of torch, oneDNN and MKL, the
+# values of CLASS_VARIABLES.
 LOWER_CLASS = {"AVX512": ("avx2", "AVX2", "AVX2"), "AVX2": ("default", "SSE41", "SSE4_2")}
 CLASS_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def noise_floor(ways: Sequence[str], variants: Variants, framework: VariantOutputs) -> dict[str, dict[str, Any]]:
-    """The scores of each way's images against torch's, or its ``reason``; RUNTIME's are in the record already."""
+    """Score each way's images against torch's, or give a ``reason``; RUNTIME is empty: the record has its scores."""
     theirs, floor = framework.images[FRAMEWORK], dict[str, dict[str, Any]]()
     for way in ways_of(ways):
         reason = why_not_made(way, variants.loaded)
@@ -65,19 +65,19 @@ def noise_floor(ways: Sequence[str], variants: Variants, framework: VariantOutpu
 
 
 def ways_of(ways: Sequence[str]) -> list[str]:
-    """The ways that the knob names, each once; ALL names every one."""
+    """Return the ways that the knob names, without duplicates; ALL stands for every way."""
     return list(WAYS) if ALL in ways else list(dict.fromkeys(ways))
 
 
 def check_noise_floor(ways: Sequence[str], loaded: Loaded) -> None:
-    """Raises ConfigError for a way that was named and that this job or machine does not have."""
+    """Raise ConfigError for a named way that is not possible for this job or on this machine."""
     for way in () if ALL in ways else ways:
         if reason := why_not_made(way, loaded):
             raise ConfigError(f"noise_floor has {way}, but {reason}; leave it out, or give noise_floor={ALL}")
 
 
 def why_not_made(way: str, loaded: Loaded) -> str | None:
-    """Why this way would compute what the reference computes, or cannot compute here; None if it can."""
+    """Return why this way equals the reference, or cannot be computed here; None if it can be used."""
     infer = loaded.infer
     if way == RUNTIME:
         runtime = RUNTIMES[infer.engine]
@@ -105,12 +105,12 @@ def why_not_made(way: str, loaded: Loaded) -> str | None:
 
 
 def other_batch(infer: Infer) -> Infer:
-    """One image at a time where the reference has several, else two."""
+    """Return ``infer`` with batch size 1, or 2 if the batch size is 1."""
     return replace(infer, batch_size=1 if infer.batch_size > 1 else 2)
 
 
 def images_by(way: str, variants: Variants, theirs: Generated) -> Generated:
-    """The images of the reference's prompts, computed this way. Raises what generating raises."""
+    """Make the reference's images in this ``way``. Raises SdQuantError if generation fails."""
     infer = variants.loaded.infer
     reference = partial(generated, way, variants.loaded, variants.engines[FRAMEWORK])
     if way == BATCH:
@@ -128,7 +128,7 @@ def images_by(way: str, variants: Variants, theirs: Generated) -> Generated:
 def made(
     way: str, variants: Variants, infer: Infer, make: Callable[[ByBatch], Generated], detail: object = ""
 ) -> Generated:
-    """The images that ``make`` makes by ``infer``, or that the cache has of this ``way`` and its ``detail``."""
+    """Return the images of this ``way`` and ``detail`` from the cache, or else from ``make``."""
     outputs = variants.shared.provide(
         variants.loaded.checkpoint, infer, lambda by_batch: VariantOutputs({way: make(by_batch)}),
         {"noise_floor": f"{way} {detail}".rstrip()},
@@ -152,9 +152,9 @@ def in_precision(loaded: Loaded, infer: Infer, by_batch: ByBatch) -> Generated:
 
 
 def with_other_threads(variants: Variants, make: Callable[[ByBatch], Generated], theirs: Generated) -> Generated:
-    """Images by half of the threads, or by two instead of one; by all where those are the reference's to the bit.
+    """Make images with half of the threads (with two if there is one), or with all if half changes no bit.
 
-    The reference may have had that number: beside a worker that traces, or in the job that filled the cache.
+    The reference itself may have had half of the threads, for example in another job that filled the cache.
     """
 
     def with_threads(number: int, by_batch: ByBatch) -> Generated:
@@ -173,14 +173,14 @@ def with_other_threads(variants: Variants, make: Callable[[ByBatch], Generated],
 
 
 def on_lower_class(variants: Variants) -> Generated:
-    """Images by a process without the processor's newest instructions: libraries choose them when they start."""
+    """Make images in a new process without the CPU's newest instructions: libraries choose these at start."""
     names = LOWER_CLASS[torch.backends.cpu.get_cpu_capability()]
     variables = dict(zip(CLASS_VARIABLES, names, strict=True)) | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     with temporary_folder(variants.directory) as temporary:
         path = Path(temporary) / "images.safetensors"
         with environment(variables), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
             done = child.submit(write_images, variants.loaded.model, variants.loaded.infer, path)
-            if isinstance(error := done.exception(), BrokenExecutor):  # it was killed, for lack of memory perhaps
+            if isinstance(error := done.exception(), BrokenExecutor):  # killed, perhaps for lack of memory
                 raise SdQuantError(f"its process ended before its images were made ({error})")
             done.result()
         return unpack(load_file(path)).images[ISA]
@@ -198,7 +198,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def write_images(model: Model, infer: Infer, path: Path) -> None:
-    """Make the images by torch in this process, and write them to ``path``."""
+    """Make images by torch in this process and write them to ``path`` (safetensors)."""
     session = open_unchecked(model)
     images = generated(ISA, session, torch_variant(session, infer, {}), infer)
     save_file(pack(VariantOutputs({ISA: images})), path)

@@ -1,4 +1,4 @@
-"""A timing as one of the occasions of this machine: which engines it had, and how they widen a run's intervals."""
+"""Repeated timings on one machine (occasions): their spread widens the intervals of a run's speed-ups."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,9 @@ from sd_quant.stages.variants import Variants
 def latency_of_run(
     variants: Variants, job: QuantizeJob, infer: Infer, calls: CallsOfAnImage | None, fingerprint: str
 ) -> dict:
-    """The record's ``latency``, as ``compare_latency``, and as one of this machine's occasions, see ``count_run``.
+    """Measure the record's ``latency`` by ``compare_latency`` and count it as an occasion (``count_run``).
 
-    Only a few rounds are timed of what the sweep around the job times later, which is one denoiser with a file.
+    In a sweep, a single denoiser with an engine file gets only a few rounds here: ``time_sweep`` times it later.
     """
     loaded = variants.loaded
     several = len(loaded.checkpoint.family.DENOISERS) > 1
@@ -35,7 +35,7 @@ def latency_of_run(
 
 
 def count_run(latency: dict, part: str, job: QuantizeJob, shared: Shared, fingerprint: str) -> None:
-    """Widen a run's speed-up intervals by how this machine's occasions differ, and count it as one."""
+    """Widen a run's speed-up intervals by the spread between this machine's occasions; store the run as one."""
     engine, batch = job.infer.engine, job.infer.batch_size
     (samples,) = latency[engine][part]
     timed = rounds_of("run", latency, engine, part, samples, batch)
@@ -56,11 +56,11 @@ def count_run(latency: dict, part: str, job: QuantizeJob, shared: Shared, finger
 
 
 def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path) -> str:
-    """A digest of what the latencies of unquantized engines depend on, but for the machine."""
+    """Return a digest of everything that an unquantized engine's latency depends on, except the machine."""
     infer = knobs.infer
     same = (
         infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph,
-        infer.image, infer.mask, infer.strength,  # by which an image takes fewer steps, and an encoder beside them
+        infer.image, infer.mask, infer.strength,  # image-to-image takes fewer steps, and an encoder
         infer.control, knobs.compiled_baseline,
     )  # fmt: skip
     runtimes = str(versions("torch", RUNTIMES[infer.engine].package))
@@ -68,5 +68,5 @@ def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path
 
 
 def hash_of(path: Path) -> str:
-    """Identity of an engine: the digest of a graph without its constants, or of all bytes of a plan."""
+    """Return an engine's identity: the digest of its ONNX graph without constants, or of all bytes of its plan."""
     return structure_of(path) if path.suffix.lower() == ".onnx" else sha256(path)

@@ -30,28 +30,28 @@ LOG = logging.getLogger(__name__)
 
 
 def check_cuda_graph(infer: Infer) -> None:
-    """Raises ResourceError when ``infer.cuda_graph`` asks for a CUDA graph and there is no GPU."""
+    """Raise ResourceError if ``infer.cuda_graph`` is true and there is no NVIDIA GPU."""
     if infer.cuda_graph and not torch.cuda.is_available():
         raise ResourceError("infer.cuda_graph=true takes an NVIDIA GPU and this machine has none; leave it false")
 
 
 def say_choice(infer: Infer) -> None:
-    """Log which engine ``infer=auto`` is here, and why."""
+    """Log which engine ``infer=auto`` has chosen, and why."""
     if infer.chosen_because is not None:
         LOG.info("infer=auto is %s: %s", infer.engine, infer.chosen_because)
 
 
 def open_file(path: Path, infer: Infer, **options: object) -> Engine:
-    """Load the part in the file at ``path`` by ``infer.engine``; ``options`` are those of its ``load``."""
+    """Load the part in the file at ``path`` by ``infer.engine``; ``options`` go to the engine's ``load``."""
     if infer.precision in RUNTIMES[infer.engine].precisions:
         options["precision"] = infer.precision
     if infer.vae_tile is not None and infer.engine == WITHOUT_A_GPU and path.stem == "vae":
-        options["kept"] = SHAPES  # or it would be compiled again for each tile
+        options["kept"] = SHAPES  # else the engine would compile again for each tile
     return replayed(load_engine(infer.engine, path, **options), infer)
 
 
 def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assignment | None = None) -> TorchEngine:
-    """Open a part by torch without compilation; with an ``assignment``, its layers multiply codes."""
+    """Open a part in torch, not compiled; with an ``assignment``, layers multiply quantized values (no simulation)."""
     contract, device = contracts_of(checkpoint)[part], best_device()
     module = load_part(checkpoint, part).module
     if assignment is not None:
@@ -60,7 +60,7 @@ def open_torch(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assi
 
 
 def open_torch_engine(checkpoint: Checkpoint, infer: Infer, part: str, assignment: Assignment | None = None) -> Engine:
-    """``open_torch`` as an engine of its own: compiled if ``infer.engine`` compiles, replayed if the knob says so."""
+    """Open a part in torch as ``infer.engine`` runs it: compiled, or behind a CUDA graph, if the knobs say so."""
     engine = open_torch(checkpoint, infer, part, assignment)
     if RUNTIMES[infer.engine].compiled:
         compiled(engine.module)
@@ -68,31 +68,31 @@ def open_torch_engine(checkpoint: Checkpoint, infer: Infer, part: str, assignmen
 
 
 def open_compiled(checkpoint: Checkpoint, infer: Infer, part: str) -> Engine:
-    """Open a part by torch after compilation, whatever ``infer.engine`` is."""
+    """Open a part compiled by torch.compile, whatever ``infer.engine`` is."""
     return open_torch_engine(checkpoint, replace(infer, engine=COMPILED), part)
 
 
 def open_simulated(checkpoint: Checkpoint, assignment: Assignment, part: str | None = None) -> TorchEngine:
-    """Open a part with ModelOpt's quantizers. None: the denoiser."""
+    """Open a part in torch with ModelOpt's fake quantizers; ``part=None``: the denoiser."""
     part = part or checkpoint.family.DENOISER
     described = checkpoint.parts()[part]
     return open_changed(checkpoint, lambda module: simulate(network_in(described, module), assignment), part)
 
 
 def open_changed(checkpoint: Checkpoint, change: Callable[[nn.Module], object], part: str | None = None) -> TorchEngine:
-    """Open a part that is changed in place, in fp32, so that all of its error comes from that. None: the denoiser."""
+    """Open a part in torch, fp32, after ``change``, which alone causes error. ``part=None``: the denoiser."""
     part = part or checkpoint.family.DENOISER
     change(module := load_part(checkpoint, part).module)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])
 
 
 def replayed(engine: Engine, infer: Infer) -> Engine:
-    """``engine`` behind a CUDA graph if ``infer.cuda_graph`` is true, else as it is."""
+    """Wrap ``engine`` in a CUDA graph if ``infer.cuda_graph`` is true; else return it unchanged."""
     return Replayed(engine) if infer.cuda_graph else engine
 
 
 def module_of(engine: Engine) -> nn.Module:
-    """The module that an engine of torch calls, replayed or not."""
+    """Return the module of a torch engine, also if it is wrapped in a CUDA graph."""
     torch_engine = engine.engine if isinstance(engine, Replayed) else engine
     assert isinstance(torch_engine, TorchEngine)
     return torch_engine.module

@@ -1,4 +1,4 @@
-"""The opening of the main job: whatever a later step would refuse is refused here, before minutes of work."""
+"""The start of ``quantize``: everything that a later step would refuse is refused here, before minutes of work."""
 
 import logging
 from functools import partial
@@ -33,10 +33,10 @@ LOG = logging.getLogger(__name__)
 
 
 def check_runtimes(job: QuantizeJob) -> None:
-    """Check before the first step, which may take minutes, whether the job's runtimes can work here.
+    """Check that this machine has the job's runtimes, before any step that takes minutes. Raises ResourceError.
 
-    Raises ResourceError if not, and ConfigError for another part than the denoiser that the engine cannot execute: the
-    denoiser alone is simulated then.
+    Raises ConfigError if the engine cannot execute the formats of a part in ``quantize.parts``. (A denoiser in such
+    formats is simulated instead.)
     """
     if job.trt.library != "none":
         check_installed(plan_library(job.trt))
@@ -62,7 +62,7 @@ def check_runtimes(job: QuantizeJob) -> None:
 
 
 def opened(job: QuantizeJob, directory: Path) -> Loaded:
-    """Open the checkpoint, checked by all that later steps need. Writes knobs, drawn prompts, observations."""
+    """Open the checkpoint and check all that later steps need. Writes knobs, drawn prompts, recorded structure."""
     torch.set_num_threads(threads())
     if refused := job.why_no_plans():
         LOG.info("no plans are built: %s", refused)
@@ -79,7 +79,7 @@ def opened(job: QuantizeJob, directory: Path) -> Loaded:
 
 
 def needs_of(job: QuantizeJob, loaded: Loaded) -> Needs:
-    """What all steps of the job take."""
+    """Return the memory and disk that all steps of the job take."""
     others = 3 * sum(loaded.stored_bytes[part] for part in loaded.others)
     hessians = sum(map(bytes_of_hessians, (loaded, *loaded.others.values())))
     return run_needs(

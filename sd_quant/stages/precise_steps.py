@@ -1,7 +1,7 @@
-"""Which steps multiply unquantized inputs, where ``infer.precise_steps`` has them chosen, and what they are worth.
+"""The choice of precise steps (denoising steps with unquantized layer inputs) by ``infer.precise_steps``.
 
-They have to beat what else the same time buys: the recipe with its most sensitive layers in high precision in all
-steps, and full precision in fewer steps.
+Precise steps have to beat the alternatives of equal time: the recipe with its most sensitive layers in high precision
+in all steps, and full precision in fewer steps.
 """
 
 import logging
@@ -38,13 +38,13 @@ from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
 LOG = logging.getLogger(__name__)
 SCHEDULES = "schedules"  # a kind of the cache
 KEPT, FEWER = "keeping the most sensitive layers", "full precision in fewer steps"  # the controls
-Latents = Callable[[Sequence[int]], Tensor]  # the final latents [N, ...] of the prompts with these numbers
-# what takes a share of time more than the recipe's denoising; None where full precision itself takes no more
+Latents = Callable[[Sequence[int]], Tensor]  # numbers of N prompts -> their final latents [N, ...]
+# extra time, as a share of the recipe's -> an alternative of that time; None if full precision takes no more
 Control = Callable[[float], Latents | None]
 
 
 def choosing_sampling(job: QuantizeJob, rows: Sequence[Row]) -> Sampling:
-    """The recipe's sampling for the ``rows`` by which a schedule is chosen."""
+    """Return the recipe's sampling settings for ``rows``, the prompts by which a schedule is chosen."""
     infer, own = job.infer, calibration_sampling(job.model, job.infer, job.quantize, rows)
     return replace(
         recipe_sampling(infer), seed=own.seed, batch_size=own.batch_size, latents=None, sizes=None, source=own.source,
@@ -53,9 +53,9 @@ def choosing_sampling(job: QuantizeJob, rows: Sequence[Row]) -> Sampling:
 
 
 def with_precise_steps(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[Infer, PreciseChosen | None]:
-    """The job's ``infer`` with the schedule of ``precise_steps``, and how it was chosen, which the cache keeps.
+    """Choose the schedule for ``infer.precise_steps``; return ``infer`` with it, and how it was chosen (cached).
 
-    ``calls`` are those of calibration. Raises ConfigError for a target that no number of steps reaches.
+    ``calls``: the denoiser inputs kept by calibration. Raises ConfigError for a target that no number of steps reaches.
     """
     infer, wanted = job.infer, job.infer.precise
     if wanted is None or not infer.chooses_precise:
@@ -95,7 +95,7 @@ def with_precise_steps(variants: Variants, job: QuantizeJob, calls: Statistics) 
 
 
 def wanted_schedules(infer: Infer, products: Tensor, step_time: float | None) -> list[str]:
-    """The schedules for ``precise_steps``, among which engines decide. Raises ConfigError for a target out of reach."""
+    """Return the candidate schedules for ``infer.precise_steps``. Raises ConfigError for a target out of reach."""
     wanted, steps = infer.precise, len(products) - 1
     assert wanted is not None
     count = wanted.count
@@ -129,11 +129,11 @@ def choose_steps(
     step_time: float | None,
     controls: Mapping[str, Control] = {},
 ) -> PreciseChosen:
-    """The one of the ``found`` schedules with the largest gain over the recipe, and over the ``controls`` if any.
+    """Choose from ``found`` the schedule with the largest gain over the recipe, and over any ``controls``.
 
-    The first half of the prompts chooses, the other one checks. ``step_time`` is what one precise step adds, as a share
-    of the recipe's denoising; None where nothing is timed. The steps are used only where their gain is beyond that of
-    each of the controls in the same time, by intervals of 95 % for all of them together.
+    The first half of the prompts chooses, the second half checks. ``step_time``: time added by one precise step, as a
+    share of the recipe's denoising; None if nothing is timed. The schedule is used only if its gain exceeds that of
+    every control of equal time, by confidence intervals that hold jointly at 95 %.
     """
 
     def by(schedule: str | None) -> Latents:
@@ -144,12 +144,12 @@ def choose_steps(
         return (step_time or 0.0) * schedule.count(WEIGHTS_ALONE)
 
     def gain(latents: Latents | None, numbers: Sequence[int]) -> Tensor:
-        """In dB over the recipe alone, by prompt; None: full precision."""
+        """Return the gain in dB over the recipe alone, by prompt; ``latents=None``: full precision."""
         made = reference[numbers] if latents is None else latents(numbers)
         return plain[numbers] - errors_in_db(reference[numbers], made)
 
     def margin(schedule: str) -> float:
-        """The gain beyond that of the best control, on the prompts that choose."""
+        """Return the gain minus the best control's gain, on the first half of the prompts."""
         others = [gain(control(time_of(schedule)), choosing).mean().item() for control in controls.values()]
         return candidates[schedule] - max(others, default=0.0)
 
@@ -179,9 +179,9 @@ def choose_steps(
 def controls_of(
     variants: Variants, prompts: Sequence[str], sampling: Sampling, full_cost: float, calls: Statistics
 ) -> Mapping[str, Control]:
-    """What else takes a share of time more than the recipe, by name; full precision costs ``full_cost`` of its calls.
+    """Return the alternatives of equal time, by name. ``full_cost``: time of a full-precision call in recipe calls.
 
-    Layers are kept in the simulation, if memory has room; their time is taken to be as their multiplications.
+    Layers stay in high precision in the simulation, if memory has room; their time is estimated by multiplications.
     """
     checkpoint, denoiser, steps = variants.loaded.checkpoint, variants.loaded.denoiser, sampling.steps_taken
     unquantized, plain = variants.engines[FULL_PRECISION], replace(sampling, schedule=None)
@@ -195,7 +195,7 @@ def controls_of(
 
     @cache
     def ranked() -> dict[str, int]:
-        """The multiplications of each quantized layer, of the most sensitive first."""
+        """Return the multiplications of each quantized layer, the most sensitive layer first."""
         scale, shared = variants.loaded.guidance_scale, variants.shared
         found = measure_sensitivity(checkpoint, dict(variants.assignment), calls, 0, scale, shared).network_error
         simulated = variants.simulation(denoiser)
@@ -206,7 +206,7 @@ def controls_of(
         if full_cost <= 1 + share:
             return None
         simulated, layers = variants.simulation(denoiser), ranked()
-        before = dict(zip(layers, accumulate(layers.values()), strict=True))  # up to each layer
+        before = dict(zip(layers, accumulate(layers.values()), strict=True))  # summed up to and including each layer
         room = share / (full_cost - 1) * sum(layers.values())
         quantized = [name for name in layers if before[name] > room]
         engines = ChainMap({denoiser: simulated}, unquantized)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def controls_of(
 
 
 def multiplications(network: nn.Module, layers: Iterable[str], call: Callable[[], object]) -> dict[str, int]:
-    """The number that each of these ``layers`` multiplies in a ``call`` of the network, in their order."""
+    """Count the multiplications of each of the ``layers`` in one ``call`` of the network."""
     counts = dict.fromkeys(layers, 0)
 
     def count(name: str, module: nn.Module, inputs: object, output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The main job: from a checkpoint to the quantized model's files, its images, and a record of its figures."""
+"""The command ``quantize``: from a checkpoint to the quantized model's files, its images and a record."""
 
 import logging
 from pathlib import Path
@@ -17,8 +17,8 @@ LOG = logging.getLogger(__name__)
 def quantize(job: QuantizeJob, directory: Path) -> float | None:
     """Run the job in ``directory`` and return the mean PSNR in dB; the record is written last.
 
-    If this very job is done already, the directory stays as it is. Files of an interrupted attempt are removed. Of two
-    processes with one directory the second waits for the first.
+    If the same job is done already, the directory is not changed. Files of an interrupted attempt are removed. A second
+    process with the same directory waits for the first.
     """
     check_runtimes(job)
     job_folder.check_own(directory)
@@ -37,6 +37,6 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         try:
             record = run(job, Shared(facts, directory, cache_of(job.cache)), wanted)
         except Exception:
-            job_folder.check_still_there(directory)  # else that is why
+            job_folder.check_still_there(directory)  # a removed folder explains the failure
             raise
         return job_folder.closing_words(record, directory)

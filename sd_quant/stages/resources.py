@@ -1,4 +1,4 @@
-"""The memory and disk that a job takes, compared with the machine before anything is started."""
+"""Estimates of the memory, GPU memory and disk that a job takes, checked against the machine before it starts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ Bytes = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Needs:
-    """The most bytes that a job takes: of memory and of a GPU by stage, of the disk by kind of file."""
+    """The peak bytes that a job takes: memory and GPU memory by stage, disk by kind of file."""
 
     memory: Bytes = field(default_factory=dict)
     gpu: Bytes = field(default_factory=dict)
@@ -43,14 +43,14 @@ NOTHING = Needs()
 
 
 def workload_of(infer: Infer) -> PipelineCall:
-    """The work of one call of the pipeline, by the knobs."""
+    """Return the size of one call of the pipeline (runtime, pixels, precision), from the knobs."""
     pixels = infer.batch_size * max(width * height for width, height in [(infer.width, infer.height), *sizes_of(infer)])
     tile = pixels if infer.vae_tile is None else infer.batch_size * infer.vae_tile**2
     return PipelineCall(RUNTIMES[infer.engine], pixels, infer.precision == "fp32", min(pixels, tile))
 
 
 def images_need(parameters: Parameters, infer: Infer) -> Needs:
-    """The engine's images, one part open at a time; a plan's GPU is unchecked: it may be of four bits."""
+    """Estimate images by the engine, one part open at a time; no GPU memory for plans, which may have four bits."""
     work = workload_of(infer)
     needs = part_needs(parameters, work)
     return Needs(needs.memory) if work.runtime.file == "plan" else needs
@@ -62,20 +62,20 @@ def part_needs(parameters: Parameters, work: PipelineCall) -> Needs:
 
 
 def by_torch(work: PipelineCall) -> PipelineCall:
-    """The same work done by torch, whichever engine is named."""
+    """Return the same call, executed by torch."""
     return replace(work, runtime=RUNTIMES["torch"])
 
 
 def simulation_needs(parameters: Parameters, infer: Infer) -> Needs:
-    """Images by torch, with one part open at a time and the denoiser simulated in fp32."""
+    """Estimate images by torch, with one part open at a time and the denoiser simulated in fp32."""
     work = by_torch(workload_of(infer))
     return part_needs(parameters, work) | Needs(gpu={"the simulation": memory_of_simulation(parameters, work)})
 
 
 def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize, hessians: int = 0) -> Needs:
-    """Calibration with all parts but the VAE open, or nothing where statistics are given.
+    """Estimate calibration with all parts except the VAE open; nothing if statistics are given by path.
 
-    ``hessians`` are on the device once, in memory for earlier prompts, this segment and both, on disk for each segment.
+    ``hessians``: bytes of one set of Hessians. The device holds one set, memory three, the disk one a segment.
     """
     if quantize.calibration is not None:
         return NOTHING
@@ -88,7 +88,7 @@ def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize, 
 
 
 def plans_need(parameters: Parameters, stored: float) -> Needs:
-    """One plan is built at a time, each as large as the ``stored`` bytes of its ONNX file."""
+    """Estimate building plans one at a time; on disk, all together take ``stored`` bytes, as their ONNX files do."""
     return Needs({"plans": PROCESS + PLAN_BYTES * max(parameters.values())}, disk={"plan": stored})
 
 
@@ -102,9 +102,9 @@ def run_needs(
     targets: int,
     hessians: int = 0,
 ) -> Needs:
-    """All steps of ``quantize.py``; ``stored`` has the bytes of unquantized weights, ``hessians`` those of Hessians.
+    """Estimate all steps of ``quantize``. ``stored``: bytes of unquantized weights by part, the denoiser first.
 
-    On the disk the denoiser, the first part, counts as if nothing were quantized.
+    Files on disk are estimated as if nothing were quantized. ``hessians``: bytes of one set of Hessians.
     """
     denoiser, every = next(iter(stored.values())), sum(stored.values())
     files = {
@@ -122,9 +122,9 @@ def run_needs(
 
 
 def check_machine(needs: Needs, directory: Path | None = None) -> None:
-    """Raises ResourceError, with the figures, unless memory, GPU and disk of this machine are large enough.
+    """Raise ResourceError, with the figures, unless this machine's memory, GPU memory and disk are large enough.
 
-    A machine without a GPU lacks none. ``directory`` lies on the disk; None where nothing is written.
+    GPU memory is not checked on a machine without a GPU, nor the disk without a ``directory``.
     """
     available, free = available_memory_bytes(), available_cuda_memory_bytes()
     too_large = {stage: needed for stage, needed in needs.memory.items() if needed > available}
@@ -146,7 +146,7 @@ def check_machine(needs: Needs, directory: Path | None = None) -> None:
 
 
 def most_at_once(parameters: Parameters, denoiser: str, infer: Infer, compiled: bool) -> int:
-    """How many quantized denoisers memory holds beside an unquantized variant, and torch's if ``compiled``."""
+    """Return how many quantized denoisers fit beside the unquantized engine (and a compiled one, if ``compiled``)."""
     weights, (memory, gpu) = parameters[denoiser], memory_of_variant(parameters, workload_of(infer))
     beside = TORCH_BYTES * weights if compiled else 0
     rooms, free = [available_memory_bytes() - sum(memory.values()) - beside], available_cuda_memory_bytes()
@@ -156,5 +156,5 @@ def most_at_once(parameters: Parameters, denoiser: str, infer: Infer, compiled: 
 
 
 def figures(sizes: Bytes) -> str:
-    """The sizes, for a message."""
+    """Format the sizes in GB for a message."""
     return ", ".join(f"{name} {size / GB:.1f} GB" for name, size in sizes.items())

@@ -1,6 +1,6 @@
-"""Entries that the record of a run and that of a judged checkpoint share: scores of images, texts, facts of the job.
+"""Record entries common to runs and judged checkpoints: image scores, text scores and facts of the job.
 
-An add-on has a verdict on two of the scores that the knobs ``metrics`` ask for, MLPerf's.
+If the MLPerf add-on is installed, the text scores also get its verdict (whether MLPerf's accuracy limits are met).
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,9 +37,9 @@ def shared_entries(
     session: Session, infer: Infer, metrics: Metrics, facts: dict, step: StageTimer, full: Generated,
     quantized: Generated, calls: Mapping[str, int] = {},
 ) -> dict[str, Any]:  # fmt: skip
-    """The entries that the record of a run and that of a judged checkpoint share.
+    """Return the record entries that runs and judged checkpoints share.
 
-    ``full`` and ``quantized`` are images, ``facts`` what the job started from, ``calls`` those of each denoiser.
+    ``full`` and ``quantized``: images; ``facts``: versions, machine, inputs; ``calls``: calls an image, by denoiser.
     """
     prompts, categories = infer.prompt_list(), infer.categories()
     scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents))
@@ -72,13 +72,13 @@ def shared_entries(
 
 
 def values_against_prompts(scores: Mapping[str, Any]) -> dict[str, tuple[list, list]]:
-    """The values of each image and of full precision's, of the text scores that have some, by their keys."""
+    """Return (quantized, full-precision) values by image, for each text score that has such values, by key."""
     pairs = {key: [at(scores, variant, key, "values") for variant in (QUANTIZED, FULL_PRECISION)] for key in NAMED}
     return {key: (own, full) for key, (own, full) in pairs.items() if own and full}
 
 
 def same_steps(full: Latents, quantized: Latents) -> tuple[Latents, Latents]:
-    """Latents of as many steps: of all, or of the last where the numbers of steps differ."""
+    """Return the latents of all steps or, if the numbers of steps differ, of the last step only."""
     if full[0].shape == quantized[0].shape:
         return full, quantized
     return [each[-1:] for each in full], [each[-1:] for each in quantized]
@@ -87,9 +87,9 @@ def same_steps(full: Latents, quantized: Latents) -> tuple[Latents, Latents]:
 def text_scores(
     metrics: Metrics, infer: Infer, checkpoint: Checkpoint, prompts: list[str], variants: Mapping[str, Images]
 ) -> dict:
-    """The record's text scores of each variant's images (full precision's first), or the reason why there are none.
+    """Compute the text scores of each variant's images (full precision first), or a reason if none was asked for.
 
-    Each of the others has its ``difference`` from full precision with an interval at 95 %, prompt by prompt.
+    Variants after the first also get the ``difference`` from full precision, paired by prompt, with a 95 % interval.
     """
     asked = {
         knob: [input_path(given)] if isinstance(given, str) else [] for knob, given in asdict(metrics).items() if given
@@ -113,12 +113,12 @@ def text_scores(
 
 
 def described(interval: Interval) -> dict[str, float | None]:
-    """An interval for the record; ends that are infinite, as of a single prompt, are None."""
+    """Convert an interval for the record; infinite ends (from a single prompt) become None."""
     return dict(zip(("mean", "low", "high"), (interval.value, *interval.ends), strict=True))
 
 
 def how_made(infer: Infer, checkpoint: Checkpoint) -> dict:
-    """The conditions under which the images were made."""
+    """Return the conditions under which the images were made: scheduler, steps, guidance, size, noise."""
     sampler = pipeline_of(checkpoint, {}).own_sampler
     deciding = {name: sampler.config.get(name) for name in ("timestep_spacing", "steps_offset")}
     return {
@@ -131,9 +131,9 @@ def how_made(infer: Infer, checkpoint: Checkpoint) -> dict:
 def scores_of(
     reference: Images, images: Images, prompts: list[str], asked: Mapping[str, Sequence[Path]]
 ) -> dict[str, dict]:
-    """Each score of one variant's images, with the reason where nobody asked for it or an add-on has failed.
+    """Compute each score of one variant's images; give a reason for a score not asked for, or that failed.
 
-    ``asked`` has the knobs of ``metrics`` that are given, each with its file or without one.
+    ``asked``: the knobs of ``metrics`` that are set, each with a list of its file, or an empty list.
     """
     given = {
         Against.PROMPTS: [images, prompts], Against.REFERENCE: [images, list(reference)], Against.PHOTOGRAPHS: [images]
@@ -152,7 +152,7 @@ def scores_of(
 
 
 def verdict(entries: Mapping[str, Mapping], made: Mapping) -> dict:
-    """MLPerf's on one variant's scores: ``{passes, reason}``."""
+    """Return MLPerf's verdict on one variant's scores: ``{passes, reason}``."""
     try:
         with at_work("scores"):
             return loaded("scores", "mlperf", "MLPerf's verdict")(entries, made)

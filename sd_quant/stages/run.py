@@ -1,4 +1,4 @@
-"""The steps of the main job in their order; each is a function in a file of its own."""
+"""The steps of ``quantize`` in order; each step is a function in another module of this package."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,7 +24,7 @@ from sd_quant.stages.verify import executed_layers, memory_of_run, verify
 
 
 def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
-    """Take all steps, write the record with the job's ``fingerprint``, and return it."""
+    """Run all steps of a job; write and return the record, which has the job's ``fingerprint``."""
     step = StageTimer()
     say_choice(job.infer)
     with step("load"):

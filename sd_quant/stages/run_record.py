@@ -52,15 +52,15 @@ class Results:
     comparison: VariantOutputs
     latency: dict
     parity: dict
-    executed: dict  # in which numbers the quantized layers are multiplied
+    executed: dict  # the numeric types in which quantized layers multiply
     handed_over: dict[str, HandedOver]  # by target
     memory: dict  # by part
-    levers: Levers | None  # beside bits
+    levers: Levers | None  # settings other than quantization that save time
     noise_floor: dict  # by way
 
 
 def written_record(job: QuantizeJob, results: Results, step: StageTimer, fingerprint: str) -> Record:
-    """Write the run's record, its facts and trackers' copies. Raises SdQuantError where the folder was removed."""
+    """Write the run's record and facts, and log to trackers. Raises SdQuantError if the folder was removed."""
     directory = results.variants.directory
     check_still_there(directory)
     record = record_of(job, results, step, fingerprint)
@@ -114,14 +114,14 @@ def record_of(job: QuantizeJob, results: Results, step: StageTimer, fingerprint:
 
 
 def part_entry(results: Results, part: str, preset: str) -> QuantizedPart:
-    """The record's entry for another quantized part than the denoiser."""
+    """Return the record's entry for a quantized part other than the denoiser."""
     full, quantized = (results.comparison.outputs[variant][part] for variant in (FRAMEWORK, QUANTIZED))
     outputs = {name: cast(Moved, moved(output, quantized[name])) for name, output in full.items()}
     return {"preset": preset, "layers": count_layers(results.variants.assignments[part]), "outputs": outputs}
 
 
 def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
-    """The record's ``sensitivity``: the measurements by which layers were chosen."""
+    """Return the record's ``sensitivity``: the measurements by which layers or presets were chosen."""
     if chosen.sensitivity:
         return {"curve": chosen.sensitivity.curve}
     if chosen.fitted:
@@ -130,7 +130,7 @@ def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
 
 
 def sizes(parts: Mapping[str, Part], parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:
-    """Bytes of each part's files, and of its weights in fp32."""
+    """Return the bytes of each part's files, and of its weights in fp32."""
     by_part: dict[str, Sizes] = {}
     for part, count in parameters.items():
         weights = 4 * count
@@ -152,19 +152,19 @@ def sizes(parts: Mapping[str, Part], parameters: dict[str, int], directory: Path
 
 
 def bytes_of(onnx_path: Path) -> int:
-    """Bytes of an ONNX file and of the files beside it, which hold its weights."""
+    """Return the bytes of an ONNX file and of the files beside it, which hold its weights."""
     return sum(file.stat().st_size for file in onnx_path.parent.iterdir())
 
 
 def count_layers(assignment: Mapping[Any, LayerAssignment]) -> Layers:
-    """The number of convolutions and linears that are quantized, and of those that are not."""
+    """Count the convolutions and linears that are quantized, and those that are not."""
     layers = [layer for layer in assignment.values() if layer.role not in WITHOUT_WEIGHTS]
     quantized = sum(layer.format is not None for layer in layers)
     return {"quantized": quantized, "high_precision": len(layers) - quantized}
 
 
 def count_smoothing(assignment: Mapping[str, LayerAssignment], onnx_path: Path) -> dict[str, int]:
-    """Smoothed and folded layers, and the exported graph's multiplications for them; 0 where there is no graph."""
+    """Count smoothed layers, folded layers, and the exported graph's smoothing multiplications (0 without a graph)."""
     nodes = onnx.load(onnx_path, load_external_data=False).graph.node if onnx_path.exists() else ()
     return {
         "smoothed_layers": sum(

@@ -1,7 +1,7 @@
 """The one way to open a model: every command and the Python interface begin here.
 
-A session is a checkpoint that has passed all checks, of the knobs against its structure, of its weights, and of the
-memory and disk that the job takes on this machine. It also makes the pool that opens the model's engines.
+A session is an opened checkpoint that has passed all checks: of the knobs against its structure, of its weights, and of
+this machine's memory and disk. It also makes the pool that opens the model's engines.
 """
 
 import math
@@ -33,18 +33,18 @@ from sd_quant.places import input_path, output_path
 from sd_quant.stages import checks, resources
 from sd_quant.stages.generate import calibration_sampling, pixels_of, recipe_sampling, sampling_of
 
-SCALE = 5.0  # guidance scale with which a pipeline is observed that has no recommended one
+SCALE = 5.0  # guidance scale of the recorded run of a pipeline without a recommended scale
 
 
 @dataclass(frozen=True)
 class Session:
-    """A checkpoint that is open. No weight is in memory."""
+    """An open checkpoint. Its weights are not in memory."""
 
     checkpoint: Checkpoint
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """The exported parts by name, the denoiser first."""
+        """The model's parts by name, the denoiser first."""
         return self.checkpoint.parts()
 
     @cached_property
@@ -59,16 +59,16 @@ class Session:
 
     @property
     def component(self) -> str:
-        """diffusers' name of the same network."""
+        """The diffusers component that holds the denoiser, such as ``unet``."""
         return denoiser_part(self.checkpoint).component
 
     @property
     def stored_bytes(self) -> dict[str, int]:
-        """Bytes of each part's unquantized weights, as they are exported."""
+        """Bytes of each part's unquantized weights in the dtype of its export."""
         return {part: self.parts[part].contract.weights.itemsize * count for part, count in self.parameters.items()}
 
     def check(self, model: Model, infer: Infer, quantize: Quantize | None = None) -> None:
-        """Check the knobs of images, and of calibration, against the checkpoint's structure. Raises ConfigError."""
+        """Check the knobs of images and calibration against the checkpoint's structure. Raises ConfigError."""
         checks.check_mask(self.checkpoint, "infer.", infer.mask)
         checks.check_latents(self.checkpoint, infer)
         checks.check_tile(self.checkpoint, infer)
@@ -91,7 +91,7 @@ class Session:
             check_arguments(self.checkpoint, [sampling_of(infer), *recipes, *own])
 
     def check_images(self, model: Model, infer: Infer, simulated: bool) -> None:
-        """Check a request for images by torch, ``simulated`` or in full precision. Raises SdQuantError."""
+        """Check the knobs and memory for images by torch, ``simulated`` or in full precision. Raises SdQuantError."""
         checks.check_request(model, infer)
         self.check(model, infer)
         work = resources.by_torch(resources.workload_of(infer))
@@ -105,12 +105,12 @@ class Session:
     def together(
         self, work: PipelineCall, beside: resources.Needs = resources.NOTHING, what: str = "all parts of the model"
     ) -> bool:
-        """Whether memory and GPU hold all parts at once, with what is open ``beside`` them; else a log says why not."""
+        """Return whether memory and GPU hold all parts at once, with ``beside`` in addition; log if they do not."""
         memory, gpu = memory_of_variant(self.parameters, work)
         return fits({**memory, **beside.memory}, what, {**gpu, **beside.gpu})
 
     def engines(self, open_engine: Callable[[Any], Engine], together: bool) -> Pool:
-        """Engines by key, opened by ``open_engine`` when they are asked for; one at a time if not ``together``."""
+        """Pool engines by key; each is opened by ``open_engine`` at first use, one at a time if not ``together``."""
         return Pool(open_engine, most=None if together else 1)
 
 
@@ -121,11 +121,11 @@ def open_session(
     directory: Path | None = None,
     finite: bool = True,
 ) -> Session:
-    """Open the model's checkpoint and make all checks; ``load`` is the same for a job with a recipe.
+    """Open and check the model's checkpoint, for jobs without a recipe (with a recipe: ``load``).
 
-    ``needs``: what the job takes of this machine, by default what images take. ``directory`` is written to.
-    ``finite=False`` reads no weights, for engines with their own. Raises what the reader raises, ConfigError for knobs
-    that do not fit the checkpoint, ArtifactError for weights that are not finite, ResourceError for a small machine.
+    ``needs``: the memory and disk that the job takes, by default those of images; ``directory``: the folder written to.
+    ``finite=False`` does not read the weights, for engines from files. Raises ConfigError for knobs that do not fit the
+    checkpoint, ArtifactError for an unreadable file or weights that are not finite, ResourceError for a small machine.
     """
     if infer is None:
         session = open_unchecked(model)
@@ -138,7 +138,7 @@ def open_session(
 
 
 def begin(model: Model, infer: Infer, sized: Mapping[str, Infer | Model]) -> Session:
-    """Check the request for images and open the checkpoint; ``sized`` are the sections that state sizes of images."""
+    """Check the knobs of images and open the checkpoint; ``sized``: the knob sections with image sizes, by name."""
     checks.check_request(model, infer)
     checks.warn_of_size(model, sized)
     return open_unchecked(model)
@@ -147,7 +147,7 @@ def begin(model: Model, infer: Infer, sized: Mapping[str, Infer | Model]) -> Ses
 def finish(
     session: Session, needs: Callable[[Session], resources.Needs] | None, directory: Path | None, finite: bool
 ) -> None:
-    """Check the machine, and last, because that reads all of them, the weights."""
+    """Check the machine, then the weights; these come last because all are read. Raises SdQuantError."""
     if needs is not None:
         resources.check_machine(needs(session), directory)
     if finite:
@@ -156,7 +156,7 @@ def finish(
 
 
 def open_unchecked(model: Model) -> Session:
-    """The checkpoint unchecked, for what reads its structure alone or goes on with a job that was checked."""
+    """Open the checkpoint without checks: to read only its structure, or to continue a job that was checked."""
     if model.family == OBSERVED:
         return Session(observed_checkpoint(model))
     return Session(open_checkpoint(
@@ -168,7 +168,7 @@ def open_unchecked(model: Model) -> Session:
 
 
 def observed_checkpoint(model: Model) -> ObservedCheckpoint:
-    """The pipeline in the model's folder, of whichever family, opened by observation."""
+    """Open any diffusers pipeline in the model's folder; its structure is recorded by watching one run."""
     path, given, example = input_path(model.path), model.given_arguments(), dict[str, Any]()
     if model.calibration_table is not None:
         row = model.calibration_rows()[0]
@@ -183,6 +183,6 @@ def observed_checkpoint(model: Model) -> ObservedCheckpoint:
 
 
 def write_observed(session: Session, directory: Path) -> None:
-    """Write what was observed of the session's pipeline, if it was, to ``directory``."""
+    """Write the recorded structure of the pipeline, if it has one, to ``observed.json`` in ``directory``."""
     if isinstance(session.checkpoint, ObservedCheckpoint):
         write_json(directory / OBSERVED_JSON, session.checkpoint.observation.to_json())

@@ -1,6 +1,6 @@
-"""Results that jobs of one model share through the cache: measurements, and images with outputs of parts.
+"""Results that jobs of one model share through the cache: measurements, images and outputs of parts.
 
-Jobs that want the same at once divide the work.
+Jobs that need the same results at the same time divide the work.
 """
 
 import json
@@ -31,33 +31,33 @@ from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.generate import sampling_of
 
 FOUND, BATCH = "found.json", "batch.safetensors"
-TOGETHER = 16  # entries into which many measurements are divided, and the most measurements of an entry
-HALF = "half"  # a call of the conditional half of a guided batch
+TOGETHER = 16  # cache entries among which measurements are divided; also the most measurements of one entry
+HALF = "half"  # key of calls with only the conditional half of a guided batch
 
 
 @dataclass(frozen=True)
 class CallsOfAnImage:
-    """The number of the denoiser's calls by which an image is made."""
+    """The number of denoiser calls for one image, by kind."""
 
     whole: int
-    half: int = 0  # of the conditional half of a guided batch alone
-    precise: Mapping[str, int] = field(default_factory=dict)  # of all these, by the letter of a precise step
-    in_a_step: float = 1.0  # that is computed: some pipelines call for each half, some samplers twice
-    by_denoiser: Mapping[str, int] = field(default_factory=dict)  # of each, where the pipeline has several
+    half: int = 0  # with only the conditional half of a guided batch
+    precise: Mapping[str, int] = field(default_factory=dict)  # calls in precise steps, by the schedule's letter
+    in_a_step: float = 1.0  # calls a computed step, e.g. 2 if guidance is two calls, or a sampler calls twice
+    by_denoiser: Mapping[str, int] = field(default_factory=dict)  # calls of each denoiser, if the pipeline has several
 
     def share(self, costs: Mapping[str, float], steps: int) -> float:
-        """The calls' time as a share of whole ones of ``steps``; ``costs`` of letters and HALF are in whole calls."""
+        """Return these calls' time relative to ``steps`` whole steps; ``costs``: in whole calls, by letter and HALF."""
         more = sum(count * (costs[letter] - 1) for letter, count in self.precise.items())
         return (self.whole + self.half * costs.get(HALF, 1.0) + more) / (self.in_a_step * steps)
 
 
 @dataclass(frozen=True)
 class VariantOutputs:
-    """Images and outputs of variants of the model for the same prompts and seeds."""
+    """Images and part outputs of the model's variants (torch, engines) for the same prompts and seeds."""
 
     images: dict[str, Generated]  # by variant
     inputs: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)  # by part: of one call of torch's pipeline
-    outputs: Mapping[str, Outputs] = field(default_factory=dict)  # by variant: what the parts computed from these
+    outputs: Mapping[str, Outputs] = field(default_factory=dict)  # by variant: outputs of the parts for ``inputs``
     # of torch's pipeline: inputs of further calls of the denoiser, spread over images and steps
     calls: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
     of_an_image: CallsOfAnImage | None = None  # of the quantized variant
@@ -65,9 +65,9 @@ class VariantOutputs:
 
 @dataclass(frozen=True)
 class Shared:
-    """The cache, as a job uses it."""
+    """A job's access to the cache, with the facts of which cache keys consist."""
 
-    facts: dict  # of the job, which keys are made of
+    facts: dict  # of the job: versions, machine, inputs; for keys
     directory: Path  # for temporary files
     cache: Cache
 
@@ -77,24 +77,24 @@ class Shared:
         return weights_sha256(self.facts)
 
     def made_of(self, *modules: str) -> dict[str, Any]:
-        """What every result depends on: the model, the code of these ``modules``, packages and the machine."""
+        """Return the key entries of every result: the model, the code of ``modules``, package versions, the machine."""
         packages = dict.fromkeys(("torch", "diffusers", "transformers", *(row.package for row in RUNTIMES.values())))
         return {
             "checkpoint": self.sha256,
             "source": source_digest("checkpoints.kinds", *modules),
             "versions": {name: self.facts["versions"].get(name) for name in packages},
-            # processors round differently
+            # CPUs and GPUs round differently
             "machine": [self.facts["machine"][name] for name in ("cpu", "usable_cores", "gpus")],
         }
 
     def found(self, kind: str, origin: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-        """The result of this ``origin``: from the cache, or else what ``make`` returns, which JSON can hold."""
+        """Return the result for key ``origin`` from the cache, or else from ``make`` (a value that JSON can hold)."""
         return self.all_found(kind, {"one": origin}, lambda name: make())["one"]
 
     def all_found(
         self, kind: str, origins: Mapping[str, Mapping[str, Any]], make: Callable[[str], Any]
     ) -> dict[str, Any]:
-        """The results of several origins by name, as ``found``."""
+        """Return results for several keys, by name; ``make`` is called with the name of a missing one."""
 
         def write(name: str, made: Path) -> None:
             (made / FOUND).write_text(json.dumps({"found": make(name)}), encoding="utf-8")
@@ -106,7 +106,7 @@ class Shared:
     def measure_of(
         self, assignment: Mapping[str, LayerAssignment], calls: Mapping[str, Tensor], guidance_scale: float
     ) -> Measure:
-        """A measure of errors of the network with this assignment, on these ``calls``, that other jobs take part in."""
+        """Return a cached, shared measure of the network's error with this assignment on the inputs ``calls``."""
         origin = self.made_of("simulation.sensitivity", "stages.open_parts") | {
             "modelopt": self.facts["versions"].get("nvidia-modelopt"),
             "assignment": assignment_digest(assignment),
@@ -121,7 +121,7 @@ class Shared:
         choices: Mapping[str, Collection[str]],
         error: Callable[[Collection[str]], float],
     ) -> dict[str, float]:
-        """The ``error`` with each choice of layers quantized: with an ``origin`` a ``sensitivity.Measure``."""
+        """Return the ``error`` of each choice of quantized layers, by name, from the cache or measured here."""
         names, size = list(choices), min(TOGETHER, max(1, len(choices) // TOGETHER))
         parts = {str(first): names[first : first + size] for first in range(0, len(names), size)}
         origins = {
@@ -140,11 +140,11 @@ class Shared:
         engine: Mapping[str, Any] = {},
         sampling: Sampling | None = None,
     ) -> VariantOutputs:
-        """What ``make`` returns, or what the cache has for the same model, machine, ``sampling`` and ``engine``."""
+        """Return ``make``'s images, or the cache's for the same model, machine, ``sampling`` and ``engine``."""
         origin = self.origin(checkpoint, infer.prompt_list(), infer, engine, sampling or sampling_of(infer))
         made = cache(lambda: make(partial(self.divided, origin)))
         if not self.cache.holds("images", origin):
-            made()  # beside others that do the same, which is why no lock is held yet
+            made()  # without the lock, so that other jobs can make batches too
         with temporary_folder(self.directory) as temporary:
             path = Path(temporary) / "images.safetensors"
             self.cache.provide(
@@ -159,7 +159,7 @@ class Shared:
         make: Callable[[int], Tensors],
         also: Sequence[Any] = (),
     ) -> list[Tensors]:
-        """Batches of the images of this ``origin``, each from the cache or made here: a ``pipeline.ByBatch``."""
+        """Return the batches of images with key ``origin``, each from the cache or made here (a ``ByBatch``)."""
         prompts = origin["prompts"]
         origins = {
             str(place): {
@@ -182,12 +182,12 @@ class Shared:
     def origin(
         self, checkpoint: Checkpoint, prompts: list[str], infer: Infer, engine: Mapping[str, Any], sampling: Sampling
     ) -> dict[str, Any]:
-        """All that images depend on, as a key of the cache. ``engine`` names the engine that makes them."""
+        """Return the cache key of images: all that they depend on. ``engine``: key entries of the engine."""
         return {
             **self.made_of("export.parts", "inference.parity", "inference.loading"),
-            # which calls are kept, under which names
+            # the code that decides which calls are kept, and their names
             "packed": [sha256(Path(__file__).with_name(name)) for name in ("shared.py", "compare.py")],
-            "contracts": key_of(checkpoint),  # knobs may give a checkpoint's parts other shapes
+            "contracts": key_of(checkpoint),  # knobs may change the shapes of parts
             "prompts": prompts,
             "sampling": sampling.described(),
             "precision": infer.precision,
@@ -196,21 +196,21 @@ class Shared:
 
 
 def cache_of(folder: CacheFolder) -> Cache:
-    """The cache that the knobs name; one that keeps nothing where they name none."""
+    """Return the cache that the knobs name, or a cache that keeps nothing."""
     return Cache(output_path(folder.dir) if folder.dir else None, folder.limit_gb * 1e9)
 
 
 def pack(made: VariantOutputs) -> dict[str, Tensor]:
-    """The images and tensors by paths, as safetensors stores them."""
+    """Flatten images and outputs to tensors by path, for a safetensors file. Reverse: ``unpack``."""
     images = {name: {"images": each.images, "latents": each.latents} for name, each in made.images.items()}
     found = flat({"images": images, "inputs": made.inputs})
-    # some outputs of a part are one tensor, a call may be in inputs, and a file of safetensors holds no tensor twice
+    # cloned, because safetensors stores no tensor twice, and outputs or calls may share one
     found |= {path: each.clone() for path, each in flat({"outputs": made.outputs, "calls": made.calls}).items()}
     return {path: tensor.contiguous() for path, tensor in found.items()}
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Tensor]:
-    """The tensors in a tree of mappings and lists by their paths."""
+    """Flatten a tree of mappings and lists to tensors by path (``a/b/000000``)."""
     if isinstance(tree, list):
         tree = {f"{number:06}": each for number, each in enumerate(tree)}
     if not isinstance(tree, Mapping):
@@ -222,7 +222,7 @@ def flat(tree: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def tree_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Reverse ``flat``, but for lists, which become mappings in their order."""
+    """Reverse ``flat``, except that lists become mappings in the same order."""
     tree: dict = {}
     for path, tensor in sorted(tensors.items()):
         *folders, name = path.split("/")

@@ -1,4 +1,4 @@
-"""The folder of a result for another tool: its files, its card and its figures."""
+"""The folder of a model exported to another tool: its files, its model card and its figures."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,9 +46,9 @@ def write_target(
     measure: Measure | None,
     run: Path | None = None,
 ) -> HandedOver:
-    """Write a target's ``folder``, whole or not at all, with its card; returns its facts.
+    """Write a target's ``folder``, whole or not at all, with its model card; return its facts.
 
-    ``held`` are the target's of the ``assignments``, in a ``run`` or from Python by the lines ``command``.
+    ``held``: the ``assignments`` as the target can store them. ``command``: shell command or Python lines to make it.
     """
     checkpoint, parts = loaded.checkpoint, loaded.checkpoint.parts()
     assignment, rows, described_part = assignments[loaded.denoiser], held[loaded.denoiser], denoiser_part(checkpoint)
@@ -109,8 +109,8 @@ def write_target(
         }
         write_text(place / "README.md", model_card(described, target))
         write_json(place / FIGURES, described)
-        check_free(folder)  # once more, after all the time that the work has taken
-        remove_result(folder)  # an earlier one, which a rename does not replace
+        check_free(folder)  # checked again, as the work may have taken hours
+        remove_result(folder)  # an earlier result, which a rename does not replace
     return written
 
 
@@ -122,9 +122,9 @@ def write_folder(
     marks: Mapping[str, Readable] | None = None,
     precise_ends: tuple[int, int] = (0, 0),
 ) -> dict[str, Path]:
-    """Write what the target's consumer opens into ``folder``; returns the paths for its reader, by quantized part.
+    """Write the files that the target's consumer opens to ``folder``; return their paths, by quantized part.
 
-    ``marks`` say how the checkpoint samples, ``precise_ends`` how many first and last steps are precise.
+    ``marks``: tensors that tell how the checkpoint samples; ``precise_ends``: numbers of first and last precise steps.
     """
     folder.mkdir(exist_ok=True)
     parts, denoiser = checkpoint.parts(), checkpoint.family.DENOISER
@@ -137,7 +137,7 @@ def write_folder(
     if target.others is not None:
         without = set(quantized.values()) if target.others else set(checkpoint.components)
         write_pipeline_without(checkpoint, without, folder)
-    if target.runtime is not None:  # it writes all graphs at once
+    if target.runtime is not None:  # such a target's module writes all graphs at once
         own = rows.pop(quantized[denoiser])
         return dict.fromkeys(quantized, target.module.write(checkpoint, own, folder, rows))
     places = {component: in_place(checkpoint, part) for part, component in reversed(quantized.items())}

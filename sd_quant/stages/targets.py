@@ -1,4 +1,4 @@
-"""What the files of other tools hold of a recipe and of a pipeline, and what they lose."""
+"""Export targets: which layers of a recipe a target's files can store, and what of the pipeline is lost."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -19,20 +19,20 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.text import counted
 
-TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
+TEXT = ("context", "encoder_hidden_states")  # names of a denoiser's text input
 Rows = Mapping[str, LayerAssignment]
 Assignments = Mapping[str, Rows]  # by part, the denoiser first
 
 
 def check_servers(targets: Collection[str], checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a target whose servers do not load the checkpoint's pipeline, or that lacks its bf16."""
+    """Raise ConfigError for a target whose tools cannot load the checkpoint's pipeline or do not support its bf16."""
     for name in targets:
         check_served(TARGETS[name], checkpoint)
         check_bf16(TARGETS[name], checkpoint)
 
 
 def check_schedule(targets: Collection[str], infer: Infer) -> None:
-    """Raises ConfigError for a target that does not say which steps are precise, or not of these."""
+    """Raise ConfigError for a target that cannot express the schedule's precise steps (at most first and last)."""
     letters = infer.precise_letters
     for target in map(TARGETS.__getitem__, targets) if letters else ():
         able = ", ".join(name for name, each in TARGETS.items() if each.policy)
@@ -49,7 +49,7 @@ def check_schedule(targets: Collection[str], infer: Infer) -> None:
 
 
 def rows_of(targets: Collection[str], assignments: Assignments, checkpoint: Checkpoint) -> dict[str, Assignments]:
-    """Each part's rows as each target holds them. Raises ConfigError for a target that holds none of a denoiser's."""
+    """Convert the assignments for each target. Raises ConfigError if a target can store no layer of a denoiser."""
     denoisers = denoisers_of(checkpoint)
     return {
         name: {
@@ -63,12 +63,12 @@ def rows_of(targets: Collection[str], assignments: Assignments, checkpoint: Chec
 
 
 def quantized_in(rows: Rows) -> int:
-    """How many layers are quantized."""
+    """Count the quantized layers."""
     return sum(layer.format is not None for layer in rows.values())
 
 
 def computed_inputs(rows: Rows, target: ForeignFormat) -> dict[str, str]:
-    """How the target's consumer computes inputs, by the format of the weight, of those that a layer has."""
+    """Return how the target's consumer computes layer inputs, by weight format in use."""
     ways: dict[str, set[str]] = {}
     for row in rows.values():
         if row.format is not None:
@@ -77,7 +77,7 @@ def computed_inputs(rows: Rows, target: ForeignFormat) -> dict[str, str]:
 
 
 def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
-    """How many of the layers and attentions that the recipe quantizes are in high precision, by the reason."""
+    """Count, by reason, the layers and attentions that the recipe quantizes and the target does not."""
     names = [
         name
         for name, layer in assignment.items()
@@ -87,7 +87,7 @@ def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
 
 
 def widened(assignment: Rows, rows: Rows) -> list[str]:
-    """In words how many layers have a wider range than the recipe's, because their tensor has one range."""
+    """Say how many layers get a wider range than in the recipe, because one fused tensor has one range."""
     wider = [
         name for name, row in rows.items()
         if row.format and row.weight_amax is not None and not torch.equal(row.weight_amax, assignment[name].weight_amax)
@@ -101,7 +101,7 @@ def widened(assignment: Rows, rows: Rows) -> list[str]:
 
 
 def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
-    """In words how many layers that the target fuses have more than one branch, which makes it slower."""
+    """Say how many fused layers have several low-rank branches, stacked into one, which is slower."""
     groups = [[rows[name].low_rank for name in group] for _, _, group in groups_of(rows, target.fused)]
     downs = [[branch[1] for branch in group if branch is not None] for group in groups]
     apart = [own for own in downs if not all(torch.equal(down, own[0]) for down in own)]
@@ -114,7 +114,7 @@ def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
 
 
 def left_out(target: ForeignFormat, checkpoint: Checkpoint, assignment: Rows, rows: Rows) -> list[str]:
-    """What of the pipeline and of the recipe's ``assignment`` the target's result lacks, in words."""
+    """Say what of the pipeline and of the recipe's ``assignment`` the target's files lack."""
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
     nets = ["ControlNets, which are added to it as to any checkpoint"] * bool(getattr(checkpoint, "controlnets", ()))
     cut = [text] * cuts_padding(target, checkpoint)
@@ -122,18 +122,18 @@ def left_out(target: ForeignFormat, checkpoint: Checkpoint, assignment: Rows, ro
 
 
 def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:
-    """Whether the target's consumer gives the denoiser CLIP's tokens alone, without the zeros that NeMo adds."""
+    """Return whether the target's consumer passes only CLIP's tokens, without NeMo's zero padding."""
     tokens = [shape[1] for name, shape in denoiser_part(checkpoint).contract.inputs.items() if name in TEXT]
     return not target.pads and checkpoint.family.PADDED and tokens[0] > CONTEXT_LENGTH
 
 
 def absent(checkpoint: Checkpoint) -> list[str]:
-    """The components that the pipeline lacks, which diffusers has to be told when it opens a folder."""
+    """Return the optional components that the pipeline lacks; diffusers has to be told of them at opening."""
     return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
 
 
 def sampled(checkpoint: Checkpoint, family: str = "") -> Sampled:
-    """How the ``checkpoint`` samples: its own scheduler, and its networks' configs."""
+    """Return how the ``checkpoint`` samples: its own scheduler, and its networks' configs."""
     scheduler, modules = pipeline_of(checkpoint, {}).own_sampler, empty_modules(checkpoint)
     kind = next(each for each in type(scheduler).__mro__ if each.__module__.startswith("diffusers."))
     vae, denoiser = (getattr(modules.get(name), "config", {}) for name in ("vae", denoiser_part(checkpoint).component))

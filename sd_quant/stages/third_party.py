@@ -1,4 +1,4 @@
-"""A third-party checkpoint as the subject of a judgement, computed as the tool that it is made for computes it."""
+"""A third-party quantized checkpoint as a candidate of ``judge``, computed as in the tool for which it was made."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,23 +36,23 @@ BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.fl
 
 @dataclass(frozen=True)
 class OwnLibrary:
-    """The library or runtime that a checkpoint is made for, where it computes on this machine."""
+    """The library or runtime for which a checkpoint was made, if it works on this machine."""
 
     name: str
-    open: Callable[[], Engine]  # may raise anything: it is other people's code
+    open: Callable[[], Engine]  # third-party code, which may raise anything
 
 
 @dataclass(frozen=True)
 class SubjectPart:
-    """A part as a third-party checkpoint or a run has it."""
+    """A part of a third-party checkpoint or run."""
 
     reader: str  # a name of ``interchange.FORMATS``, or RUN
-    maker: str  # who made it, for people
-    stored_bytes: int  # of its network, an autoencoder's encoder included where it is a third party's
-    bits: float  # per weight of these
+    maker: str  # the tool that wrote it, for display
+    stored_bytes: int  # of its network; a third party's autoencoder includes the encoder
+    bits: float  # bits per weight
     rows: list[dict[str, Any]]  # of ``layers.csv``: every layer, quantized or not
-    open: Callable[[], Engine]  # as its consumer computes it, in torch and fp32
-    # the relative errors of quantized weights by the rows' names; none of a run, and of a denoiser
+    open: Callable[[], Engine]  # simulated in torch, fp32, as its consumer computes
+    # relative errors of quantized weights by row name; empty for runs and denoisers
     weight_errors: Callable[[], Mapping[str, float | None]] = dict
 
 
@@ -60,18 +60,18 @@ class SubjectPart:
 class Subject:
     """A third-party checkpoint or a run, opened."""
 
-    name: str  # of the folder of its results, and in tables
+    name: str  # in tables, and of its results' folder
     path: Path
-    file: Mapping[str, Any]  # what ``provenance.fingerprint`` says of it
-    parts: Mapping[str, SubjectPart]  # the denoiser first, then others that are quantized; the model's own stand beside
-    # layers of the denoiser that are quantized, for inputs of the full-precision network; empty of a run
+    file: Mapping[str, Any]  # its ``provenance.fingerprint``
+    parts: Mapping[str, SubjectPart]  # quantized parts, the denoiser first; the rest are the model's own
+    # quantized layers of the denoiser that take inputs of the full-precision network; empty for a run
     layers: Mapping[str, QuantizedLayer] = field(default_factory=dict)
     runtime: OwnLibrary | None = None
-    no_runtime: str = "no library that opens it computes on this machine"  # why there is none, where there is none
-    loras: str | None = None  # where it has those of the full-precision model: FUSED or BESIDE; None: there are none
-    cuts_text: bool = False  # whether its consumer passes the text without the zeros behind it
-    schedule: str | None = None  # of its steps, see ``inference.calls``
-    open_precise: Callable[[], Engine] | None = None  # the denoiser of steps with unquantized inputs, if it has such
+    no_runtime: str = "no library that opens it computes on this machine"  # why ``runtime`` is None
+    loras: str | None = None  # where the model's LoRAs are: FUSED or BESIDE; None without LoRAs
+    cuts_text: bool = False  # whether its consumer passes text without the zero padding
+    schedule: str | None = None  # letters of its steps, see ``inference.calls``
+    open_precise: Callable[[], Engine] | None = None  # the denoiser in precise steps, if any
 
     @property
     def denoiser(self) -> SubjectPart:
@@ -83,7 +83,7 @@ class Subject:
 
 
 def third_party(name: str, path: Path, baseline: Baseline) -> Subject:
-    """The third-party checkpoint at ``path``. Raises what the readers raise."""
+    """Open the third-party checkpoint at ``path``. Raises SdQuantError for an unreadable one."""
     checkpoint = baseline.session.checkpoint
     others = read_parts(path, checkpoint)
     denoiser = others.pop(baseline.denoiser)
@@ -120,7 +120,7 @@ def subject_part(
 
 
 def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
-    """The schedule of precise first and last steps; None without, and for one step. Raises ConfigError."""
+    """Return the schedule of precise first and last steps, or None. Raises ConfigError if these overlap."""
     first, last = denoiser.precise_ends
     if first + last > steps:
         raise ConfigError(
@@ -131,7 +131,7 @@ def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
 
 
 def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> SubjectPart:
-    """A part of a third-party checkpoint, which ``checkpoint`` has in the denoiser's place."""
+    """Return a part other than the denoiser; ``checkpoint`` is one with this ``part`` in the denoiser's place."""
     weights, network = denoiser_weights(checkpoint), empty_denoiser(checkpoint)
     denoises = part in checkpoint.family.DENOISERS
     rows = rows_of(read, checkpoint.family.layer_roles(network) if denoises else roles_of(network, ()))
@@ -149,7 +149,7 @@ def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> Su
 
 
 def rows_of(denoiser: QuantizedDenoiser, roles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The columns of ``layers.csv`` that are known before anything is computed."""
+    """Return the rows of ``layers.csv``, with the columns that are known before anything is computed."""
     rows = []
     for name, role in roles.items():
         layer = denoiser.layers.get(name)
@@ -168,12 +168,12 @@ def rows_of(denoiser: QuantizedDenoiser, roles: Mapping[str, str]) -> list[dict[
 
 
 def open_computed(checkpoint: Checkpoint, denoiser: QuantizedDenoiser) -> TorchEngine:
-    """The denoiser as its consumer computes it."""
+    """Open the denoiser in torch, simulated as its consumer computes it."""
     return open_changed(checkpoint, lambda module: with_denoiser(module, checkpoint, denoiser))
 
 
 class LibraryEngine(TorchEngine):
-    """A denoiser that another library has opened: its weights may be of any kind, so its dtype is asked for.
+    """A denoiser opened by another library; its input ``dtype`` is given, because its weights may be of any kind.
 
     It runs without inference mode, in which quanto fails.
     """
@@ -199,7 +199,7 @@ def runtime_of(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> OwnLibrar
 
     def open_library() -> Engine:
         network, device = opened().eval().requires_grad_(False), best_device()
-        network = network if device == CPU else network.to(device)  # which some libraries refuse, even where it is
+        network = network if device == CPU else network.to(device)  # some libraries refuse ``to``, even to the same
         return LibraryEngine(part.wrap(network), cast(torch.dtype, network.dtype), part.contract)
 
     return OwnLibrary(denoiser.maker, open_library)

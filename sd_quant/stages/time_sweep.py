@@ -1,15 +1,15 @@
 """The engines of a sweep, timed together: in one process, in the same rounds as the unquantized engine.
 
-Within minutes a machine changes by more than recipes differ. So after the jobs, all engines that can be compared are
-opened together and timed in random interleaved rounds, in blocks where memory does not hold all. Graphs that differ in
-constants alone are one engine; plans, whose kernels were chosen by timing, are one if their files are equal.
+Within minutes a machine's speed changes by more than recipes differ. So after the jobs, all comparable engines are
+opened together and timed in random interleaved rounds, in blocks if memory does not hold all. ONNX graphs that differ
+only in constants count as one engine; plans, whose kernels were chosen by timing, only if their files are equal.
 
     python -m sd_quant.stages.time_sweep <folder of a sweep>
 
-does it again, or on the machine of the jobs: those of another machine are not timed. No images are made, because those
-of a large model take minutes: the time of an image beside its denoiser's calls is the first job's, as a share of these
-calls, and what other quantized parts save is each job's own. The road not taken is to time while the jobs run: another
-job may run beside them, and the first could not be compared with the last.
+repeats the timing; jobs of another machine are not timed. No images are made, because those of a large model take
+minutes: an image's time outside the denoiser's calls is taken from the first job, as a share of these calls, and the
+time saved by other quantized parts from each job's own record. Alternative not taken: timing while the jobs run; other
+jobs may run at the same time, and the first job could not be compared with the last.
 """
 
 import argparse
@@ -41,29 +41,29 @@ from sd_quant.stages.shared import cache_of
 
 LOG = logging.getLogger(__name__)
 REFERENCE, COMPILED = "unquantized", "compiled"
-MOST_BUDGETS = 5  # engines of a block that have a time of their own
+MOST_BUDGETS = 5  # a block's time budget grows with its engines up to this number
 NO_ROOM = "memory does not hold its engine beside the unquantized one"
-SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # a launcher may have given a job fewer of its cores
+SAME_MACHINE = ("cpu", "logical_cores", "memory_bytes", "gpus")  # not usable cores: a launcher may restrict them
 UNREADABLE = (SdQuantError, OSError, ValueError, TypeError, KeyError)
 
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Engines that can be compared: of one checkpoint, by one runtime, for one call."""
+    """Comparable engines: of one checkpoint, in one runtime, for the same call shapes."""
 
-    job: QuantizeJob  # the first of its jobs
+    job: QuantizeJob  # the first job with such an engine
     reference: Path  # the unquantized denoiser's file
-    rest: float  # what an image of that job takes beside its calls of the denoiser, as a share of what those take
-    image_ms: float  # what that job's unquantized image takes
-    files: dict[str, Path] = field(default_factory=dict)  # the first denoiser's by its ``hash_of``
+    rest: float  # time of that job's image outside its denoiser calls, as a share of those
+    image_ms: float  # time of that job's unquantized image
+    files: dict[str, Path] = field(default_factory=dict)  # an engine file by its ``hash_of``
     engines: dict[str, TimedEngine] = field(default_factory=dict)  # by the same hash, without rounds yet
 
 
 def time_sweep(directory: Path, again: bool = False) -> None:
-    """Time the engines of a sweep's finished jobs together and write ``timing.json``; jobs that cannot be are left out.
+    """Time the engines of a sweep's finished jobs together; write ``timing.json``, with jobs left out and why.
 
-    Engines timed here before by the same rule are timed ``again`` on request. Raises ArtifactError without a sweep,
-    SdQuantError for an engine that does not open, ResourceError for a full disk; an older ``timing.json`` then stays.
+    Equal engines and settings are timed again only with ``again``. Raises ArtifactError without a sweep, SdQuantError
+    for an engine that does not open, ResourceError for a full disk; an older ``timing.json`` is then kept.
     """
     if not (directory / SWEEP).exists():
         raise ArtifactError(f"{directory} holds no {SWEEP}; give the folder of a sweep")
@@ -102,7 +102,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
 
 
 def why_left_out(job: Job, here: dict) -> str | None:
-    """The reason why the job's engine cannot be timed in this process, or None."""
+    """Return why the job's engine cannot be timed in this process, or None."""
     there = at(job.record, "environment", "machine") or {}
     if any(there.get(fact) != here[fact] for fact in SAME_MACHINE):
         return f"it ran on another machine ({machine_of(there)}), and latencies are compared within one"
@@ -115,7 +115,7 @@ def why_left_out(job: Job, here: dict) -> str | None:
 
 
 def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str | None:
-    """Add a job's engine to those that it can be compared with; returns the reason why it cannot be, or None."""
+    """Add a job's engine to the ``workloads``; return None, or why it cannot be compared."""
     infer, kind = knobs.infer, str(RUNTIMES[knobs.infer.engine].file)
     denoiser = str(at(job.record, "denoiser", "part"))
     engine = artifact(job.directory, kind, denoiser)
@@ -138,7 +138,7 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
 
 
 def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
-    """Time all engines of a workload, ``size`` of them at once beside the unquantized one."""
+    """Time all engines of a workload, in blocks of ``size`` engines beside the unquantized engine."""
     infer, checkpoint = work.job.infer, open_unchecked(work.job.model).checkpoint
     reference, hashes = open_file(work.reference, infer), list(work.engines)
     baselines = {REFERENCE: reference}

@@ -1,8 +1,8 @@
 """The variants of the model that are compared: torch (the framework), unquantized engine, quantized engine.
 
-With ``compiled_baseline`` there is a fourth, torch after torch.compile, of which only the denoiser is timed. All share
-one pool of engines, by keys: the name of a part is opened by torch, a path by the runtime that loads the file,
-``Native`` by torch as an engine of its own, ``Simulated`` by torch with ModelOpt's quantizers.
+With ``compiled_baseline`` there is a fourth: torch.compile, of which only the denoiser is timed. All variants share one
+pool of engines. A key of the pool is a part's name (opened by torch), a path (opened by the runtime of that file),
+``Native`` (torch is the engine under test) or ``Simulated`` (torch with ModelOpt's fake quantizers).
 """
 
 import logging
@@ -38,33 +38,33 @@ Assignments = Mapping[str, Mapping[str, LayerAssignment]]  # of the quantized pa
 
 @dataclass(frozen=True)
 class Simulated:
-    """The key of a part that torch computes as if it were quantized, with ModelOpt's quantizers."""
+    """The pool key of a part that torch simulates as quantized, with ModelOpt's fake quantizers."""
 
     part: str
-    weights_alone: bool = False  # whether inputs stay in high precision, as in steps h of a schedule
+    weights_alone: bool = False  # inputs stay in high precision, as in a schedule's steps ``h``
 
 
 @dataclass(frozen=True)
 class Native:
-    """The key of a part that torch computes as an engine of its own, beside the framework's."""
+    """The pool key of a part whose engine under test is torch itself, apart from the framework variant."""
 
     part: str
     quantized: bool
     weights_alone: bool = False  # as in ``Simulated``
-    compiled: bool = False  # whatever the engine is: the framework's after torch.compile
+    compiled: bool = False  # by torch.compile, whatever ``infer.engine`` is
 
 
 @dataclass(frozen=True)
 class Variants:
-    """The engines of all variants of a run, opened when they are asked for."""
+    """The engines of all variants of a run, each opened at its first use."""
 
     loaded: Loaded
     assignments: Assignments
     shared: Shared
     # by variant, which is FRAMEWORK, FULL_PRECISION, QUANTIZED or COMPILED_FRAMEWORK, and part
     engines: Mapping[str, Mapping[str, Engine]]
-    pool: Pool  # opens and closes them
-    together: bool  # whether memory holds all of them at once
+    pool: Pool  # opens and closes the engines
+    together: bool  # whether memory holds all engines at once
     simulated: str | None  # the reason why the quantized variant is simulated; None where the engine computes it
 
     @property
@@ -79,19 +79,19 @@ class Variants:
 
     @property
     def assignment(self) -> Mapping[str, LayerAssignment]:
-        """The denoiser's."""
+        """The denoiser's assignment."""
         return self.assignments[self.loaded.denoiser]
 
     def digests(self) -> dict[str, str]:
-        """A digest of what each quantized part computes, by part."""
+        """Return a digest of the assignment of each quantized part, by part."""
         return {part: assignment_digest(each) for part, each in sorted(self.assignments.items())}
 
     def simulation(self, part: str) -> TorchEngine:
-        """A quantized part with ModelOpt's quantizers."""
+        """Return a quantized part simulated by torch with ModelOpt's fake quantizers."""
         return self.pool[Simulated(part)]  # type: ignore[return-value]
 
     def make_room(self) -> None:
-        """Close all engines where memory does not hold them together."""
+        """Close all engines if memory does not hold all at once."""
         if not self.together:
             self.pool.close()
 
@@ -99,9 +99,9 @@ class Variants:
 def variants_of(
     loaded: Loaded, assignments: Assignments, shared: Shared, simulated: str | None, compiled_baseline: bool = False
 ) -> Variants:
-    """The variants of a run, for ``simulated`` see ``why_simulated``. None is open yet.
+    """Return the variants of a run, with no engine open yet. ``simulated``: see ``why_simulated``.
 
-    Where memory does not hold all of them, one part is open at a time.
+    If memory does not hold all engines, one engine is open at a time.
     """
     infer, parameters, work = loaded.infer, loaded.parameters, workload_of(loaded.infer)
     copies = len(loaded.denoisers) + (WEIGHTS_ALONE in infer.precise_letters)
@@ -127,7 +127,7 @@ def variants_of(
 
 
 def why_simulated(loaded: Loaded, formats: Mapping[str, Collection[str]]) -> str | None:
-    """Why the denoisers are simulated: their engine executes no such ``formats``, or has no file of one; else None."""
+    """Return why the denoisers have to be simulated (formats not executed, or no exported file), else None."""
     engine = loaded.infer.engine
     refused = {part: loaded.parts[part].refused for part in loaded.denoisers}
     lacking = [f"the {part} is not exported, because {because}" for part, because in refused.items() if because]
@@ -138,7 +138,7 @@ def why_simulated(loaded: Loaded, formats: Mapping[str, Collection[str]]) -> str
 
 
 def torch_variant(session: Session, infer: Infer, assignments: Assignments) -> Variant:
-    """All parts by torch, simulated where they have an assignment; one at a time if memory is short."""
+    """Return all parts in torch, simulated if in ``assignments``; one is open at a time if memory is short."""
     keys: dict[str, object] = {part: Simulated(part) if part in assignments else part for part in session.parts}
     keys |= keys_of_letters(session.denoiser, keys[session.denoiser], session.denoiser, infer.precise_letters)
     together = session.together(by_torch(workload_of(infer)))
@@ -148,7 +148,7 @@ def torch_variant(session: Session, infer: Infer, assignments: Assignments) -> V
 def keys_of(
     loaded: Loaded, assigned: Collection[str], directory: Path, simulated: bool
 ) -> dict[str, dict[str, object]]:
-    """The key of each part by variant; unquantized and quantized differ in the ``assigned`` parts alone."""
+    """Return pool keys by variant and part; unquantized and quantized differ only in the ``assigned`` parts."""
     parts, kind = list(loaded.parts), RUNTIMES[loaded.infer.engine].file
     framework: dict[str, object] = {part: part for part in parts}
     full_precision: dict[str, object]
@@ -166,7 +166,7 @@ def keys_of(
 
 
 def keys_of_letters(denoiser: str, own: Any, full_precision: object, letters: Collection[str]) -> dict[str, object]:
-    """The keys of the engines of a schedule's precise letters by their names, by those of the denoiser's two others."""
+    """Return pool keys of the engines for precise steps, from the denoiser's quantized and full-precision keys."""
     precise = own
     if isinstance(own, Path):
         precise = own.with_stem(f"{own.stem}{PRECISE}")
@@ -179,7 +179,7 @@ def keys_of_letters(denoiser: str, own: Any, full_precision: object, letters: Co
 def open_engine(
     checkpoint: Checkpoint, infer: Infer, assignments: Assignments, key: str | Path | Native | Simulated
 ) -> Engine:
-    """Open the engine of a key; torch quantizes a part by its assignment."""
+    """Open the engine of a pool ``key``; torch engines quantize a part by its entry in ``assignments``."""
     if isinstance(key, Path):
         return open_parts.open_file(key, infer)
     if isinstance(key, str):

@@ -1,8 +1,8 @@
-"""The engines of a run by themselves: their parity with torch, in which numbers they multiply, and their memory.
+"""Checks of a run's engines: parity with torch, the numeric types in which they multiply, and their memory.
 
-For its memory each engine is opened alone: beside the others, one engine would live in what another has freed. So what
-a pipeline takes with all parts open, or with one at a time, is derived from these figures. The road not taken is a
-process for each engine, whose libraries alone take several hundred times what a small engine does.
+For its memory, each engine is opened alone: otherwise it could reuse memory that another engine has freed. The memory
+of a pipeline, with all parts open or one at a time, is derived from these figures. Alternative not taken: one process
+for each engine, whose libraries alone take several hundred times the memory of a small engine.
 """
 
 import gc
@@ -41,9 +41,9 @@ from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Varia
 
 
 def verify(variants: Variants, comparison: VariantOutputs) -> dict:
-    """The record's ``parity``. Raises SdQuantError for an engine that differs from torch by more than is tolerated.
+    """Measure ``parity``: how far engines differ from torch. Raises SdQuantError for an error beyond tolerance.
 
-    Writes ModelOpt's checkpoint of the simulation, if that can hold the recipe. Closes engines where memory is short.
+    Writes the simulation as a ModelOpt checkpoint if that can store the recipe. Closes engines if memory is short.
     """
     loaded, outputs = variants.loaded, comparison.outputs
     contracts = contracts_of(loaded.checkpoint)
@@ -51,30 +51,30 @@ def verify(variants: Variants, comparison: VariantOutputs) -> dict:
     for part, assignment in variants.assignments.items():
         if part not in loaded.denoisers or any(layer.format for layer in assignment.values()):
             parity |= parity_of(variants, comparison, part)
-        else:  # the levers alone
+        else:  # only levers (steps, schedule) differ
             part_parity(outputs[FRAMEWORK], {**outputs[FULL_PRECISION], **outputs[QUANTIZED]}, contracts)
     variants.make_room()
     return parity
 
 
 def parity_of(variants: Variants, comparison: VariantOutputs, part: str) -> dict:
-    """The record's entries for a quantized part and its layers, as ``verify``."""
+    """Measure the parity of one quantized part and its layers, as ``verify`` does for all parts."""
     variants.make_room()
     loaded, assignment, simulated = variants.loaded, variants.assignments[part], variants.simulation(part)
     described, denoises = loaded.parts[part], part in loaded.denoisers
     network, simulation = network_in(described, simulated.module), None
     if variants.simulated is None or not denoises:
         simulation = run_simulation(simulated, network, comparison.inputs[part], assignment)
-    if denoises and restorable(assignment):  # from the CPU, so that it can be restored where there is no GPU
+    if denoises and restorable(assignment):  # on the CPU, so that it can be restored without a GPU
         save_quantized(network.cpu(), variants.directory / f"quantized_{described.component}.pt")
     if simulation is None:
         return {}
     engine, stored = variants.engine, described.contract.weights
     if RUNTIMES[engine].file is not None:
         simulation, path = rounded_inputs(simulation, stored), artifact(variants.directory, "onnx", part)
-        variants.make_room()  # for the layers
+        variants.make_room()  # for single layers
         outputs = exported_outputs(simulation, assignment, path, described.prefix, engine, stored)
-    else:  # whose attentions are the simulation's
+    else:  # torch as the engine simulates attention, too
         module = module_of(variants.engines[QUANTIZED][part])
         simulation = rounded_inputs(simulation, next(module.parameters()).dtype if denoises else stored)
         outputs = native_outputs(network_in(described, module), simulation)
@@ -84,7 +84,7 @@ def parity_of(variants: Variants, comparison: VariantOutputs, part: str) -> dict
 
 
 def executed_layers(variants: Variants) -> dict:
-    """The record's ``executed``: the types in which the quantized engine multiplies. Closes no engine."""
+    """Return the record's ``executed``: numeric types in which the quantized engine multiplies. Closes no engine."""
     loaded, types, every = variants.loaded, dict[str, str](), dict[str, LayerAssignment]()
     if variants.simulated is not None:
         unknown: dict = {"count": None, "of": None, "weights_only": None, "fell_back": [], "unknown": []}
@@ -106,7 +106,7 @@ def executed_layers(variants: Variants) -> dict:
 
 
 def memory_of_run(variants: Variants, wanted: bool, step: StageTimer) -> dict:
-    """The record's ``memory``, measured in a ``step`` of its own where it is ``wanted`` and can be."""
+    """Measure the record's ``memory`` as a timed ``step``, or return the reason if not ``wanted`` or not possible."""
     reason = None if step.resets else "/proc/self/clear_refs cannot be written"
     if in_sweep(variants.directory):
         reason = "a sweep opens no engine once more for each job; a run alone measures it"
@@ -119,7 +119,7 @@ def memory_of_run(variants: Variants, wanted: bool, step: StageTimer) -> dict:
 
 
 def memory_of_parts(variants: Variants, restart: Callable[[], object]) -> dict[str, dict[str, PartMemory]]:
-    """The record's ``memory`` by part and variant, for the timed call and precise steps. Closes all engines."""
+    """Measure memory by part and variant, for one call and any precise steps' calls. Closes all engines."""
     checkpoint = variants.loaded.checkpoint
     contracts, sampling = contracts_of(checkpoint), sampling_of(variants.loaded.infer)
     on_gpu = torch.cuda.is_available() and RUNTIMES[variants.engine].device != "cpu"
@@ -138,7 +138,7 @@ def memory_of_parts(variants: Variants, restart: Callable[[], object]) -> dict[s
         found = memory_taken(opened, on_gpu, restart)
         return {**found._asdict(), "device": "gpu" if on_gpu else "cpu"}  # type: ignore[typeddict-item]
 
-    gc.collect()  # or its garbage would make room for an engine; engines themselves leave none
+    gc.collect()  # else freed garbage would hide memory of an engine; engines leave no garbage
     memory = dict[str, dict[str, PartMemory]]()
     with progress(len(contracts), "memory") as advance:
         for part in contracts:
