@@ -1,8 +1,8 @@
-"""The report of a GPU: one JSON file of what plans and torch's engines reach on it, which its owner sends as it is.
+"""GPU report: one JSON file with the results of TensorRT plans and torch on a GPU, which its owner can send as it is.
 
-Each row is a run of ``quantize``, whose figures are copied from its record one by one, so that no path, prompt or name
-of a person gets into the file. ``GpuReport`` is its shape, which refuses all other names, because reports come from
-strangers. The road not taken is to send the record, which holds paths and prompts.
+Each row is a run of ``quantize``; its figures are copied from the run's record one by one, so that no path, prompt or
+person's name gets into the file. ``GpuReport`` is the schema and forbids unknown names, because reports come from
+strangers. Alternative not taken: to send the record itself, which holds paths and prompts.
 """
 
 import math
@@ -25,7 +25,7 @@ PATHS = re.compile(r"\S*[/\\~@]\S*")
 
 
 def without_paths(text: str) -> str:
-    """Refuse a text that holds a path or an address. Raises ValueError."""
+    """Return ``text``. Raises ValueError if it holds a path or an address."""
     if found := PATHS.search(text):
         raise ValueError(f"holds the path or address {found[0]}")
     return text
@@ -87,7 +87,7 @@ class Parity(Closed):
 
 
 class Row(Closed):
-    """A checkpoint in a format on an engine."""
+    """Results of one run: a checkpoint in one number format on one engine."""
 
     checkpoint: Literal["mini", "full"]  # the shipped one, or SDXL at full size with random weights
     engine: Text
@@ -125,7 +125,7 @@ class Gpu(Closed):
 
 
 class GpuReport(Closed):
-    """All rows of a machine."""
+    """A machine's report: its GPU, processor and versions, and a row for each run."""
 
     schema_: Literal["sd-quant gpu report 1"] = Field(alias="schema")
     made_by: Literal["sd-quant gpu-report", "make gpu-check"]
@@ -156,7 +156,7 @@ def read_report(content: bytes, name: str) -> GpuReport:
 
 
 def contradiction_of(row: Mapping[str, Any]) -> str | None:
-    """Return what a report could not hold of the figures of ``row_of``, or None."""
+    """Return the first error of the schema in a ``row`` of ``row_of``, or None if it is valid."""
     try:
         Row.model_validate({"checkpoint": "mini", "engine": "", "format": "", **row})
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The rule by which a report recommends a recipe: the knobs ``verdict`` of ``quantize.py``, and the rule in words."""
+"""The rule by which a report recommends a recipe: the ``verdict`` knobs of ``quantize``, and the rule in words."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -59,7 +59,7 @@ class Rule:
 
 
 def rule_of(knobs: Any) -> Rule:
-    """The rule of a sweep's knobs, or of a record's; the usual one in place of a stranger's that cannot be."""
+    """Build the rule from the ``verdict`` knobs of a sweep or a record; the default rule if they are invalid."""
     usual, stated = asdict(Rule()), knobs if isinstance(knobs, Mapping) else {}
     try:
         return read(Rule, {name: stated.get(name, value) for name, value in usual.items()}, "verdict.")
