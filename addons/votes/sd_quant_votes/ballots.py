@@ -41,7 +41,7 @@ class Cast(TypedDict):
 
 
 class File(TypedDict):
-    """A voter's JSON file as the page saves it."""
+    """Content of a voter's JSON file, as saved by the page."""
 
     format: str
     page: str

@@ -52,7 +52,7 @@ class Compared(TypedDict):
 
 
 class Shown(TypedDict):
-    """A pair of the page."""
+    """A pair of images on the page, as stored in the key."""
 
     kind: str  # VOTE, EQUAL or DAMAGED
     comparison: int | None  # its place in ``comparisons``; None of a pair that tests the voter

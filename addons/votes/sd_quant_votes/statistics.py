@@ -23,7 +23,7 @@ import numpy as np
 from sd_quant.metrics.intervals import Interval
 
 RESAMPLES = 9_999
-MOST = 10_000  # votes of one comparison; who would cast more
+MOST = 10_000  # votes of one comparison that are suggested at most
 
 
 class Vote(NamedTuple):
