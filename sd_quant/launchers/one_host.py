@@ -44,7 +44,7 @@ class Placement(Callback):
 
 
 def places() -> int:
-    """Return the default of ``hydra.launcher.n_jobs``: a job for each GPU, or without GPUs for each CORES_OF_A_JOB."""
+    """Return the default of ``hydra.launcher.n_jobs``: a job for each GPU, or without GPUs for every 4 cores."""
     return len(visible_gpus()) or max(1, len(affinity()) // CORES_OF_A_JOB)
 
 

@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 TRACKERS = {"mlflow": "sd_quant.trackers.mlflow:log", "tensorboard": "sd_quant.trackers.tensorboard:log"}
 RESULTS = ("fidelity", "latency", "sizes_bytes", "peak_memory_bytes", "stages")  # of the record
-NO_RESULTS = {"n", "warmup", "worst_index", "images", "features"}  # numbers on how others were measured
+NO_RESULTS = {"n", "warmup", "worst_index", "images", "features"}  # numbers that describe a measurement, not its result
 IMAGE = Path("images/grid.png")
 LONGEST_TEXT = 250  # letters: prompts and paths may be anybody's
 

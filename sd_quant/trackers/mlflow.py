@@ -13,8 +13,8 @@ from filelock import FileLock
 from sd_quant.trackers import Run
 
 EXPERIMENT = "sd-quant"
-MOST_PARAMS, MOST_METRICS = 100, 1000  # that MLflow takes at once
-PATIENCE = 60  # seconds that a run waits for others to write
+MOST_PARAMS, MOST_METRICS = 100, 1000  # MLflow's limits for one call
+PATIENCE = 60  # seconds that a run waits for other runs to write
 
 
 def log(run: Run, store: Path) -> None:
