@@ -18,9 +18,9 @@ from sd_quant.report.table import DASH, Table, between, figure, table_of_texts
 from sd_quant.text import counted
 
 USUAL_CONFIDENCE = 0.95
-IDENTICAL_DB = 100.0  # what an identical image counts
+IDENTICAL_DB = 100.0  # PSNR that counts for an identical image
 HIGH_PRECISION = "high precision"
-MOST_NAMES = 6  # in a sentence
+MOST_NAMES = 6  # names in a sentence
 WORST = 5  # layers of each candidate
 CONTENTS = (
     "Bits are all stored bits of the denoiser, scales and layers in high precision included, per weight. Images come "
@@ -82,7 +82,7 @@ WORTH, BEATEN, TIED = "worth its bits", "beaten", "not to be told apart"
 
 
 def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[str, str]]:
-    """Return WORTH, BEATEN or TIED with a sentence, by name; ``together``: confidence of all; ``everyone``: by size."""
+    """Return WORTH, BEATEN or TIED and a sentence by name, at joint confidence ``together``; input sorted by size."""
     found: dict[str, tuple[str, str]] = {}
     best: Standing | None = None
     confidence = 1 - (1 - together) / max(1, len(everyone))

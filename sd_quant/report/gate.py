@@ -36,7 +36,7 @@ PROMPTS, ROUNDS = "prompts", "rounds"
 PASSED, FAILED, LIKELY, UNTOLD = "passed", "failed", "likely failed", "cannot be told"
 OPEN = (LIKELY, UNTOLD)
 SHOWN = 3  # worst images of a criterion
-MOST = 10_000  # prompts or rounds; who would draw more
+MOST = 10_000  # prompts or rounds that are suggested at most
 OF_IMAGES = {score.key: score for score in scores_against(Against.IMAGES)}
 AGAIN = "run the job again"
 REFERENCE = {  # knobs that decide full precision's images, by section; samplers and schedules of a recipe do not
@@ -70,10 +70,10 @@ class Estimate:
     title: str
     bar: float
     more_is_better: bool
-    at: Callable[[float], Interval]  # by the confidence
+    at: Callable[[float], Interval]  # the estimate with its interval at a confidence level
     count: int
     unit: str  # of the count
-    form: str  # of its figures
+    form: str  # format of its values
     worst: Sequence[Shown] = ()
     note: str = ""
 

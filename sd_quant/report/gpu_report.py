@@ -40,7 +40,7 @@ class Closed(BaseModel):
 
 
 class Speedup(Closed):
-    """A quotient of two latencies with its 95 % interval, whose ends are null where the rounds were too few."""
+    """A ratio of two latencies, above 1 if faster, with its 95 % interval; the ends are null for too few rounds."""
 
     value: Annotated[float, Field(gt=0)]
     low: float | None
@@ -79,7 +79,7 @@ class Latency(Closed):
 
 
 class Parity(Closed):
-    """An error relative to the norm of the reference's output, and the largest that is accepted."""
+    """An output's error relative to the norm of the reference's output, and the largest accepted error."""
 
     what: Text
     relative_error: float

@@ -303,7 +303,7 @@ def layers(job: Job, label: str) -> Figure | None:
     for start in starts[1:]:
         axes.axvline(start - 0.5, color=FAINT, linewidth=0.8, zorder=0)
     wide = [ends for ends in pairwise([*starts, len(quantized)]) if ends[1] - ends[0] > 0.06 * len(quantized)]
-    centers = [(start + end - 1) / 2 for start, end in wide]  # of the others there is no room for the names
+    centers = [(start + end - 1) / 2 for start, end in wide]  # narrower parts have no room for their names
     axes.set_xticks(centers, [fitted(parts[start], 14).replace(" ", "\n") for start, _ in wide], fontsize=9)
     axes.tick_params(axis="x", length=0)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9, handletextpad=0.2, borderaxespad=0)

@@ -48,7 +48,7 @@ RECIPE, UNQUANTIZED, UNDECIDED = "recipe", "unquantized", "undecided"  # what a 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """An option to recommend: a measured recipe, or the unquantized engine, with ``row`` and ``timed`` None."""
+    """An option to recommend: a measured recipe, or, if ``row`` and ``timed`` are None, the unquantized engine."""
 
     row: Row | None
     images: tuple[float, ...]  # PSNR of each in dB, no more than is enough

@@ -42,7 +42,7 @@ ABSENT = "not in the record"
 
 @dataclass(frozen=True)
 class Doc:
-    """The description of a name, as the JSON schema and docs/metrics.md have it."""
+    """Description of a field, for the JSON schema and docs/metrics.md."""
 
     text: str
 
@@ -51,7 +51,7 @@ class Doc:
 
 
 class ByScore:
-    """Stands for the scores against full precision, whose names and types follow from the table of scores."""
+    """Pydantic schema of the scores against full precision, with names and types from ``fidelity_scores()``."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         types = {Against.IMAGES: ImageScores, Against.LATENTS: list[Finite | None]}

@@ -165,7 +165,7 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> Table:
 
 
 def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> Table:
-    """Build the table of the requested text-image and set scores (CLIP score, FID, ...), with their differences."""
+    """Build the table of the requested scores (CLIP score, FID, ...), with their differences from full precision."""
     rows = []
     for score in asked(record):
         both = [number_at(record, "text_scores", variant, score.key) for variant in VARIANTS]

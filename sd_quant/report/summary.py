@@ -347,7 +347,7 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
 
 
 def interval_columns(column: str, interval: Interval | None) -> dict[str, float | None]:
-    """Return ``<column>_low`` and ``<column>_high`` of a 95 % interval; None for an unknown or infinite end."""
+    """Return ``<column>_low`` and ``<column>_high`` of a 95 % interval; both None unless both ends are finite."""
     low, high = (None, None) if interval is None else interval.ends
     return {f"{column}_low": low, f"{column}_high": high}
 
