@@ -78,7 +78,7 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def for_page(value: str, name: str) -> str:
-    """Rewrite an SVG attribute's value: colours become CSS variables, ids get the prefix, the font is the page's."""
+    """Rewrite an SVG attribute: colours become CSS variables, ids get the prefix ``name-``, the font is the page's."""
     value = re.sub(
         r"#[0-9a-f]{6}\b", lambda found: f"var(--plot-{PALETTE[found[0]]})" if found[0] in PALETTE else found[0], value
     )

@@ -295,7 +295,7 @@ def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Esti
 def estimate_of_rounds(
     knob: str, title: str, bar: float, rounds: Sequence[Timed | str], at: Callable[[float], Interval], unit: str = ""
 ) -> Estimate:
-    """Build the estimate of a ratio of latencies; of count 0, so undecided, where a run has a reason, not rounds."""
+    """Build the estimate of a ratio of latencies; undecided, with count 0, if ``rounds`` has a reason, a text."""
     reason = next((each for each in rounds if isinstance(each, str)), "")
     count = 0 if reason else min(len(each.quantized) for each in rounds)
     return Estimate(knob, title, bar, True, at, count, ROUNDS, f"{{:.3f}}{unit}", (), reason)

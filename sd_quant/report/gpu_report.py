@@ -139,9 +139,9 @@ class GpuReport(Closed):
 
 
 def read_report(content: bytes, name: str) -> GpuReport:
-    """Return the report in the bytes of the file ``name``.
+    """Parse and validate a GPU report from ``content``, the bytes of the file ``name``.
 
-    Raises ArtifactError for a file over MOST_BYTES, another schema, an unknown name, and figures that contradict.
+    Raises ArtifactError for a file over MOST_BYTES, another schema, an unknown name, or contradictory figures.
     """
     if len(content) > MOST_BYTES:
         raise ArtifactError(
@@ -171,7 +171,7 @@ def first_of(error: ValidationError) -> str:
 
 
 def row_of(record: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the figures of a row, as ``Row`` has them, from the record of its run on ``engine``."""
+    """Return the figures of a ``Row`` from the record of a run on ``engine``."""
     part, samples = at(record, "denoiser", "part"), at(record, "denoiser", "samples_per_image")
     latency, knobs = at(record, "latency", engine), at(record, "knobs", "infer") or {}
     timed = at(latency, part, str(samples))
@@ -209,7 +209,7 @@ def row_of(record: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 
 def over(slower: Any, faster: Any, openings: Sequence[int]) -> dict[str, float | None] | None:
-    """Return the speed-up of the second latency of a record over the first, both from the same rounds."""
+    """Return the speed-up of the latency ``faster`` over ``slower``; None unless both have equally many rounds."""
     a, b = (at(each, "samples_ms") or [] for each in (slower, faster))
     return as_speedup(ratio_interval(a, b, openings)) if a and len(a) == len(b) else None
 
@@ -220,7 +220,7 @@ def as_speedup(interval: Interval) -> dict[str, float | None]:
 
 
 def without_names(text: str, names: Sequence[str]) -> str:
-    """Return an error's line without paths, addresses and the ``names`` of a user and a host."""
+    """Return an error's text in one line, with paths, addresses and ``names`` (of a user or host) replaced."""
     text = PATHS.sub("<path>", text)
     for name in filter(None, names):
         text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)

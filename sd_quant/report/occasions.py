@@ -48,7 +48,7 @@ class History(TypedDict):
 
 
 def history_of(cache: Path | None, machine: Mapping[str, Any]) -> Path | None:
-    """Return the history file of a machine, as ``provenance.machine`` describes it, in ``cache``; None without it."""
+    """Return a machine's history file in the folder ``cache``, None without; ``machine``: of ``provenance.machine``."""
     name = f"{digest(machine_of(machine), str(machine.get('threads')))[:32]}.json"
     return None if cache is None else cache / "occasions" / name
 
@@ -82,7 +82,7 @@ def count_occasion(rounds: Conditions, engines: Mapping[str, Timed], file: Path 
 
 
 def recorded_speedups(timed: Timed) -> dict[str, list[float]]:
-    """Return an engine's speed-ups and interval ends by quantization alone, by CALL and IMAGE, where known."""
+    """Return an engine's speed-ups by quantization alone, with interval ends, by CALL and IMAGE; unknown left out."""
     alone = replace(timed, quantized_rest=None, share=1.0)
     found = {CALL: alone.denoiser_speedup(), IMAGE: alone.image_speedup()}
     return {name: list(interval) for name, interval in found.items() if interval is not None and interval.known}

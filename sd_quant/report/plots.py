@@ -82,7 +82,7 @@ def pareto(
 ) -> Figure | None:  # fmt: skip
     """Plot PSNR over ``cost``, a column of ``COSTS``, with the Pareto front; None with fewer than two recipes.
 
-    ``whole``: the unquantized engine's row. ``floors``: PSNR in dB of full precision computed another way, by way.
+    ``whole``: the unquantized engine's row. ``floors``: dB of full precision computed in other ways, lowest first.
     """
     recipes = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
     if len(recipes) < 2:
@@ -179,7 +179,7 @@ def draw_intervals(axes: Axes, row: Row, cost: str, point: tuple[float, float]) 
 
 
 def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
-    """Draw lines at the lowest ``floors``, up to half an axis height above the axis; name higher ones at the top."""
+    """Draw lines at the lowest noise floors (dB), up to half an axis height above the axis; name higher ones on top."""
     low, high = axes.get_ylim()
     texts = {f"{words_of(way)}, {value:.1f} dB": value for way, value in [*floors.items()][:MOST_FLOORS]}
     drawn = {text: value for text, value in texts.items() if value <= high + (high - low) / 2}
@@ -397,7 +397,7 @@ def read_layers(job: Job) -> list[tuple[str, str, float]]:
 
 
 def plot_sensitivity(rows: Sequence[Mapping], curve: Sequence[Mapping], path: Path) -> None:
-    """Draw ``rows`` of ``sensitivity.csv`` and the error's ``curve`` by layers kept into a PNG of 1600 x 600 pixels."""
+    """Draw the error by layer (``rows``) and by number of layers kept in fp16 (``curve``) into a 1600 x 600 PNG."""
     figure = Figure(figsize=(16, 6), dpi=100, layout="constrained")
     layers, budget = figure.subplots(1, 2)
     for role, colour in COLOURS.items():

@@ -83,7 +83,7 @@ def better_format_of(record: Any) -> str | None:
 
 
 def slower(speedup: float | None) -> str | None:
-    """Format a speed-up that rounds to less than 1.00 as ``takes 1.25 times as long quantized as unquantized``."""
+    """Return ``takes 1.25 times as long quantized as unquantized`` if the speed-up rounds below 1.00, else None."""
     slow = speedup is not None and round(speedup, 2) < 1
     return f"takes {1 / speedup:.2f} times as long quantized as unquantized" if slow else None
 

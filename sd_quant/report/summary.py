@@ -305,7 +305,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
 
 
 def bytes_of_denoisers(record: Any, denoiser: str, file: str) -> Number:
-    """Sum the bytes of ``file`` over all denoisers; unquantized denoisers count with their ONNX file, not for plans."""
+    """Sum bytes of ``file`` over denoisers, unquantized ones by their ONNX file; the main one's if any is unknown."""
     own, kinds = number_at(record, "sizes_bytes", denoiser, file), (file, "onnx_full_precision")
     others = [part for part in at(record, "denoiser", "calls") or () if part != denoiser]
     known = [[number_at(record, "sizes_bytes", part, kind).value for kind in kinds] for part in others]

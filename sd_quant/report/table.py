@@ -162,7 +162,7 @@ def columns_of(rows: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def cell(value: object) -> object:
-    """Convert a value for CSV: floats to six significant digits, texts that start a formula with an apostrophe."""
+    """Convert a value for CSV: floats get six significant digits, texts that start a formula a leading apostrophe."""
     if isinstance(value, Real) and not isinstance(value, Integral):
         return f"{float(value):.6g}"
     if isinstance(value, str) and value.startswith(FORMULA_STARTS):
