@@ -1,4 +1,4 @@
-"""Prepares Hydra's launchers beyond their files in ``conf/hydra/launcher``, a module for each that requires it."""
+"""Set up Hydra's Ray and Slurm launchers beyond their settings in ``conf/hydra/launcher``, one module for each."""
 
 import logging
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ PREPARED = {"RayLauncher": "ray", "SlurmLauncher": "slurm"}  # by the class that
 
 
 def prepare(launcher: DictConfig, directory: Path, jobs: Mapping[str, Any]) -> None:
-    """Make a launcher ready for a sweep's ``jobs``, by name. Raises SdQuantError when it cannot run any job."""
+    """Set up a launcher for a sweep's ``jobs``, by name. Raises SdQuantError when the cluster cannot run a job."""
     if (module := PREPARED.get(str(launcher.get("_target_")).rpartition(".")[2])) is not None:
         needs = {name: need_of(job) for name, job in jobs.items()}
         import_module(f"{__name__}.{module}").prepare(launcher, directory, needs)
 
 
 def failed(directory: Path, name: str, failure: Exception) -> JobReturn:
-    """Write the ``failure`` of the job ``name`` of a sweep into its folder; Hydra's result of it. Other jobs go on.
+    """Write the ``failure`` of a sweep's job ``name`` into the job's folder; return Hydra's result for the job.
 
-    A job that has its record is done, whatever happened to its process afterwards.
+    A job whose record exists counts as completed, whatever happened to its process afterwards.
     """
     if (directory / name / RECORD).exists():
         return JobReturn(status=JobStatus.COMPLETED, _return_value=None)

@@ -1,7 +1,7 @@
-"""Which GPUs of a cluster are too old for a job, by the names that clusters give them.
+"""Find the GPUs of a cluster whose compute capability is too low for a job, by the GPUs' names in the cluster.
 
-A name that is not known here, such as one of a site's own, passes: a job that starts on a GPU without its formats
-refuses by itself. The road not taken is to ask for GPUs that are known to be new enough, which would leave those out.
+An unknown name, such as a site's own, passes: a job that starts on a GPU without support for its formats stops with an
+error. Alternative not taken: to request GPUs known to be new enough, which would exclude GPUs of unknown names.
 """
 
 import math
@@ -25,19 +25,19 @@ COMPUTE_CAPABILITY = {
 
 @dataclass(frozen=True)
 class Need:
-    """A job's requirements of its GPU, by its formats."""
+    """Compute capability that a job's number formats need from its GPU."""
 
     compute_capability: int = 0  # 89 for 8.9
     required: bool = False  # False: on an older GPU the job takes another engine
 
     def too_old(self, name: str) -> bool:
-        """Whether a GPU of this name, such as ``nvidia_a100-sxm4-80gb``, is known to be older than is needed."""
+        """Check whether the GPU ``name``, such as ``nvidia_a100-sxm4-80gb``, is known to have too low a capability."""
         words = re.split(r"[^a-z0-9]+", name.lower())
         return any(COMPUTE_CAPABILITY.get(word, math.inf) < self.compute_capability for word in words)
 
 
 def need_of(job: Any) -> Need:
-    """The need of a job that is given a GPU; none of one without formats, or by an engine that uses no GPU."""
+    """Return the need of a job that gets a GPU; ``Need()`` if it has no formats or its engine uses no GPU."""
     if not hasattr(job, "formats"):
         return Need()
     formats, runtime = job.formats(), RUNTIMES[job.infer.engine]
@@ -52,9 +52,9 @@ def need_of(job: Any) -> Need:
 
 
 def places_too_old(needs: Mapping[str, Need], places: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
-    """By job, the places whose GPUs, given by name, are all too old.
+    """Return, by job, the ``places`` (such as nodes) whose GPUs are all too old; empty if all places are.
 
-    Raises ConfigError, naming a job, where its GPU is required and no place has one.
+    Raises ConfigError, naming the job, if all places are too old for a job that requires its capability.
     """
     with_gpus = {place: names for place, names in places.items() if names}
     found = {

@@ -1,9 +1,9 @@
-"""Place a sweep's parallel jobs on one machine: each process gets a GPU and cores of its own.
+"""Assign a GPU and cores of its own to each of a sweep's parallel jobs on one machine.
 
-``conf/hydra/launcher/one_host.yaml`` asks for it. A place is a locked file; a lock ends with its process, however that
-ends, and jobs wait while others hold all places. A process keeps its place to its end, because CUDA and OpenMP choose
-their devices and threads once. The road not taken is the number of joblib's worker: joblib replaces workers and counts
-on, so two of them would get the same GPU.
+Enabled by ``conf/hydra/launcher/one_host.yaml``. A place is a GPU with cores, reserved by a file lock, which ends with
+its process, however the process ends; jobs wait while other jobs hold all places. A process keeps its place to its end,
+because CUDA and OpenMP choose devices and threads once. Alternative not taken: the number of joblib's worker; joblib
+replaces workers and counts on, so two workers would get the same GPU.
 """
 
 import logging
@@ -30,7 +30,7 @@ POLLED_EVERY = 0.5  # seconds between two looks for a free place, and at the par
 
 
 class Placement(Callback):
-    """Hydra's callback, made in the process of the command and called in the process of each job."""
+    """Hydra callback, built in the command's process and called in each job's process as the job starts."""
 
     def __init__(self, jobs: int):
         from joblib import effective_n_jobs
@@ -44,7 +44,7 @@ class Placement(Callback):
 
 
 def places() -> int:
-    """Return the number of parallel jobs, which is the default of ``hydra.launcher.n_jobs``."""
+    """Return the default of ``hydra.launcher.n_jobs``: a job for each GPU, or without GPUs for every 4 cores."""
     return len(visible_gpus()) or max(1, len(affinity()) // CORES_OF_A_JOB)
 
 
@@ -59,7 +59,7 @@ def visible_gpus() -> list[str]:
 
 @cache  # once in a process, and the file stays open as long as it lives
 def settle(parent: int, jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> IO[str]:
-    """Wait for a free place and take it; torch and the engines see its GPU and cores alone from then on."""
+    """Wait for a free place and restrict this process to its GPU and cores. Returns the lock, held until exit."""
     if os.getpid() != parent:  # a single job at a time runs in the process that was started
         threading.Thread(target=end_with, args=[parent], daemon=True).start()
     place, lock = claim([place_name(place, gpus) for place in range(jobs)])
@@ -71,7 +71,7 @@ def settle(parent: int, jobs: int, gpus: Sequence[str], cores: Sequence[int]) ->
 
 
 def claim(names: Sequence[str]) -> tuple[int, IO[str]]:
-    """Return the number of the first free place and its lock. Waits while there is none."""
+    """Return the number of the first free place and its lock. Waits while all places are taken."""
     LOCKS.mkdir(mode=0o700, exist_ok=True)
     told = False
     while True:
@@ -87,7 +87,7 @@ def claim(names: Sequence[str]) -> tuple[int, IO[str]]:
 
 
 def place_name(place: int, gpus: Sequence[str]) -> str:
-    """Return the name of a place's lock; with more jobs than GPUs, several places share one."""
+    """Return the name of a place's lock file; with more jobs than GPUs, several places share a GPU."""
     if not gpus:
         return f"cores-{place}"
     return f"gpu-{gpus[place % len(gpus)]}-{place // len(gpus)}".replace("/", "-")

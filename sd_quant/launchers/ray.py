@@ -1,7 +1,7 @@
-"""Refuse a sweep whose jobs ask for more than any machine of the Ray cluster has: Ray would wait without end.
+"""Refuse a sweep whose jobs request more than any machine of the Ray cluster has: Ray would wait without end.
 
-A cluster that starts machines when they are asked for has to have started one of the kind. Jobs are kept from GPUs that
-are too old for them, and one that died does not end the command, as it would by the launcher.
+An autoscaling cluster must already run a machine large enough. Jobs are kept from GPUs that are too old for them, and a
+job whose process died counts as failed; Hydra's own Ray launcher would end the whole command.
 """
 
 import os
@@ -25,7 +25,7 @@ KIND = "ray.io/accelerator-type"  # the label that Ray gives a node for its GPUs
 
 
 def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) -> None:
-    """Connect to the cluster; ``needs`` by job. Raises ResourceError without one, ConfigError for too large a job."""
+    """Connect to Ray, patch its launcher. Raises ResourceError without a cluster, ConfigError for too large a job."""
     import ray
     from hydra_plugins.hydra_ray_launcher import _core
 
@@ -62,7 +62,7 @@ def launched(
     launch: Callable, directory: Path, too_old: Mapping[str, Sequence[str]], context: Any, remote: DictConfig,
     job: DictConfig, *rest: Any,
 ) -> tuple[str, Any]:  # fmt: skip
-    """Launch a job where its GPU is not among the kinds that are ``too_old`` for it; returns its name and its task."""
+    """Launch a job on nodes without the GPU kinds that are ``too_old`` for it; return the job's name and Ray task."""
     name = sweep.entry(directory, job.hydra.job.num)["name"]
     if kinds := too_old.get(name):
         settings: Any = OmegaConf.to_container(remote, resolve=True)
@@ -72,7 +72,7 @@ def launched(
 
 
 def result_of(directory: Path, job: tuple[str, Any]) -> JobReturn:
-    """Wait for a ``launched`` job; it has failed if its process or node died more often than Ray tries."""
+    """Wait for a ``launched`` job and return its result: failed if its process or node died beyond Ray's retries."""
     import ray
 
     name, task = job
@@ -83,7 +83,7 @@ def result_of(directory: Path, job: tuple[str, Any]) -> JobReturn:
 
 
 def wanted(remote: dict) -> dict[str, float]:
-    """Return a job's resources by Ray's names."""
+    """Return the resources that a job requests, by Ray's names."""
     return {"CPU": remote.get("num_cpus", 1), "GPU": remote.get("num_gpus", 0)} | remote.get("resources", {})
 
 
@@ -92,6 +92,6 @@ def has_room(remote: dict, node: dict[str, float]) -> bool:
 
 
 def told(resources: dict[str, float]) -> str:
-    """Write resources as ``8 CPU, 1 GPU``, without memory and Ray's marks of a machine, such as ``node:10.0.0.1``."""
+    """Format resources as ``8 CPU, 1 GPU``, without memory and without Ray's labels such as ``node:10.0.0.1``."""
     kept = {"CPU": 0, "GPU": 0} | resources
     return ", ".join(f"{number:g} {name}" for name, number in kept.items() if ":" not in name and "memory" not in name)

@@ -1,8 +1,8 @@
-"""Wait for the jobs of a sweep on Slurm by its queue, and say of one that died what Slurm says.
+"""Wait for a sweep's Slurm jobs by polling ``squeue``, and report for a job that died what Slurm says about it.
 
-submitit asks ``sacct``. A cluster without accounting refuses, with three warnings each time, and a job that was killed
-is waited for without end. ``squeue`` answers on every cluster, also for a while about jobs that have ended. And where
-submitit raises for the first dead job, and so ends the command while others go on, a dead job is here one that failed.
+submitit polls ``sacct``, which fails on a cluster without accounting, with three warnings each time, so that a killed
+job is waited for without end. ``squeue`` works on every cluster and lists ended jobs for a while. submitit also raises
+for the first dead job, which ends the command while other jobs run on; here a dead job counts as failed instead.
 """
 
 import logging
@@ -39,10 +39,10 @@ wait_for_results, submit = SlurmJob.results, SlurmExecutor._internal_process_sub
 
 
 def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) -> None:
-    """Have submitit ask the queue, go on when a job dies, and leave out nodes whose GPUs are too old.
+    """Patch submitit to poll ``squeue``, to go on when a job dies, and to exclude nodes whose GPUs are too old.
 
-    ``needs`` are the jobs' by name. Raises ResourceError where Slurm is not installed, ConfigError where no node has
-    the GPU that a job requires.
+    ``needs``: each job's GPU requirements by job name. Raises ResourceError if Slurm is not installed, ConfigError if
+    no node has the GPU that a job requires.
     """
     if missing := [name for name in ("sbatch", "srun", "squeue", "sinfo") if shutil.which(name) is None]:
         raise ResourceError(
@@ -58,7 +58,7 @@ def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) ->
 
 
 def gpus_of_nodes(partition: str | None) -> dict[str, set[str]]:
-    """The types of GPUs by node, as the cluster names them; none where it does not say."""
+    """Return the names of GPU types by node, as ``sinfo`` lists them; an empty set for a node without named types."""
     command = ["sinfo", "--noheader", "--Node", "--format=%N|%G"] + ([f"--partition={partition}"] if partition else [])
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
@@ -70,7 +70,7 @@ def gpus_of_nodes(partition: str | None) -> dict[str, set[str]]:
 def submitted(
     executor: SlurmExecutor, directory: Path, excluded: Mapping[str, Sequence[str]], submissions: list
 ) -> list[Job]:
-    """Submit an array of jobs for each set of nodes that are to be left out; ``excluded`` names them by job."""
+    """Submit the jobs as one array for each distinct set of excluded nodes; ``excluded``: nodes by job name."""
     theirs, groups, jobs = executor.parameters.get("exclude"), dict[str, list[int]](), dict[int, Job]()
     for place, submission in enumerate(submissions):
         nodes = excluded.get(sweep.entry(directory, submission.args[2])["name"], ())
@@ -84,10 +84,10 @@ def submitted(
 
 
 class Queue(SlurmInfoWatcher):
-    """submitit's watcher, which keeps the State and NodeList of each job by its id in ``_info_dict``."""
+    """submitit watcher that polls ``squeue``; ``_info_dict`` has State and NodeList by job id."""
 
     def update(self) -> None:
-        """Ask for the jobs that have not ended. A queue that does not answer now may do so the next time."""
+        """Query ``squeue`` for the jobs that have not ended. A failed query is logged and repeated the next time."""
         waiting = {job for job in self._registered if not self.is_done(job, mode="cache")}
         asked = ",".join(sorted({job.partition("_")[0] for job in waiting}))
         command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={asked}", "--format=%i|%T|%N"]
@@ -104,14 +104,14 @@ class Queue(SlurmInfoWatcher):
 
 
 def states(printed: str, waiting: Collection[str]) -> dict[str, dict[str, str]]:
-    """The State and NodeList of each waiting job, as ``squeue`` prints them; it forgets ended jobs after a while."""
+    """Parse State and NodeList of each waiting job from squeue's output; FORGOTTEN for a job that is not listed."""
     lines = [line.split("|") for line in printed.splitlines()]
     found = {job: {"State": state, "NodeList": nodes} for job, state, nodes in lines}
     return {job: found.get(job, {"State": FORGOTTEN, "NodeList": ""}) for job in waiting}
 
 
 def results_of(job: SlurmJob, directory: Path) -> list[JobReturn]:
-    """Wait for a job; Hydra's result of it. A dead job's failure is written into its folder too."""
+    """Wait for a job and return Hydra's result for it. The failure of a dead job is also written into its folder."""
     name = sweep.entry(directory, job.submission().args[2])["name"]  # by Hydra's number of the job
     failure: Exception
     try:
@@ -126,7 +126,7 @@ def results_of(job: SlurmJob, directory: Path) -> list[JobReturn]:
 
 
 def reason(job: SlurmJob) -> str:
-    """A dead job's end in words: Slurm's state, the node, and the last line by Slurm or else by the job."""
+    """Describe how a dead job ended: Slurm's state, the node, and the last line of Slurm's or else the job's errors."""
     found = job.watcher.get_info(job.job_id, mode="cache")
     state, nodes = found.get("State", FORGOTTEN), found.get("NodeList")
     ended = f"Slurm's job {job.job_id} ended as {state}" + (f" on {nodes}" if nodes else "")

@@ -1,4 +1,4 @@
-"""The record of a run and everything that shows it: tables, plots, the page and image files."""
+"""The record of a run (``metrics.json``), and its presentation as tables, plots, HTML page and image files."""
 
 # The files that reports write into the folder of a job or a sweep.
 WRITES = (

@@ -1,4 +1,4 @@
-"""``python -m sd_quant.report DIR``: the tables, plots and page of a sweep or a run again, from its records alone."""
+"""``python -m sd_quant.report DIR``: rebuild tables, plots and page of a sweep or run from its records alone."""
 
 import argparse
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""The third-party checkpoints of ``judge.py`` in a report: which is worth its bits, its contents, its worst layers.
+"""Comparison of candidates, the third-party quantized checkpoints of ``judge.py``: verdicts, contents, worst layers.
 
-They come from other tools and run on other machines, so they are compared by images and size alone, on the prompts that
-both have drawn, image by image. The road not taken is a single score: nobody can say what a bit is worth to somebody
-else's memory.
+Candidates come from other tools and run on other machines, so they are compared by images and size alone, image by
+image on the same prompts. A candidate is "worth its bits" if no other is both smaller and closer to full precision.
+Alternative not taken: a single score, because the price of a bit depends on the reader's memory.
 """
 
 import statistics
@@ -18,9 +18,9 @@ from sd_quant.report.table import DASH, Table, between, figure, table_of_texts
 from sd_quant.text import counted
 
 USUAL_CONFIDENCE = 0.95
-IDENTICAL_DB = 100.0  # what an identical image counts
+IDENTICAL_DB = 100.0  # PSNR that counts for an identical image
 HIGH_PRECISION = "high precision"
-MOST_NAMES = 6  # in a sentence
+MOST_NAMES = 6  # names in a sentence
 WORST = 5  # layers of each candidate
 CONTENTS = (
     "Bits are all stored bits of the denoiser, scales and layers in high precision included, per weight. Images come "
@@ -42,7 +42,7 @@ HURTING_TITLES = [
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """A job or a third-party checkpoint among those that are compared."""
+    """A job or a third-party checkpoint as it enters the comparison: its size and the PSNR of its images."""
 
     name: str
     bits: float
@@ -55,7 +55,7 @@ class Standing:
 
 
 def confidence_of(sweep: Sweep) -> float:
-    """The knob ``judge.confidence``, or the usual confidence where a plan has none or an impossible one."""
+    """Return the knob ``judge.confidence``, or 0.95 where the sweep's plan has no valid value."""
     stated = at(sweep.judge, "confidence")
     return stated if type(stated) is float and 0.5 <= stated < 1 else USUAL_CONFIDENCE
 
@@ -68,7 +68,7 @@ def rule(sweep: Sweep) -> str:
 
 
 def standings(sweep: Sweep) -> list[Standing]:
-    """All jobs and checkpoints that have both images and a size, the smallest first."""
+    """Return all finished jobs and checkpoints that have both images and a size, the smallest first."""
     found = []
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         images, judged = capped(job.record, IDENTICAL_DB), at(job.record, "judged")
@@ -82,7 +82,7 @@ WORTH, BEATEN, TIED = "worth its bits", "beaten", "not to be told apart"
 
 
 def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[str, str]]:
-    """WORTH, BEATEN or TIED by name, with a sentence, at a confidence ``together``; ``everyone`` is sorted by size."""
+    """Return WORTH, BEATEN or TIED and a sentence by name, at joint confidence ``together``; input sorted by size."""
     found: dict[str, tuple[str, str]] = {}
     best: Standing | None = None
     confidence = 1 - (1 - together) / max(1, len(everyone))
@@ -98,7 +98,7 @@ def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[s
 
 
 def judgement(sweep: Sweep) -> str:
-    """Sentences that name the checkpoints that are worth their bits, beaten or tied."""
+    """Return sentences that name the candidates that are worth their bits, beaten or tied."""
     everyone, confidence = standings(sweep), confidence_of(sweep)
     if not everyone:
         return "No candidate has both images and a size, so there is nothing to say."
@@ -119,7 +119,7 @@ def judgement(sweep: Sweep) -> str:
 
 
 def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
-    """A sentence for each two candidates of the same formats, one with the LoRAs fused, one with them beside it."""
+    """Compare, in one sentence a pair, candidates of equal formats: one with LoRAs fused, one with LoRAs separate."""
     both = [(a, b) for a in everyone for b in everyone if (a.loras, b.loras) == ("beside", "fused")]
     pairs = [(beside, fused) for beside, fused in both if beside.kind == fused.kind]
     found = []
@@ -137,7 +137,7 @@ def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
 
 
 def candidate_tables(sweep: Sweep) -> list[Table]:
-    """Tables of each checkpoint's contents and of its worst layers; none where nothing was judged."""
+    """Return a table of the candidates' contents and one of their worst layers; no tables without candidates."""
     judged = {job.name: (job, at(job.record, "judged")) for job in sweep.jobs if at(job.record, "judged")}
     if not judged:
         return []
@@ -192,11 +192,11 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
 
 
 def quantized_of(entry: Any) -> str:
-    """Quantized layers of the denoiser, or of another part, in words: ``90 Q4_0 of 100``."""
+    """Format the counts of quantized layers of the denoiser, or of another part, as ``90 Q4_0 of 100``."""
     formats = at(entry, "formats") or {}
     return f"{lowered(formats) or 'none'} of {sum(filter(None, formats.values()))}"
 
 
 def lowered(counts: Mapping[str, int] | None) -> str:
-    """The numbers of layers by format, without high precision."""
+    """Format the numbers of layers by format as ``90 Q4_0, 5 Q8_0``, without layers in high precision."""
     return ", ".join(f"{count} {name}" for name, count in (counts or {}).items() if name != HIGH_PRECISION)

@@ -1,8 +1,8 @@
-"""How plots look, and a plot as part of a page.
+"""Style of the plots, and their conversion to SVG for the page.
 
-Each is drawn once, in the colours of ``PALETTE``. A PNG keeps these colours; in the SVG of a page they become variables
-of its style sheet, so a plot is dark where the page is dark. The road not taken is a plotting library in the browser: a
-report has to open from a mail, years later, and load nothing.
+Each plot is drawn once, in the colours of ``PALETTE``. A PNG keeps these colours; in the page's SVG they become CSS
+variables, so a plot is dark where the page is dark. Alternative not taken: a plotting library in the browser; a report
+has to open from a mail, years later, and load nothing.
 """
 
 import io
@@ -48,7 +48,7 @@ WIDTH, HEIGHT = 5.6, 3.8  # inches: half of a page, or a telephone, on which tex
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The style of the plots; needed for drawing and for saving, as both read matplotlib's settings."""
+    """Context with the plots' matplotlib settings; needed both for drawing and for saving."""
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box in the PNG; a browser has more fonts
         yield
@@ -59,7 +59,7 @@ def new_figure(height: float = HEIGHT) -> Figure:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """An ``<svg>`` element, safe as HTML, in the page's ``--plot-<colour>``; its ids begin with ``name``."""
+    """Convert a figure to an ``<svg>`` element for the page: colours are CSS variables, ids begin with ``name``."""
     text = io.StringIO()
     with style():
         figure.savefig(text, format="svg", metadata={"Date": None})
@@ -78,7 +78,7 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def for_page(value: str, name: str) -> str:
-    """An attribute's value with the page's colours and font, and with the ids that ``svg`` gives to elements."""
+    """Rewrite an SVG attribute: colours become CSS variables, ids get the prefix ``name-``, the font is the page's."""
     value = re.sub(
         r"#[0-9a-f]{6}\b", lambda found: f"var(--plot-{PALETTE[found[0]]})" if found[0] in PALETTE else found[0], value
     )

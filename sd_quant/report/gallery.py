@@ -1,4 +1,4 @@
-"""The images of a page: pairs of full precision and quantized, embedded as data, those of the worst prompts first."""
+"""Images of the report's page: pairs of full precision and quantized, embedded as data, worst prompts first."""
 
 import base64
 import hashlib
@@ -25,9 +25,9 @@ NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError) 
 
 
 def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) -> tuple[dict, list[str]]:
-    """The images as data of the page's script, worst prompts first, and sentences on images that are left out.
+    """Return the images as data for the page's script, worst prompts first, and sentences on images left out.
 
-    A prompt has a pair of indices into ``images`` for each recipe. ``badges`` are words on jobs; ``best`` comes first.
+    A prompt has a pair of indices into ``images`` for each recipe. ``badges``: labels by job; job ``best`` is first.
     """
     done, names = sweep.done, sweep.recipes
     jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
@@ -82,7 +82,7 @@ def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) ->
 
 
 def for_page(content: bytes) -> dict:
-    """An image as embedded: its pixels encoded again, large ones reduced. Raises one of ``NOT_AN_IMAGE``."""
+    """Encode a PNG's pixels again, large images reduced. Raises an exception of ``NOT_AN_IMAGE`` for a damaged file."""
     with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
         pixels = image.convert("RGB")
     encoded, reduced = io.BytesIO(), max(pixels.size) > SMALL_EDGE
@@ -96,13 +96,13 @@ def for_page(content: bytes) -> dict:
 
 
 def score(job: Job, measure: Score, index: int) -> float | None:
-    """``measure`` of one image; None where there is none, and where identical images have an infinite ratio."""
+    """Return the score ``measure`` of one image; None where it is missing or infinite (PSNR of identical images)."""
     values = score_of(job.record, measure).values
     return values[index] if index < len(values) else None
 
 
 def scores(job: Job, index: int) -> str:
-    """The scores of one image, as the text below it."""
+    """Format the scores of one image as the text below the image."""
     of_images = scores_against(Against.IMAGES)
     values = {each.key: score(job, each, index) for each in of_images}
     if are_identical(values["psnr"], values["ssim"]):

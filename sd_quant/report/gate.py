@@ -1,18 +1,18 @@
-"""Whether a finished run passes bars that were fixed before, decided by intervals. docs/gate.md has the statistics.
+"""Gate: does a finished run meet limits fixed beforehand, by confidence intervals? docs/gate.md has the statistics.
 
-A criterion is a mean over prompts, or a speed-up, with a bar. It passes if its whole interval lies on the good side,
-fails if it lies on the bad side, and cannot be told otherwise. The unit is the prompt: its images count as their mean.
+A criterion is a mean over prompts, or a speed-up, with a limit ("bar"). It passes if its whole interval is on the good
+side, fails if all of it is on the bad side, else is undecided. Samples are prompts: a prompt's images count as a mean.
 
 - The interval of a mean is Hall's (Journal of the Royal Statistical Society B 54, 1992): Student's, transformed by the
-  skewness of the values. The bootstrap of Student's ratio held as often in a trial and takes 100 times as long.
-- No image below the bar of a worst one: acceptance number zero of quality control.
+  skewness of the values. In a trial the bootstrap-t covered the mean as often, in 100 times the time.
+- No image may be beyond the bar for the worst image: acceptance number zero of quality control.
 - All criteria have to pass, so passing needs no correction (intersection-union test; Berger, Technometrics 24, 1982).
-  One suffices to fail, so where the value is on the bad side, the interval's level is Holm's (Scandinavian Journal of
-  Statistics 6, 1979). A failure alone that is none at that level is called likely.
-- Against a baseline, the difference of a prompt's images in the two runs is the value: a test of non-inferiority.
+  One failure fails the run, so where the value is on the bad side, the interval's level is Holm's (Scandinavian Journal
+  of Statistics 6, 1979). A criterion that fails at the uncorrected level only has "likely failed".
+- Against a baseline run, the value is the difference between the two runs for each prompt: a test of non-inferiority.
 
-Roads not taken: means, which pass by the luck of the prompts, and images of an earlier run as the reference, which
-measure the machine: each run has its own full precision.
+Alternatives not taken: means without intervals, which pass by lucky prompts, and an earlier run's images as reference,
+which also measure differences between machines: each run is compared with its own full precision.
 """
 
 import math
@@ -36,7 +36,7 @@ PROMPTS, ROUNDS = "prompts", "rounds"
 PASSED, FAILED, LIKELY, UNTOLD = "passed", "failed", "likely failed", "cannot be told"
 OPEN = (LIKELY, UNTOLD)
 SHOWN = 3  # worst images of a criterion
-MOST = 10_000  # prompts or rounds; who would draw more
+MOST = 10_000  # prompts or rounds that are suggested at most
 OF_IMAGES = {score.key: score for score in scores_against(Against.IMAGES)}
 AGAIN = "run the job again"
 REFERENCE = {  # knobs that decide full precision's images, by section; samplers and schedules of a recipe do not
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Shown:
-    """An image, for people to look at."""
+    """One of the worst images of a criterion, to show to people."""
 
     index: int
     prompt: str
@@ -64,16 +64,16 @@ class Shown:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure by a sample, and its bar."""
+    """A quantity estimated from prompts or timed rounds, and the bar that it has to reach."""
 
     knob: str
     title: str
     bar: float
     more_is_better: bool
-    at: Callable[[float], Interval]  # by the confidence
+    at: Callable[[float], Interval]  # the estimate with its interval at a confidence level
     count: int
     unit: str  # of the count
-    form: str  # of its figures
+    form: str  # format of its values
     worst: Sequence[Shown] = ()
     note: str = ""
 
@@ -86,7 +86,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A criterion's outcome. ``more`` of the ``unit`` would tell; None where that is not known or nothing is open."""
+    """A criterion's outcome. ``more``: further prompts or rounds that would decide; None if unknown or decided."""
 
     criterion: str  # the knob
     title: str
@@ -113,7 +113,7 @@ class Gate:
 
 
 def read_run(knob: str, folder: Path) -> Run:
-    """The record of a finished run. Raises ConfigError where there is none, ArtifactError where it is damaged."""
+    """Read a finished run. Raises ConfigError if the folder has no finished run, ArtifactError for a damaged record."""
     with refusing(f"{folder / RECORD} is damaged", ValueError, OSError, advice=AGAIN):
         record = read_record(folder)
     if record is None or at(record, "status") != DONE:
@@ -134,7 +134,7 @@ def without_figure(run: Run, knob: str, figure: str, expected: str) -> ConfigErr
 
 
 def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
-    """The score of each image, infinite for one identical to full precision's. Raises ConfigError without it."""
+    """Return the score of each image; PSNR of identical images is infinite. Raises ConfigError for a missing score."""
     values = score_of(run.record, score).values
     if not values:
         made = "a run that made images: run quantize with infer.prompts"
@@ -143,7 +143,7 @@ def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
 
 
 def rounds_of(run: Run, knob: str) -> Timed | str:
-    """The rounds of an image's timing, or the reason why they tell nothing. Raises ConfigError without rounds."""
+    """Return a run's timed rounds, or the recorded reason for none. Raises ConfigError for neither or a simulation."""
     timed = timed_alone(run.folder.name, run.record)
     if timed is not None and timed.rest is not None:
         return timed
@@ -156,7 +156,7 @@ def rounds_of(run: Run, knob: str) -> Timed | str:
 
 
 def reference_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The causes of full precision's images, by their names in a refusal."""
+    """Return all that determines full precision's images (prompts, weights, knobs, input files), by name."""
     facts = {"prompts": record.get("prompts"), "weights": weights_sha256(record)}
     for section, names in REFERENCE.items():
         facts |= {f"{section}.{name}": at(record, "knobs", section, name) for name in names}
@@ -166,7 +166,7 @@ def reference_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_comparable(run: Run, baseline: Run) -> None:
-    """Raises ConfigError unless both runs have the same prompts, start noise and full precision."""
+    """Check two runs. Raises ConfigError unless both have equal prompts, weights, knobs and files of full precision."""
     one, other = (reference_of(each.record) for each in (run, baseline))
     if differ := [name for name in one | other if one.get(name) != other.get(name)]:
         raise ConfigError(
@@ -179,7 +179,7 @@ def check_comparable(run: Run, baseline: Run) -> None:
 
 
 def mean_of_skewed(values: Sequence[float], confidence: float) -> Interval:
-    """The mean of independent values with Hall's interval. The ends are infinite for a single one."""
+    """Compute the mean of independent values with Hall's interval. The ends are infinite for a single value."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Interval(mean, -math.inf, math.inf)
@@ -192,16 +192,16 @@ def mean_of_skewed(values: Sequence[float], confidence: float) -> Interval:
 
 
 def untransformed(quantile: float, skewness: float) -> float:
-    """The inverse of g(t) = t + a t² / 3 + a² t³ / 27 + a / 6, where a is the skewness over the root of the count."""
+    """Compute the inverse of g(t) = t + a t² / 3 + a² t³ / 27 + a / 6, where a = skewness / sqrt(count)."""
     if abs(skewness) < 1e-6:
         return quantile
     return 3 / skewness * (math.cbrt(1 + skewness * (quantile - skewness / 6)) - 1)
 
 
 def levels_of(estimates: Sequence[Estimate], confidence: float) -> dict[str, float]:
-    """The level of the interval that decides each criterion, by its knob: the confidence where the value is good.
+    """Return the confidence level of each criterion's interval, by knob: ``confidence`` where the value is good.
 
-    Elsewhere Holm's: the criteria share the error, and the share of each that fails goes to the others.
+    Where it is bad, Holm's: all criteria share the error, and the share of a failed criterion goes to the others.
     """
     shared = 1 - (1 - confidence) / max(1, len(estimates))
     levels = {each.knob: shared if each.bad(exactly(each.at(shared).value)) else confidence for each in estimates}
@@ -210,7 +210,7 @@ def levels_of(estimates: Sequence[Estimate], confidence: float) -> dict[str, flo
 
 
 def more_needed(estimate: Estimate, confidence: float) -> int | None:
-    """The number of further prompts or rounds that would tell at this mean and spread; None for more than MOST."""
+    """Estimate the further prompts or rounds that would decide at this mean and spread; None for more than MOST."""
     interval, of_prompts = estimate.at(confidence), estimate.unit == PROMPTS
     if not interval.known:
         return max(1, (2 if of_prompts else FEWEST_ROUNDS) - estimate.count)
@@ -230,7 +230,7 @@ def more_needed(estimate: Estimate, confidence: float) -> int | None:
 
 
 def estimate_of_score(run: Run, score: Score, bar: float) -> Estimate:
-    """The mean of a score over the prompts. Raises ConfigError for a run that does not have it."""
+    """Estimate the mean of a score over the prompts. Raises ConfigError for a run without the score."""
     knob = bound(score)
     values = image_values(run, score, knob)
     best = max([bar, *filter(math.isfinite, known(values))])
@@ -245,7 +245,7 @@ def estimate_of_score(run: Run, score: Score, bar: float) -> Estimate:
 
 
 def estimate_of_difference(run: Run, baseline: Run, score: Score, margin: float) -> Estimate:
-    """The mean of a score's difference to the baseline's over the prompts. Raises as ``image_values`` does."""
+    """Estimate the mean difference of a score from the baseline run's. Raises ConfigError for a missing score."""
     knob = f"{score.key}_margin"
     own, others = (image_values(each, score, knob) for each in (run, baseline))
     best = max([0.0, *filter(math.isfinite, known([*own, *others]))])
@@ -259,12 +259,12 @@ def estimate_of_difference(run: Run, baseline: Run, score: Score, margin: float)
 
 
 def means_of_prompts(run: Run, values: Sequence[float | None]) -> list[float]:
-    """The mean of each prompt's images; none where an image has no value: it is broken, and no prompts mend it."""
+    """Return the mean of each prompt's images; an empty list if any image has no value, since that image is broken."""
     return [] if None in values else means_of_groups(values, run.record["prompts"])
 
 
 def estimate_of_speedup(run: Run, bar: float) -> Estimate:
-    """The speed-up of an image over the unquantized engine. Raises ConfigError for a run without one."""
+    """Estimate the speed-up of an image over the unquantized engine. Raises ConfigError for a run without timings."""
     timed = rounds_of(run, "min_speedup")
     return estimate_of_rounds(
         "min_speedup", "speed-up of an image", bar, [timed], lambda confidence: timed.image_speedup(confidence), "x"
@@ -272,7 +272,7 @@ def estimate_of_speedup(run: Run, bar: float) -> Estimate:
 
 
 def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Estimate:
-    """The speed-up as a share of the baseline's. Raises ConfigError for runs without one, or on different machines."""
+    """Estimate the speed-up divided by the baseline's. Raises ConfigError without timings or for two machines."""
     both: list[Any] = [rounds_of(each, "speedup_margin") for each in (run, baseline)]
     timed, other = both
     one, another = (machine_of(at(each.record, "environment", "machine") or {}) for each in (run, baseline))
@@ -295,14 +295,14 @@ def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Esti
 def estimate_of_rounds(
     knob: str, title: str, bar: float, rounds: Sequence[Timed | str], at: Callable[[float], Interval], unit: str = ""
 ) -> Estimate:
-    """A figure of timed rounds; undecided where a run has a reason in place of rounds."""
+    """Build the estimate of a ratio of latencies; undecided, with count 0, if ``rounds`` has a reason, a text."""
     reason = next((each for each in rounds if isinstance(each, str)), "")
     count = 0 if reason else min(len(each.quantized) for each in rounds)
     return Estimate(knob, title, bar, True, at, count, ROUNDS, f"{{:.3f}}{unit}", (), reason)
 
 
 def estimates_of(run: Run, baseline: Run | None, bars: Mapping[str, float]) -> list[Estimate]:
-    """The estimated criteria of ``bars``, by knob. Raises ConfigError as they do."""
+    """Estimate the means and speed-ups that ``bars`` limit, by knob. Raises ConfigError for missing figures."""
     found = [estimate_of_score(run, score, bars[bound(score)]) for score in OF_IMAGES.values() if bound(score) in bars]
     if "min_speedup" in bars:
         found.append(estimate_of_speedup(run, bars["min_speedup"]))
@@ -316,7 +316,7 @@ def estimates_of(run: Run, baseline: Run | None, bars: Mapping[str, float]) -> l
 
 
 def bound(score: Score) -> str:
-    """The knob with the bar of a score's mean."""
+    """Return the knob that limits a score's mean, such as ``min_psnr``."""
     return f"{'min' if score.more_is_better else 'max'}_{score.key}"
 
 
@@ -325,7 +325,7 @@ def known(values: Iterable[float | None]) -> list[float]:
 
 
 def missing_of(score: Score, values: Sequence[float | None]) -> str:
-    """The images without a score in words, or nothing."""
+    """Describe the images without a score; empty if all have one."""
     missing = [index for index, value in enumerate(values) if value is None]
     images = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
     return f"{len(missing)} of {len(values)} images have no {score.title}: {images}" if missing else ""
@@ -336,7 +336,7 @@ def form_of(score: Score) -> str:
 
 
 def worst_of(run: Run, values: Sequence[float | None], more_is_better: bool) -> list[Shown]:
-    """The images with the worst values, the worst first."""
+    """Return the SHOWN images with the worst finite values, the worst first."""
     finite = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     chosen = sorted(finite, key=lambda each: each[1] if more_is_better else -each[1])[:SHOWN]
     return [shown(run, *each) for each in chosen]
@@ -351,7 +351,7 @@ def shown(run: Run, index: int, value: float) -> Shown:
 
 
 def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
-    """The outcome of an estimated criterion by its interval at this level."""
+    """Decide a criterion by its interval at ``level``; ``confidence`` is the uncorrected level."""
     bar = f"at {'least' if estimate.more_is_better else 'most'} {estimate.form.format(estimate.bar)}"
     without = Verdict(
         estimate.knob, estimate.title, DASH, bar, FAILED if estimate.unit == PROMPTS else UNTOLD,
@@ -376,7 +376,7 @@ def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
 
 
 def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidence: float) -> Verdict:
-    """Whether no image is beyond a bar, of so many prompts that at most ``share`` of all are. Raises ConfigError."""
+    """Decide whether no image is beyond ``bar``, on enough prompts to infer that at most a ``share`` of all are."""
     knob, sign = f"worst_{score.key}", 1 if score.more_is_better else -1
     values = image_values(run, score, knob)
     beyond = sum(value is None or sign * value < sign * bar for value in values)
@@ -400,7 +400,7 @@ def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidenc
 
 
 def verdict_of_degenerate(run: Run) -> Verdict:
-    """No image is degenerate, whatever the means. Raises ArtifactError for a record that names an image it has not."""
+    """Fail a run with any degenerate image. Raises ArtifactError for a record that names an image it does not have."""
     count, words = len(run.record.get("prompts") or []), degenerate_of(run.record)
     without = Verdict(
         "degenerate", "degenerate images", DASH, "none", UNTOLD, {"bar": 0, "count": count},
@@ -420,7 +420,7 @@ def verdict_of_degenerate(run: Run) -> Verdict:
 def decide(
     run: Run, baseline: Run | None, bars: Mapping[str, float], confidence: float = 0.95, worst_share: float = 0.1
 ) -> Gate:
-    """The gate of a run by ``bars``, by knob; margins are to ``baseline``. Raises ConfigError for missing figures."""
+    """Decide all criteria of ``bars``, by knob; margins are to ``baseline``. Raises ConfigError for missing figures."""
     estimates = estimates_of(run, baseline, bars)
     levels = levels_of([each for each in estimates if each.count], confidence)
     verdicts = [verdict_of(each, levels.get(each.knob, confidence), confidence) for each in estimates]
@@ -433,7 +433,7 @@ def decide(
 
 
 def sentence_of(outcome: str, verdicts: Sequence[Verdict]) -> str:
-    """The outcome, with the failed criteria, or with the missing prompts and rounds."""
+    """Describe the outcome: the failed criteria, or the undecided criteria and the prompts and rounds they need."""
     of = {word: [each for each in verdicts if each.verdict == word] for word in (FAILED, *OPEN)}
     words = (FAILED,) if outcome == FAILED else OPEN
     named = [f"{word}: {', '.join(each.criterion for each in of[word])}" for word in words if of[word]]

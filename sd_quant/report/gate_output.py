@@ -1,7 +1,7 @@
-"""A gate's verdicts as a table, as JSON and as JUnit's XML.
+"""A gate's verdicts as a text table, as JSON and as JUnit XML.
 
-In JUnit a criterion that cannot be told is an ``error``: the check could not be made, and no CI takes it for passed.
-Most show a ``skipped`` test as green, and a ``failure`` would say what nobody knows.
+In JUnit XML an undecided criterion is an ``error``: the check could not be made, and no CI counts it as passed. Most CI
+systems show a ``skipped`` test as green, and a ``failure`` would claim what is unknown.
 """
 
 from dataclasses import asdict
@@ -21,7 +21,7 @@ LONGEST_PROMPT = 60
 
 
 def text_of(gate: Gate) -> str:
-    """The table of criteria, the worst images, and the outcome."""
+    """Format the table of criteria, the worst images and the outcome as plain text."""
     rows = [[each.criterion, each.value, each.bar, each.verdict] for each in gate.verdicts]
     notes = [f"{each.criterion}: {each.reason}" for each in gate.verdicts if each.reason]
     images: dict[tuple[int, str], list[str]] = {}  # two criteria on one score have the same ones
@@ -42,7 +42,7 @@ def path_of(image: Shown) -> str | None:
 
 
 def write_gate(gate: Gate, exit_code: int, path: Path) -> None:
-    """Write JSON, or JUnit's XML, by the suffix; atomically. Raises ResourceError when the disk is full."""
+    """Write JSON for the suffix ``.json``, else JUnit XML, atomically. Raises ResourceError when the disk is full."""
     if path.suffix.lower() == ".json":
         write_json(path, json_of(gate, exit_code))
     else:
@@ -50,7 +50,7 @@ def write_gate(gate: Gate, exit_code: int, path: Path) -> None:
 
 
 def json_of(gate: Gate, exit_code: int) -> dict[str, Any]:
-    """The gate as JSON for ``output=``; an interval or a number of prompts that is unknown is null."""
+    """Return the gate as a JSON object; unknown interval ends and numbers of prompts are null."""
     criteria = [
         {
             **{"criterion": each.criterion, "title": each.title, "verdict": each.verdict, **each.figures},
@@ -64,7 +64,7 @@ def json_of(gate: Gate, exit_code: int) -> dict[str, Any]:
 
 
 def xml_of(gate: Gate) -> str:
-    """JUnit's XML: a test suite with a case for each criterion."""
+    """Return JUnit XML: a test suite with a test case for each criterion."""
     verdicts = [each.verdict for each in gate.verdicts]
     failures, errors = (str(sum(map(verdicts.count, words))) for words in ((FAILED,), OPEN))
     numbers = {"tests": str(len(verdicts)), "failures": failures, "errors": errors, "skipped": "0"}

@@ -1,8 +1,8 @@
-"""The report of a GPU: one JSON file of what plans and torch's engines reach on it, which its owner sends as it is.
+"""GPU report: one JSON file with the results of TensorRT plans and torch on a GPU, which its owner can send as it is.
 
-Each row is a run of ``quantize``, whose figures are copied from its record one by one, so that no path, prompt or name
-of a person gets into the file. ``GpuReport`` is its shape, which refuses all other names, because reports come from
-strangers. The road not taken is to send the record, which holds paths and prompts.
+Each row is a run of ``quantize``; its figures are copied from the run's record one by one, so that no path, prompt or
+person's name gets into the file. ``GpuReport`` is the schema and forbids unknown names, because reports come from
+strangers. Alternative not taken: to send the record itself, which holds paths and prompts.
 """
 
 import math
@@ -25,7 +25,7 @@ PATHS = re.compile(r"\S*[/\\~@]\S*")
 
 
 def without_paths(text: str) -> str:
-    """Refuse a text that holds a path or an address. Raises ValueError."""
+    """Return ``text``. Raises ValueError if it holds a path or an address."""
     if found := PATHS.search(text):
         raise ValueError(f"holds the path or address {found[0]}")
     return text
@@ -40,7 +40,7 @@ class Closed(BaseModel):
 
 
 class Speedup(Closed):
-    """A quotient of two latencies with its 95 % interval, whose ends are null where the rounds were too few."""
+    """A ratio of two latencies, above 1 if faster, with its 95 % interval; the ends are null for too few rounds."""
 
     value: Annotated[float, Field(gt=0)]
     low: float | None
@@ -79,7 +79,7 @@ class Latency(Closed):
 
 
 class Parity(Closed):
-    """An error relative to the norm of the reference's output, and the largest that is accepted."""
+    """An output's error relative to the norm of the reference's output, and the largest accepted error."""
 
     what: Text
     relative_error: float
@@ -87,7 +87,7 @@ class Parity(Closed):
 
 
 class Row(Closed):
-    """A checkpoint in a format on an engine."""
+    """Results of one run: a checkpoint in one number format on one engine."""
 
     checkpoint: Literal["mini", "full"]  # the shipped one, or SDXL at full size with random weights
     engine: Text
@@ -125,7 +125,7 @@ class Gpu(Closed):
 
 
 class GpuReport(Closed):
-    """All rows of a machine."""
+    """A machine's report: its GPU, processor and versions, and a row for each run."""
 
     schema_: Literal["sd-quant gpu report 1"] = Field(alias="schema")
     made_by: Literal["sd-quant gpu-report", "make gpu-check"]
@@ -139,9 +139,9 @@ class GpuReport(Closed):
 
 
 def read_report(content: bytes, name: str) -> GpuReport:
-    """Return the report in the bytes of the file ``name``.
+    """Parse and validate a GPU report from ``content``, the bytes of the file ``name``.
 
-    Raises ArtifactError for a file over MOST_BYTES, another schema, an unknown name, and figures that contradict.
+    Raises ArtifactError for a file over MOST_BYTES, another schema, an unknown name, or contradictory figures.
     """
     if len(content) > MOST_BYTES:
         raise ArtifactError(
@@ -156,7 +156,7 @@ def read_report(content: bytes, name: str) -> GpuReport:
 
 
 def contradiction_of(row: Mapping[str, Any]) -> str | None:
-    """Return what a report could not hold of the figures of ``row_of``, or None."""
+    """Return the first error of the schema in a ``row`` of ``row_of``, or None if it is valid."""
     try:
         Row.model_validate({"checkpoint": "mini", "engine": "", "format": "", **row})
     except ValidationError as error:
@@ -171,7 +171,7 @@ def first_of(error: ValidationError) -> str:
 
 
 def row_of(record: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the figures of a row, as ``Row`` has them, from the record of its run on ``engine``."""
+    """Return the figures of a ``Row`` from the record of a run on ``engine``."""
     part, samples = at(record, "denoiser", "part"), at(record, "denoiser", "samples_per_image")
     latency, knobs = at(record, "latency", engine), at(record, "knobs", "infer") or {}
     timed = at(latency, part, str(samples))
@@ -209,7 +209,7 @@ def row_of(record: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 
 def over(slower: Any, faster: Any, openings: Sequence[int]) -> dict[str, float | None] | None:
-    """Return the speed-up of the second latency of a record over the first, both from the same rounds."""
+    """Return the speed-up of the latency ``faster`` over ``slower``; None unless both have equally many rounds."""
     a, b = (at(each, "samples_ms") or [] for each in (slower, faster))
     return as_speedup(ratio_interval(a, b, openings)) if a and len(a) == len(b) else None
 
@@ -220,7 +220,7 @@ def as_speedup(interval: Interval) -> dict[str, float | None]:
 
 
 def without_names(text: str, names: Sequence[str]) -> str:
-    """Return an error's line without paths, addresses and the ``names`` of a user and a host."""
+    """Return an error's text in one line, with paths, addresses and ``names`` (of a user or host) replaced."""
     text = PATHS.sub("<path>", text)
     for name in filter(None, names):
         text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)

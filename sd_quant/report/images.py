@@ -1,7 +1,7 @@
-"""Images as files, and full precision above quantized in one image, which is what people look at first.
+"""Save images as files, and as one sheet with full precision above quantized, which people look at first.
 
-Small images are enlarged and large ones reduced until a pair is comparable on a screen. The road not taken is a drawn
-difference image: at 20 dB everything differs somewhere, and the eye asks whether it is still the same image.
+Small images are enlarged and large ones reduced so that pairs are comparable on a screen. Alternative not taken: a
+difference image; at 20 dB everything differs somewhere, and people ask whether it is still the same image.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ INK, SOFT_INK, PAPER = "#202124", "#5f6368", "#f1f3f4"  # paper is not white: ma
 def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path]:
     """Write uint8 images as ``folder/<name>.png``, each atomically.
 
-    Raises ArtifactError for another shape or type, as of a pipeline without colours, ResourceError for a full disk.
+    Raises ArtifactError for images other than uint8 RGB (a pipeline without colours), ResourceError for a full disk.
     """
     check_rgb(images)
     paths = [folder / f"{name}.png" for name in names]
@@ -38,7 +38,7 @@ def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path
 
 
 def save_animations(strips: Images, width: int, folder: Path, names: Sequence[str]) -> list[Path]:
-    """Write strips of frames of ``width`` pixels as lossless videos ``folder/<name>.webp``. Raises ResourceError."""
+    """Write strips of frames ``width`` pixels wide as lossless ``<name>.webp``. Raises ResourceError on a full disk."""
     paths = [folder / f"{name}.webp" for name in names]
     for strip, path in zip(strips, paths, strict=True):
         first, *others = (Image.fromarray(strip[:, start : start + width]) for start in range(0, strip.shape[1], width))
@@ -51,10 +51,10 @@ def save_animations(strips: Images, width: int, folder: Path, names: Sequence[st
 def comparison_grid(
     reference: Images, quantized: Images, path: Path, captions: Sequence[str], label: str = "quantized"
 ) -> Path:
-    """Draw ``reference`` above ``quantized`` images of the same sizes, with their ``label``, into the PNG ``path``.
+    """Draw ``reference`` images above ``quantized`` images of equal sizes into the PNG ``path``; return ``path``.
 
-    Images are enlarged twice, up to 256 pixels. ``captions`` (prompts: untrusted, only drawn) are shortened to fit. Of
-    more than 64 pairs the first 64 are drawn.
+    ``label`` names the lower row. Images are enlarged twice, at most to 256 pixels. ``captions`` (prompts: untrusted,
+    only drawn) are shortened to fit. Of more than 64 pairs the first 64 are drawn.
     """
     count = min(len(reference), MOST_PAIRS)
     columns, labels = min(COLUMNS, count), ("full precision", label)
@@ -88,7 +88,7 @@ def comparison_grid(
 
 
 def _scaled(image: np.ndarray) -> Image.Image:
-    """The image SCALE times as large, or less so that no edge exceeds LONGEST_EDGE."""
+    """Resize an image by SCALE, or by less so that no edge exceeds LONGEST_EDGE."""
     height, width = image.shape[:2]
     factor = min(SCALE, LONGEST_EDGE / max(height, width))
     size = max(1, round(width * factor)), max(1, round(height * factor))
@@ -101,7 +101,7 @@ def _save(image: Image.Image, path: Path) -> None:
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """``text`` in at most two lines no wider than ``width``, an ellipsis where it was cut, no control characters."""
+    """Wrap ``text`` into at most two lines of ``width`` pixels, cut with an ellipsis, without control characters."""
     line = " ".join(printable(text[:400]).split())
     for letters in range(width // 3, 3, -1):
         lines = wrap(line, letters, max_lines=CAPTION_LINES, placeholder="...")

@@ -1,8 +1,8 @@
-"""The gain of levers beside bits: tables of a sweep's jobs whose images are made by other calls of the denoiser.
+"""Tables of levers: ways to save time other than quantization (another sampler, reused steps, partial guidance).
 
-A lever has to beat the control, full precision in so few steps that it takes no less time, prompt by prompt. Bits and
-calls are compared with each alone: independent errors add in squares, so the expected PSNR of both is -10 log10 of the
-sum of both mean squared errors, and the rest is their interaction.
+A recipe with levers has to beat the control, prompt by prompt: full precision with fewer steps in no less time. Bits
+(quantization) and calls (levers) are also measured alone: independent errors add in squares, so the expected PSNR of
+both is -10 log10 of the sum of their mean squared errors, and the deviation from it is their interaction.
 """
 
 import math
@@ -36,12 +36,12 @@ TITLES = [
 
 
 def decibels(scores: Any) -> Sequence[float]:
-    """PSNR of each image in dB, by a record's scores; none where an image has none."""
+    """Return the PSNR of each image in dB from a record's ``scores``; an empty tuple if any image has no PSNR."""
     return capped({"fidelity": scores}, IDENTICAL_DB) if at(scores, "psnr", "values") else ()
 
 
 def against_control(record: Any) -> tuple[str, Interval, Mapping[str, Any]] | None:
-    """BEATS, LOSES or UNTOLD, the PSNR beyond the better control's, and that control; None without one."""
+    """Return BEATS, LOSES or UNTOLD, the PSNR gain over the better control, and that control; None without controls."""
     own = decibels(at(record, "fidelity"))
     controls = at(record, "levers", "controls") or []
     controls = [each for each in controls if len(decibels(at(each, "fidelity"))) == len(own)]
@@ -56,12 +56,12 @@ def against_control(record: Any) -> tuple[str, Interval, Mapping[str, Any]] | No
 
 
 def expected_of_both(bits: Sequence[float], calls: Sequence[float]) -> list[float]:
-    """PSNR of each image in dB, if the errors of bits alone and of calls alone were independent."""
+    """Compute each image's PSNR in dB if the errors of bits alone and of calls alone were independent."""
     return [-10 * math.log10(10 ** (-a / 10) + 10 ** (-b / 10)) for a, b in zip(bits, calls, strict=True)]
 
 
 def interaction(record: Any) -> Interval | None:
-    """The PSNR of bits and calls together beyond the expected one, in dB; None where it is not known."""
+    """Return the measured less the expected PSNR of bits and calls together, in dB; None where a part is unknown."""
     own = decibels(at(record, "fidelity"))
     bits, calls = (decibels(at(record, "levers", name)) for name in ("bits_alone", "calls_alone"))
     if not own or not len(own) == len(bits) == len(calls):
@@ -70,12 +70,12 @@ def interaction(record: Any) -> Interval | None:
 
 
 def mean_text(values: Sequence[float] | None) -> str:
-    """The mean with its interval at 95 %."""
+    """Format the mean of ``values`` with its 95 % interval; a dash without values."""
     return plus_minus(mean_interval(values) if values else None, "{:.1f}")
 
 
 def lever_cells(name: str, record: Any, timed: Timed | None) -> list[str]:
-    """A row of the table."""
+    """Return a job's row of the table of levers, as texts in the order of TITLES."""
     levers = at(record, "levers")
     bits, calls = (decibels(at(levers, each)) for each in ("bits_alone", "calls_alone"))
     half, until = at(levers, "half_calls"), at(levers, "guidance_until")
@@ -108,7 +108,7 @@ def lever_cells(name: str, record: Any, timed: Timed | None) -> list[str]:
 
 
 def precise_cell(chosen: Any) -> str:
-    """The steps that were tried, their gain and price, and why they are not taken; a dash where none were chosen."""
+    """Format the tried steps with unquantized inputs: gain, added time, why not used; a dash if none were tried."""
     if not chosen:
         return DASH
     mean, *ends = chosen["gain_db"]
@@ -119,6 +119,6 @@ def precise_cell(chosen: Any) -> str:
 
 
 def lever_tables(sweep: Sweep) -> list[Table]:
-    """One of the jobs with levers beside bits, if there are any."""
+    """Return the table of all jobs with levers in a list; an empty list without such jobs."""
     rows = [lever_cells(job.name, job.record, job.timed) for job in sweep.done if at(job.record, "levers")]
     return [table_of_texts(TITLES, rows, "Bits and other levers", CAPTION)] if rows else []

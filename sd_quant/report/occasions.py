@@ -1,10 +1,10 @@
-"""Earlier timings of this machine: its best readings, and how far its speed-ups are apart from occasion to occasion.
+"""History of a machine's timings: its fastest probe readings, and how much speed-ups vary between occasions.
 
-The rounds of one hour say nothing of the next one, in which the host's other guests take more or less. So each timing
-leaves its speed-ups and the readings of its probe in the cache, in a file for each kind of machine. The interval of a
-speed-up is widened by the differences of engines' speed-ups between earlier occasions (``metrics.intervals``), pooled
-over all engines, so that a new one has it too. With fewer than FEWEST degrees of freedom it is of this hour, and says
-so. Machines with the same name are one, such as the nodes of a cluster.
+An occasion is one timing session. Rounds of one hour cannot tell how a speed-up varies from hour to hour, for example
+with a host's other virtual machines. So each session stores its speed-ups and probe readings in the cache, in one file
+for each kind of machine. The interval of a speed-up is widened by the variance between earlier occasions
+(``metrics.intervals``), pooled over all engines so that it applies to new engines too. With fewer than FEWEST degrees
+of freedom it is not widened, and says so. Machines of equal description, such as a cluster's nodes, share a history.
 """
 
 import json
@@ -48,13 +48,13 @@ class History(TypedDict):
 
 
 def history_of(cache: Path | None, machine: Mapping[str, Any]) -> Path | None:
-    """The file of a machine, as ``provenance.machine`` describes it, in the folder of a cache; None without one."""
+    """Return a machine's history file in the folder ``cache``, None without; ``machine``: of ``provenance.machine``."""
     name = f"{digest(machine_of(machine), str(machine.get('threads')))[:32]}.json"
     return None if cache is None else cache / "occasions" / name
 
 
 def read_history(file: Path | None) -> list[Occasion]:
-    """The occasions in a file; none where it is damaged, or cannot be read, which is logged."""
+    """Read the occasions in a history file; an empty list if it is missing, or damaged, which is logged."""
     try:
         if file is None or not file.exists():
             return []
@@ -67,7 +67,7 @@ def read_history(file: Path | None) -> list[Occasion]:
 
 
 def count_occasion(rounds: Conditions, engines: Mapping[str, Timed], file: Path | None) -> None:
-    """Write the machine's history into ``rounds``, and these rounds with their ``engines`` into the history."""
+    """Add the summary of the machine's history to ``rounds``, then append this occasion to the history ``file``."""
     history, probes = read_history(file), rounds.get("probes") or []
     rounds["shown"], rounds["between"] = shown(history), between(history)
     if file is None:
@@ -82,14 +82,14 @@ def count_occasion(rounds: Conditions, engines: Mapping[str, Timed], file: Path 
 
 
 def recorded_speedups(timed: Timed) -> dict[str, list[float]]:
-    """The speed-ups with known intervals by these rounds alone, of an engine in a job without other levers."""
+    """Return an engine's speed-ups by quantization alone, with interval ends, by CALL and IMAGE; unknown left out."""
     alone = replace(timed, quantized_rest=None, share=1.0)
     found = {CALL: alone.denoiser_speedup(), IMAGE: alone.image_speedup()}
     return {name: list(interval) for name, interval in found.items() if interval is not None and interval.known}
 
 
 def shown(history: Sequence[Occasion]) -> dict[str, float | None]:
-    """The 90th percentile of each figure of earlier readings."""
+    """Compute the 90th percentile of each figure over the probe readings of all occasions."""
     values: dict[str, list[float]] = {}
     for figure, value in (item for each in history for reading in each["probes"] for item in reading.items()):
         if value is not None:
@@ -98,7 +98,7 @@ def shown(history: Sequence[Occasion]) -> dict[str, float | None]:
 
 
 def between(history: Sequence[Occasion]) -> dict[str, Any]:
-    """The deviation of speed-ups between occasions, by kind; a reason where the history is too short."""
+    """Estimate the standard deviation of log speed-ups between occasions, by kind; ``reason`` if too few occasions."""
     found: dict[str, Any] = {}
     for kind in (CALL, IMAGE, RECIPES):
         engines = figures_of(history, kind)
@@ -112,7 +112,7 @@ def between(history: Sequence[Occasion]) -> dict[str, Any]:
 
 
 def figures_of(history: Sequence[Occasion], kind: str) -> list[dict[float, tuple[float, float]]]:
-    """The logarithms of speed-ups with their variances, by time, of each engine with two occasions; or of each two."""
+    """Return log speed-ups and variances by time, for each engine (or pair, for RECIPES) on two or more occasions."""
     found: dict[Any, dict[float, tuple[float, float]]] = {}
     measured = CALL if kind == CALL else IMAGE
     for occasion in history:
@@ -129,5 +129,5 @@ def figures_of(history: Sequence[Occasion], kind: str) -> list[dict[float, tuple
 
 
 def logarithm_of(value: float, low: float, high: float) -> tuple[float, float]:
-    """The logarithm of a speed-up and its variance, taking Student's factor for the normal one."""
+    """Return a speed-up's logarithm and its variance, from a 95 % interval taken as normal (1.96 deviations)."""
     return math.log(value), (math.log(high / low) / (2 * 1.96)) ** 2

@@ -1,9 +1,9 @@
-"""``report.html``: a sweep for a person who has to decide, in one file that loads nothing and opens anywhere.
+"""``report.html``: the report of a sweep for people who choose a recipe, in one file that loads nothing else.
 
-The recommendation is the title, with the folder, the files and a command below it; then come warnings, the table, the
-plots and the images that it rests on. Prompts, names and reasons are other people's text: the template escapes all but
-``Markup``, the data of the script stay data, and a content security policy allows that one script and no request. The
-road not taken is a notebook or a dashboard: either needs a server or a library where it is opened.
+The title is the recommendation, with the folder, files and a command below; then come warnings, the table, plots and
+images that support it. Prompts, names and reasons are untrusted text: the template escapes all but ``Markup``, the
+script's data is JSON, and a content security policy allows the page's one script and no request. Alternative not taken:
+a notebook or a dashboard; either needs a server or a library where it is opened.
 """
 
 import base64
@@ -60,9 +60,9 @@ def write_report(
     tables: Sequence[Table] = (),
     votes: Path | None = None,
 ) -> Path:
-    """Write ``report.html`` into the sweep's folder; its path. Raises ResourceError when the disk is full.
+    """Write ``report.html`` into the sweep's folder; return its path. Raises ResourceError when the disk is full.
 
-    ``drawn`` are its plots by name, ``tables`` stand before the images, ``votes`` is an add-on's page beside it.
+    ``drawn``: plots by name. ``tables``: shown before the images. ``votes``: the page of blind votes, to link to.
     """
     table = [*filter(None, [unquantized_row(sweep)]), *sweep.rows]
     rule = str(rule_of(sweep.verdict)) if sweep.own else rule_of_candidates(sweep)
@@ -96,7 +96,7 @@ def write_report(
 
 
 def rendered(template: Path, **content: object) -> str:
-    """The page of a template with the style and the script beside it, the only one that its policy allows."""
+    """Render an HTML template with the ``.css`` and ``.js`` files of its name; its policy allows that script alone."""
     script = Markup(source(template.with_suffix(".js")))
     page = ENVIRONMENT.from_string(source(template)).render(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -108,7 +108,7 @@ def rendered(template: Path, **content: object) -> str:
 
 
 def figures_in_words(advice: Recommendation, sweep: Sweep) -> str:
-    """The second line of the title: the figures of the recipe to ship, else of the best, or why there is none."""
+    """Return the title's second line: the figures of the recommended or best recipe, or why there is no recipe."""
     best = next((row for row in sweep.rows if row["job"] == advice.best), None)
     if best is None or advice.ship == UNDECIDED:
         return advice.sentence
@@ -116,7 +116,7 @@ def figures_in_words(advice: Recommendation, sweep: Sweep) -> str:
 
 
 def suggestions(sweep: Sweep, advice: Recommendation) -> list[tuple[str, str]]:
-    """Suggestions with their commands: to keep a layer in fp16 where its error stands out in the best recipe."""
+    """Return suggestions with commands: to keep a layer in fp16 if one layer's error stands out in the best recipe."""
     for job in sweep.own:
         if job.status == DONE and advice.best in (None, job.name) and not at(job.record, "knobs", "keep"):
             if not (worst := much_the_worst(job)):
@@ -144,7 +144,7 @@ def source(path: Path) -> str:
 
 
 def distinct(values: Iterable[Any]) -> str:
-    """All different values in one text, without absent ones."""
+    """Join the distinct values in order, without None and empty texts."""
     return ", ".join(dict.fromkeys(str(value) for value in values if value not in (None, "")))
 
 
@@ -154,7 +154,7 @@ def model_name(sweep: Sweep) -> str:
 
 
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
-    """Facts of the jobs by name; where jobs differ, all values."""
+    """Return facts on the sweep (checkpoint, engine, machine, date, ...) by name; where jobs differ, all values."""
     done = [job.record for job in sweep.done]
     engines = ((at(record, "knobs", "infer", "engine"), at(record, "environment", "versions")) for record in done)
     calibrated = ((at(record, "knobs", knob) for knob in ("calib_size", "n_steps")) for record in done)
@@ -172,7 +172,7 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def images_of(record: Any) -> str | None:
-    """Number, size and steps of a job's images, and the files that they start from if not from noise."""
+    """Format number, size and steps of a job's images, and the input images if they do not start from noise."""
     infer = at(record, "knobs", "infer")
     if not infer or not {"width", "height", "steps"} <= set(infer):
         return None
@@ -185,7 +185,7 @@ def images_of(record: Any) -> str | None:
 
 
 def weights_of(record: Any) -> str:
-    """The names of the checkpoint's file, of another autoencoder, of the LoRAs that are fused, and of ControlNets."""
+    """Join the file names of the checkpoint, a replaced autoencoder, fused LoRAs and ControlNets by `` + ``."""
     model = at(record, "knobs", "model")
     lists = [each for name in ("loras", "controlnets") if isinstance(each := at(model, name), list)]
     files = (at(model, "path"), at(model, "vae"), *(file for each in lists for file in each))
@@ -193,7 +193,7 @@ def weights_of(record: Any) -> str:
 
 
 def started(sweep: Sweep) -> str:
-    """The day and time at which the first job started, by the jobs' provenance."""
+    """Format the start of the earliest job, by the jobs' provenance; empty if unknown."""
     times = []
     for job in sweep.jobs:
         with suppress(OSError, ValueError, TypeError):
@@ -206,7 +206,7 @@ def started(sweep: Sweep) -> str:
 
 
 def value_and_text(row: Row, column: Column) -> tuple[object, str]:
-    """The value by which a cell is sorted, and its text."""
+    """Return the value by which a table cell is sorted, and the cell's text."""
     if column.key == "psnr_db" and row["psnr_db"] is None and fidelity_db(row) is not None:
         return "Infinity", "identical"
     return row[column.key], column.text(row)

@@ -1,7 +1,7 @@
 """The plots of a sweep: fidelity against time and size, bytes, the latents by step, the layers' errors and ranges.
 
-The unquantized engine is a point among the recipes: a recipe that is slower than it is on no front. The road not taken
-is a line at its cost alone, on which nobody sees that it is also the closest.
+The unquantized engine is a point among the recipes, so a slower recipe is never on the Pareto front. Alternative not
+taken: a line at the unquantized engine's cost, which would hide that it is also the closest to full precision.
 """
 
 import csv
@@ -47,7 +47,7 @@ SCALE = {TIME: 100.0, SIZE: 2**-20}
 
 
 def figures(sweep: Sweep, advice: Recommendation) -> dict[str, Figure]:
-    """The plots by name, without empty ones."""
+    """Draw all plots of a sweep that have data, by name."""
     done = sorted(sweep.done, key=lambda job: job.name != advice.best)
     labels, title = {UNQUANTIZED: UNQUANTIZED}, f"named by {fitted(' · '.join(sweep.varied), 80)}"
     for job in sweep.jobs:  # a candidate's own name, the values of the varied knobs, or else the recipe
@@ -80,9 +80,9 @@ def pareto(
     table: Sequence[Row], labels: Mapping[str, str], cost: str, advice: Recommendation,
     whole: Row | None = None, floors: Mapping[str, float] = {},
 ) -> Figure | None:  # fmt: skip
-    """PSNR over ``cost``, a column of ``COSTS``, with the front; None with fewer than two recipes.
+    """Plot PSNR over ``cost``, a column of ``COSTS``, with the Pareto front; None with fewer than two recipes.
 
-    ``whole`` is the unquantized engine's row; ``floors`` are dB of the noise floor by way, lowest first.
+    ``whole``: the unquantized engine's row. ``floors``: dB of full precision computed in other ways, lowest first.
     """
     recipes = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
     if len(recipes) < 2:
@@ -124,9 +124,9 @@ def pareto(
 
 
 def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
-    """Bars of the bytes of the parts' files and of their engines' memory, unquantized and for MOST_BARS finished jobs.
+    """Plot bars of file bytes and engine memory by part, unquantized and for the first MOST_BARS finished jobs.
 
-    Equal bars are drawn once. None without sizes of several parts; without memory where none was measured.
+    Jobs of equal labels are drawn once. None if fewer than two parts have sizes; no memory panel if not measured.
     """
     files, memory = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
     for job in jobs[:MOST_BARS]:
@@ -156,7 +156,7 @@ def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
 
 
 def draw_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], pieces: Sequence[str]) -> None:
-    """Draw a bar of MiB for each entry, of ``pieces`` in the same order and colours, with its sum behind it."""
+    """Draw a stacked bar in MiB for each entry of ``bars``, made of ``pieces`` (parts), labelled with its sum."""
     lefts, places = [0.0] * len(bars), range(len(bars))
     for piece, colour in zip(pieces, cycle(LINES), strict=False):
         colour, label = OTHER if piece == WORKING else colour, fitted(piece, len(WORKING))
@@ -168,7 +168,7 @@ def draw_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], pieces: Seque
 
 
 def draw_intervals(axes: Axes, row: Row, cost: str, point: tuple[float, float]) -> None:
-    """The intervals at 95 % of a point's PSNR over prompts and of its time over rounds, where it has them."""
+    """Draw the 95 % intervals of a point's PSNR (over prompts) and time (over rounds), where known."""
     low, high = row["psnr_db_low"], row["psnr_db_high"]
     slow, fast = row["image_speedup_low"], row["image_speedup_high"]
     style: dict[str, Any] = {"color": SOFT, "linewidth": 1.2, "zorder": 2.5}
@@ -179,7 +179,7 @@ def draw_intervals(axes: Axes, row: Row, cost: str, point: tuple[float, float]) 
 
 
 def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
-    """Draw lines at the lowest ``floors`` as far as half the axis further up; the others are named at its top."""
+    """Draw lines at the lowest noise floors (dB), up to half an axis height above the axis; name higher ones on top."""
     low, high = axes.get_ylim()
     texts = {f"{words_of(way)}, {value:.1f} dB": value for way, value in [*floors.items()][:MOST_FLOORS]}
     drawn = {text: value for text, value in texts.items() if value <= high + (high - low) / 2}
@@ -199,7 +199,7 @@ def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
 
 
 def name_points(axes: Axes, named: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
-    """Write each name beside its point, bold or not, or with a thread to it, where it covers least of all else."""
+    """Label points, given as (point, name, is_bold), where each label overlaps least, with a line if further away."""
     axes.figure.draw_without_rendering()  # only then is it known where a point lies
     on_screen, pixel = axes.transData.transform, axes.figure.dpi / 72
     taken: list[Any] = []
@@ -241,16 +241,16 @@ def square(center: np.ndarray, half: float) -> np.ndarray:
 
 
 def overlap(box: np.ndarray, others: Sequence) -> float:
-    """The area that ``box`` shares with the others; all are ``x0, y0, x1, y1``."""
+    """Compute the sum of the areas that ``box`` shares with each of ``others``; boxes are ``x0, y0, x1, y1``."""
     corners = np.reshape(others, (-1, 4))
     sides = np.minimum(box[2:], corners[:, 2:]) - np.maximum(box[:2], corners[:, :2])
     return float(sides.clip(0).prod(axis=1).sum())
 
 
 def trajectory(jobs: Sequence[Job], labels: Mapping[str, str], best: str | None) -> Figure | None:
-    """The latents' SQNR after each denoising step, a line for each recipe, named at its end.
+    """Plot the latents' SQNR (signal to quantization noise, dB) after each denoising step, a line for each recipe.
 
-    Of more lines than there are colours the best recipe, the highest and the lowest are named.
+    Lines are named at their ends; of more lines than colours, the best recipe, the highest and the lowest.
     """
     ratios = {job.name: np.array(score_of(job.record, SCORES["latent_sqnr_db"]).values, float) for job in jobs}
     ratios = {name: values for name, values in ratios.items() if np.isfinite(values).any()}
@@ -279,7 +279,7 @@ def trajectory(jobs: Sequence[Job], labels: Mapping[str, str], best: str | None)
 
 
 def layers(job: Job, label: str) -> Figure | None:
-    """The error of each quantized layer in the network's order, the worst named; None without ``layers.csv``."""
+    """Plot the error of each quantized layer in the network's order, the worst named; None without ``layers.csv``."""
     quantized = sorted(read_layers(job), key=lambda layer: network_order(layer[0]))
     if not quantized:
         return None
@@ -303,7 +303,7 @@ def layers(job: Job, label: str) -> Figure | None:
     for start in starts[1:]:
         axes.axvline(start - 0.5, color=FAINT, linewidth=0.8, zorder=0)
     wide = [ends for ends in pairwise([*starts, len(quantized)]) if ends[1] - ends[0] > 0.06 * len(quantized)]
-    centers = [(start + end - 1) / 2 for start, end in wide]  # of the others there is no room for the names
+    centers = [(start + end - 1) / 2 for start, end in wide]  # narrower parts have no room for their names
     axes.set_xticks(centers, [fitted(parts[start], 14).replace(" ", "\n") for start, _ in wide], fontsize=9)
     axes.tick_params(axis="x", length=0)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9, handletextpad=0.2, borderaxespad=0)
@@ -321,7 +321,7 @@ def layers(job: Job, label: str) -> Figure | None:
 
 
 def much_the_worst(job: Job) -> tuple[str, float, float] | None:
-    """The layer whose error stands out, with its error and the next one's in percent; None where no layer's does."""
+    """Return the layer with an outlying error, its error and the next layer's in percent; None without an outlier."""
     ordered = sorted(((error, name) for name, _, error in read_layers(job)), reverse=True)
     if len(ordered) < 2 or ordered[0][0] < STANDS_OUT * ordered[1][0]:
         return None
@@ -329,7 +329,7 @@ def much_the_worst(job: Job) -> tuple[str, float, float] | None:
 
 
 def ranges(job: Job) -> Figure | None:
-    """Boxes of the magnitudes of the most changing layers' inputs at each step; None without ``ranges.csv``.
+    """Plot boxes of input magnitudes by step for the layers that change most over steps; None without ``ranges.csv``.
 
     Drawn as in NVIDIA's article on quantizing diffusion models.
     """
@@ -365,7 +365,7 @@ def ranges(job: Job) -> Figure | None:
 
 
 def change(steps: Sequence[Mapping[str, float]]) -> float:
-    """The ratio of the largest to the smallest of the steps' largest magnitudes."""
+    """Compute the ratio of the largest to the smallest of the maximal magnitudes at each step."""
     largest = [box["largest"] for box in steps]
     return max(largest) / max(min(largest), 1e-6)
 
@@ -379,7 +379,7 @@ def read_table(path: Path, read: Callable[[Mapping[str, str]], Any]) -> list[Any
 
 
 def read_ranges(job: Job) -> dict[str, list[dict[str, float]]]:
-    """The rows of ``ranges.csv`` by layer, in the order of their steps, ``kept`` as 0 where there is none."""
+    """Read the rows of ``ranges.csv`` by layer, in file order; an empty cell is 0. Empty if damaged or missing."""
     boxes: dict[str, list[dict[str, float]]] = {}
     columns = ("step", *QUARTILES, "kept")
     rows = read_table(job.directory / "ranges.csv", lambda row: (row["name"], {c: float(row[c] or 0) for c in columns}))
@@ -391,13 +391,13 @@ def read_ranges(job: Job) -> dict[str, list[dict[str, float]]]:
 
 
 def read_layers(job: Job) -> list[tuple[str, str, float]]:
-    """Name, role and relative error of each layer that has an error."""
+    """Read name, role and relative output error of each layer in ``layers.csv`` that has an error."""
     columns = lambda row: (row["name"], row["role"], float(row["output_error"] or "nan"))  # noqa: E731
     return [layer for layer in read_table(job.directory / "layers.csv", columns) if math.isfinite(layer[2])]
 
 
 def plot_sensitivity(rows: Sequence[Mapping], curve: Sequence[Mapping], path: Path) -> None:
-    """Draw ``rows`` of ``sensitivity.csv`` and the error's ``curve`` by layers kept into a PNG of 1600 x 600 pixels."""
+    """Draw the error by layer (``rows``) and by number of layers kept in fp16 (``curve``) into a 1600 x 600 PNG."""
     figure = Figure(figsize=(16, 6), dpi=100, layout="constrained")
     layers, budget = figure.subplots(1, 2)
     for role, colour in COLOURS.items():
@@ -423,7 +423,7 @@ STAGES = {"down": 1, "mid": 2, "up": 3}
 
 
 def network_order(name: str) -> tuple[int, int, int, int]:
-    """A key that sorts the layers of a diffusers UNet as it calls them, which is not as it declares them."""
+    """Return a sort key for layers of a diffusers UNet in the order of calls, which differs from their declaration."""
     match = PLACE.match(name)
     if match is None:
         return (0 if name.startswith("conv_in") else 4 if name.startswith("conv_") else 0, 0, 0, 0)
@@ -433,7 +433,7 @@ def network_order(name: str) -> tuple[int, int, int, int]:
 
 
 def part_of(name: str) -> str:
-    """The stage and block of a layer; an empty text for layers before the first and after the last block."""
+    """Return the stage and block of a layer, such as ``down 1``; empty before the first and after the last block."""
     match = PLACE.match(name)
     first = name.partition(".")[0]
     if match is None:
@@ -442,6 +442,6 @@ def part_of(name: str) -> str:
 
 
 def abbreviated(name: str) -> str:
-    """A layer's name without the words that repeat in all of them."""
+    """Shorten a layer's name by the words that recur in all names, such as ``_blocks``."""
     name = re.sub("_blocks?", "", name)
     return name.replace("attentions", "attention").replace("transformer", "block").replace("resnets", "resnet")

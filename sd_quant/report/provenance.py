@@ -1,7 +1,7 @@
-"""The provenance of a run: versions, machine, commit and hashes of inputs, enough to repeat it or to explain it.
+"""The provenance of a run: versions, machine, commit and hashes of inputs, enough to repeat or explain the run.
 
-An unknown fact is null, never a failure. Roads not taken: ``pip freeze``, which is long, and ``os.environ``, which
-holds secrets.
+An unknown fact is null, never an error. Alternatives not taken: ``pip freeze``, which is long, and ``os.environ``,
+which holds secrets.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm"}  
 
 
 def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
-    """``{started, overrides, versions, machine, git, inputs}`` of ``inputs`` by name; ``started`` is now."""
+    """Return ``{started, overrides, machine, git, versions, inputs}``; ``inputs``: paths by name, ``started``: now."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
@@ -36,7 +36,7 @@ def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
 
 
 def made_of(inputs: dict[str, Path]) -> dict:
-    """``{versions, inputs}``: the facts that decide a result on any machine. Imports nothing heavy."""
+    """Return ``{versions, inputs}``, the facts that determine a result on any machine, without importing torch."""
     return {
         "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
         "inputs": {name: fingerprint(path) for name, path in inputs.items()},
@@ -44,7 +44,7 @@ def made_of(inputs: dict[str, Path]) -> dict:
 
 
 def machine() -> dict:
-    """Platform, processor, memory and GPUs; ``threads`` are those of torch and of every runtime.
+    """Describe the machine: platform, processor, memory and GPUs; ``threads`` are those of torch and every runtime.
 
     ``usable_cores`` and ``affinity`` are the process's. A virtual machine sees a constant frequency and no governor.
     """
@@ -70,7 +70,7 @@ def machine() -> dict:
 
 
 def processor() -> dict:
-    """``{cpu, cpu_int8, cpu_mhz}``: the name, the instructions for products of INT8, and each core's frequency now."""
+    """Return ``{cpu, cpu_int8, cpu_mhz}``: name, instructions for INT8 products, each core's current frequency."""
     text = ""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -85,14 +85,14 @@ def processor() -> dict:
 
 
 def governor() -> str | None:
-    """The policy for the first core's frequency, such as performance or powersave."""
+    """Return the first core's frequency governor, such as performance or powersave; None if unknown."""
     with suppress(OSError):
         return Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text(encoding="ascii").strip()
     return None
 
 
 def git_state(repository: Path) -> dict:
-    """``{commit, dirty}`` of ``repository``, None unless it is the top of one; a copy may lie inside another."""
+    """Return ``{commit, dirty}`` of ``repository``; both None unless it is the top folder of a git work tree."""
     top = _git(repository, "rev-parse", "--show-toplevel")
     commit = _git(repository, "rev-parse", "--verify", "HEAD")
     if not top or not commit or Path(top).resolve() != repository.resolve():
@@ -102,7 +102,7 @@ def git_state(repository: Path) -> dict:
 
 
 def fingerprint(path: Path) -> dict:
-    """``{path, sha256, bytes}`` of a file, or of a folder's sorted ``<sha256>  <name>`` lines; or with a reason."""
+    """Return ``{path, sha256, bytes}``, a folder's hash being of sorted ``<sha256>  <name>`` lines; or a ``reason``."""
     if path.is_file():
         return {"path": str(path), "sha256": sha256(path), "bytes": path.stat().st_size}
     if path.is_dir():
@@ -114,13 +114,13 @@ def fingerprint(path: Path) -> dict:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """The versions of installed packages; None for one that is not installed."""
+    """Return the version of each package by name; None for a package that is not installed."""
     installed = {name: [*metadata.distributions(name=name)] for name in packages}
     return {name: found[0].version if found else None for name, found in installed.items()}
 
 
 def _git(repository: Path, *arguments: str) -> str | None:
-    """The output of git, or None when it fails or is not installed."""
+    """Run git in ``repository`` and return its output, or None when git fails or is not installed."""
     command = ["git", "-C", str(repository), *arguments]
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()

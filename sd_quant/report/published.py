@@ -1,8 +1,8 @@
 """A sweep's latencies by batch size in the layout of published tables, with the published figures beside ours.
 
-There is a table for each format and each published baseline, of an image from prompt to pixels, shown twice: in the
-published layout with our figures alone, and with the published milliseconds or speed-ups beside them. Milliseconds of
-another machine, engine or number of steps are not comparable, so the caption lists the differences; speed-ups are.
+There is a table for each number format and each published baseline, with latencies from prompt to image, shown twice:
+with our figures alone, and with the published milliseconds or speed-ups beside them. Speed-ups are comparable;
+milliseconds of another machine, engine or number of steps are not, so the caption lists the differences.
 """
 
 import math
@@ -39,7 +39,7 @@ INTERVALS = {"compiled": "image_over_compiled", "unquantized": "image_speedup"} 
 
 
 def read_published(path: Path, name: str) -> dict:
-    """The figures of a file like ``examples/published/nemo_docs.yaml``. Raises ConfigError when it is not one."""
+    """Read a YAML file like ``examples/published/nemo_docs.yaml``. Raises ConfigError for a file of another form."""
     try:
         return read_figures(load_yaml(read_regular(path, MAX_TEXT)))  # type: ignore[arg-type]
     except (*DAMAGED, OSError, yaml.YAMLError) as error:
@@ -49,9 +49,9 @@ def read_published(path: Path, name: str) -> dict:
 
 
 def read_figures(content: Mapping) -> dict:
-    """The figures and the conditions under which they were measured. Raises KeyError, TypeError and the like.
+    """Check and convert published figures and their conditions. Raises an exception of DAMAGED for another form.
 
-    A batch has ratios, or milliseconds of the quantized engine and of a baseline, each a number or one for each format.
+    A batch has ratios, or milliseconds of the quantized engine and of a baseline: a number, or one for each format.
     """
     batches = {}
     for batch, figures in content["batches"].items():
@@ -63,7 +63,7 @@ def read_figures(content: Mapping) -> dict:
 
 
 def read_figure(figure: Any) -> float | dict[str, float]:
-    """A latency or a ratio, or one by format. Raises ValueError and TypeError for another value."""
+    """Convert a latency or ratio, or a dictionary of them by format. Raises ValueError or TypeError unless positive."""
     if isinstance(figure, Mapping):
         return {str(name): read_figure(each) for name, each in figure.items()}  # type: ignore[misc]
     if not (math.isfinite(value := float(figure)) and value > 0):
@@ -72,7 +72,7 @@ def read_figure(figure: Any) -> float | dict[str, float]:
 
 
 def published_tables(sweep: Sweep) -> list[Table]:
-    """Tables for each format and baseline, if there are published figures and latencies. Raises ArtifactError."""
+    """Return two tables for each format and baseline that has figures. Raises ArtifactError for damaged figures."""
     by_format: dict[str, list[tuple[Row, Mapping[str, Any]]]] = {}
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         if row["image_ms"] is not None:
@@ -100,13 +100,13 @@ def published_tables(sweep: Sweep) -> list[Table]:
 
 
 def formats_of(record: Mapping[str, Any]) -> str:
-    """The formats of a job's weights as a heading names them, such as INT8."""
+    """Return the weight formats of a job as they are named in headings, such as INT8."""
     names = {at(record, "knobs", "enable", layer, "weight") for layer in ("conv", "linear")} - {None}
     return " and ".join(sorted(name.upper() for name in names)) or "quantized"
 
 
 def figures_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, float]:
-    """The published figures for a job's batch and format."""
+    """Return the published figures for a job's batch size and number format."""
     figures, fmt = at(theirs, "batches", str(at(record, "knobs", "infer", "batch_size"))) or {}, formats_of(record)
     own = {name: figure.get(fmt) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
     return {name: figure for name, figure in own.items() if figure is not None}
@@ -128,7 +128,7 @@ def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
 
 
 def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """Sentences on the differences between our conditions and the published ones."""
+    """Return a caption that compares the conditions of our measurements with those of the published figures."""
     infer, machine = at(record, "knobs", "infer") or {}, at(record, "environment", "machine") or {}
     engine, baseline = infer.get("engine"), "fp16" if machine.get("gpus") else "fp32"
     ours = {

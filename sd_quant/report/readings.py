@@ -1,4 +1,4 @@
-"""Figures of a record, each with the reason where there is none, for whatever shows them."""
+"""Read figures from a run's record (``metrics.json``), each with the recorded reason if it is missing."""
 
 import math
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ WORKING = "opening or calling one"
 
 
 class Number(NamedTuple):
-    """A number of a record. ``reason`` explains a ``value`` of None, or the images that a mean leaves out."""
+    """A number of a record. ``reason`` explains a ``value`` of None, or why a mean leaves out some images."""
 
     value: float | None
     reason: str | None = None
 
 
 def number_at(record: Any, *keys: str) -> Number:
-    """The number at ``keys``, or the reason that stands beside the first key that is missing."""
+    """Return the number at nested ``keys``, or the ``reason`` recorded beside the first missing key, or ABSENT."""
     node = record
     for depth, key in enumerate(keys):
         if (inner := at(node, key)) is None:
@@ -35,14 +35,14 @@ def number_at(record: Any, *keys: str) -> Number:
 
 
 def quotient(a: Number, b: Number) -> Number:
-    """``a`` divided by ``b``, with the reason of the one that is missing."""
+    """Divide ``a`` by ``b``; a missing operand gives a missing result with the operand's reason."""
     if a.value is None or not b.value:
         return a if a.value is None else Number(None, b.reason)
     return Number(a.value / b.value)
 
 
 class LatencyPair(NamedTuple):
-    """Medians of one part, or of an image, at one batch size, in milliseconds, with the speed-up."""
+    """Median latencies in ms of a part of the pipeline, or of a whole image, at one batch size, and the speed-up."""
 
     full_precision: Number
     quantized: Number
@@ -51,7 +51,7 @@ class LatencyPair(NamedTuple):
 
 
 def latency_of(record: Any, engine: str, part: str, batch: str | int) -> LatencyPair:
-    """The latency of ``engine`` for a call of ``part``, or for an IMAGE, with ``batch`` samples in it."""
+    """Read the latencies of ``engine`` for a call of ``part`` with ``batch`` samples, or for ``batch`` whole images."""
     place = ("latency", engine, part, str(batch))
     full_precision, quantized = (number_at(record, *place, variant, "p50_ms") for variant in VARIANTS)
     own = number_at(record, *place, "speedup")
@@ -62,19 +62,19 @@ def latency_of(record: Any, engine: str, part: str, batch: str | int) -> Latency
 
 
 def degenerate_of(record: Any) -> dict[Any, str]:
-    """The degenerate images of a record by their index, each in words."""
+    """Return the degenerate (broken) images of a record as phrases by image index."""
     entries = at(record, "degenerate") or []
     return {at(each, "index"): f"image {at(each, 'index')} is {at(each, 'reason')}" for each in entries}
 
 
 def degenerate_images(record: Any, most: int = 3) -> str:
-    """The first degenerate images of a record in words, and the number of others; empty where there are none."""
+    """Describe the first ``most`` degenerate images of a record and count the rest; empty if no image is degenerate."""
     words = [*degenerate_of(record).values()]
     return "; ".join(words[:most] + [f"{len(words) - most} more images are degenerate"] * (len(words) > most))
 
 
 def better_format_of(record: Any) -> str | None:
-    """Why another format than a run's is faster on the GPU that it ran on, and which; None where nothing is known."""
+    """Name a number format that is faster than the run's on the run's GPU, and why; None if no better one is known."""
     runtime = RUNTIMES.get(str(at(record, "knobs", "infer", "engine")))
     capabilities, enabled = at(record, "environment", "machine", "compute_capabilities"), at(record, "knobs", "enable")
     if runtime is None or runtime.device == "cpu" or not capabilities or not at(record, "knobs", "quant_level"):
@@ -83,20 +83,20 @@ def better_format_of(record: Any) -> str | None:
 
 
 def slower(speedup: float | None) -> str | None:
-    """``takes 1.25 times as long quantized as unquantized``, or None; the third decimal of a speed-up is noise."""
+    """Return ``takes 1.25 times as long quantized as unquantized`` if the speed-up rounds below 1.00, else None."""
     slow = speedup is not None and round(speedup, 2) < 1
     return f"takes {1 / speedup:.2f} times as long quantized as unquantized" if slow else None
 
 
 class PartBytes(NamedTuple):
-    """Bytes of memory that a part's engine takes, opened alone."""
+    """Bytes of memory that the engine of one part takes when it is the only open engine."""
 
     opened: float  # that it holds
     peak: float  # while it was opened or called
 
 
 def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
-    """The memory of each part of a variant, None where unknown; an unquantized part takes the same in both."""
+    """Return each part's memory in a variant, None if unknown; unquantized parts count equally in both variants."""
     found: dict[str, PartBytes | None] = {}
     for part in names(record, "memory"):
         both = at(record, "memory", part)
@@ -107,9 +107,9 @@ def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
 
 
 def held(record: Any, variant: str) -> dict[str, float]:
-    """Bytes of a pipeline with all parts open, by part, and the most that one at work takes beyond.
+    """Return bytes of memory by part with all parts open, and as WORKING the largest extra of one part at work.
 
-    Derived from the parts' own, without the process and its libraries; empty where a part's are unknown.
+    Derived from measurements of each part alone, without the process and its libraries; empty if a part is unknown.
     """
     parts = memory_of(record, variant)
     if not parts or None in parts.values():
@@ -119,7 +119,7 @@ def held(record: Any, variant: str) -> dict[str, float]:
 
 
 class Scored(NamedTuple):
-    """A score: the mean over the images or the value of the last step, the worst image's value, and all values."""
+    """Values of one score: its mean over images or its value at the last step, the worst image's, and all values."""
 
     value: Number
     worst: Number
@@ -127,7 +127,7 @@ class Scored(NamedTuple):
 
 
 def score_of(record: Any, score: Score) -> Scored:
-    """The fidelity of the quantized variant by ``score``."""
+    """Read the fidelity of the quantized variant to full precision by ``score``."""
     entry = at(record, "fidelity", score.key)
     if score.against is Against.IMAGES:
         mean = number_at(record, "fidelity", score.key, "mean")
@@ -142,28 +142,28 @@ def score_of(record: Any, score: Score) -> Scored:
 
 
 def are_identical(psnr: float | None, ssim: float | None) -> bool:
-    """True for images that equal full precision's: their PSNR is infinite, which a record has as null."""
+    """Check whether an image equals full precision's: its PSNR is infinite, recorded as null, and its SSIM is 1."""
     return psnr is None and ssim is not None and ssim > IDENTICAL_SSIM
 
 
 def psnr_of_images(record: Any) -> list[float | None]:
-    """PSNR of each image in dB, infinite where it equals full precision's, None where it is not known."""
+    """Return the PSNR of each image in dB; infinite for an image equal to full precision's, None if unknown."""
     psnr, ssim = (score_of(record, SCORES[name]).values for name in ("psnr", "ssim"))
     return [math.inf if are_identical(*each) else each[0] for each in zip(psnr, ssim or repeat(None), strict=False)]
 
 
 def interval_of(record: Any, score: Score) -> Interval | None:
-    """The mean of a score with its interval over the images; None where some have no value, or none has one."""
+    """Compute a score's mean with its interval over the images; None if any image has no value or no image exists."""
     values = score_of(record, score).values
     return None if None in values else score.mean(values)
 
 
 def names(record: Any, *keys: str) -> list[str]:
-    """The names of the dictionaries inside the one at ``keys``: engines, parts, batch sizes."""
+    """Return the keys at nested ``keys`` whose values are dictionaries, such as engines, parts or batch sizes."""
     return [name for name, inner in (at(record, *keys) or {}).items() if isinstance(inner, Mapping)]
 
 
 def psnr_text(entry: Any, key: str) -> str:
-    """The mean PSNR of the scores at ``key`` with the further end of its interval at 95 %, or a dash."""
+    """Format the mean PSNR of the scores at ``key`` as ``34.8 ± 1.2 dB`` (95 %), or a dash if unknown."""
     mean = SCORES["psnr"].mean(at(entry, key, "psnr", "values") or [])
     return f"{plus_minus(mean, '{:.1f}')} dB" if mean else DASH

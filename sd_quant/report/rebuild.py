@@ -1,4 +1,4 @@
-"""Everything that is shown of a sweep, made again from what its jobs left."""
+"""Rebuild all report files of a sweep or a run from the records in its folder."""
 
 import logging
 from pathlib import Path
@@ -22,7 +22,7 @@ LOG = logging.getLogger(__name__)
 
 
 def rebuild(directory: Path) -> Path:
-    """Write all files of a sweep's or a run's report; the page's path. Raises ArtifactError, ResourceError."""
+    """Write all report files; return the page. Raises ArtifactError if damaged, ResourceError for a full disk."""
     sweep = read_sweep(directory)
     advice = recommendation_of(sweep)
     drawn = figures(sweep, advice)
@@ -38,7 +38,7 @@ def rebuild(directory: Path) -> Path:
 
 
 def vote_page(sweep: Sweep) -> Path | None:
-    """The add-on's page of blind votes; None where it is not installed, and where it fails, which is logged."""
+    """Write the votes add-on's page of blind votes; None if it is not installed or fails, which is logged."""
     try:
         with at_work("votes"):
             return loaded("votes", "page", "votes.html")(sweep) if points("votes", "page") else None
@@ -48,7 +48,7 @@ def vote_page(sweep: Sweep) -> Path | None:
 
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:
-    """A table of the jobs' exports to other tools, if there are any."""
+    """Return a table of the jobs' exports to other tools in a list; an empty list without exports."""
     lines = [[job.name, *cells] for job in sweep.jobs for cells in handed_over_table(at(job.record, "hand_over")).rows]
     caption = (
         "PSNR of what each tool computes of its file, simulated, and of full precision with the text as the tool has "

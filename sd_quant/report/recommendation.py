@@ -1,21 +1,21 @@
-"""The recipe of a sweep to ship, by one rule.
+"""Recommend one recipe of a sweep: a quality floor, then the utility in dB ("worth") or a target latency.
 
-First a floor of quality, below which no speed counts. Surely 28 dB: 8 bits and SVDQuant's 4 bits have 30 and more on
-the shipped checkpoints, half of the steps 25.5 and 25.8 (24 of the report prompts). The worst image 20 dB, where the
-error is a tenth of the range, and none degenerate. Of fewer than FEWEST_IMAGES images their mean counts: the interval
-of three reaches 2.5 standard deviations to each side.
+The floor comes first; below it no speed counts. The mean PSNR is at least 28 dB by the low end of its interval: 8 bits
+and SVDQuant's 4 bits reach 30 and more on the shipped checkpoints, half of the steps only 25.5 and 25.8 (24 of the
+report prompts). The worst image has 20 dB, an error of a tenth of the range, and no image is degenerate. With fewer
+than FEWEST_IMAGES images the mean counts: an interval over three reaches 2.5 standard deviations to each side.
 
-A recipe that passes is worth its PSNR, up to 40 dB in each image, above which a person sees no difference (the mean
-error is 2.5 of 255 levels), and one dB for every 3 % of time that it saves: the least price of time at which all
-documented recommendations still hold; at 3.5 % an INT8 recipe of the shipped SDXL that saves a sixth of the time is no
-longer surely worth its 2.6 dB. The unquantized engine is an option too, with 40 dB and no time saved. With a target of
-latency there is no price: the most faithful recipe is recommended that passes the floor and surely reaches the target.
+The worth of a passing recipe is its PSNR, capped at 40 dB in each image, above which people see no difference (a mean
+error of 2.5 of 255 levels), plus one dB for every 3 % of time saved: the lowest price of time at which all documented
+recommendations still hold; at 3.5 % an INT8 recipe of the shipped SDXL that saves a sixth of the time no longer surely
+makes up for its 2.6 dB. The unquantized engine is an option with 40 dB and no time saved. With a target latency there
+is no price: of the recipes that pass the floor and surely reach the target, the one with the highest PSNR is chosen.
 
-A difference in worth has an interval, over the prompts that both recipes have drawn and the rounds in which both were
-timed. Recipes that cannot be told apart from the best are tied, and the most faithful of them is recommended: its
-images are certain, the others' gain is not. All comparisons of a sweep hold together (Bonferroni). Roads not taken: the
-largest worth alone, which is another recipe's the next day, and the knee of the Pareto front, which moves when an
-unrelated job joins the sweep.
+A difference in worth has an interval, over the prompts of both recipes and the rounds in which both were timed. Recipes
+not significantly worse than the best are tied, and the tied recipe with the highest PSNR is recommended: its images are
+certain, the gain of the others is not. Intervals of a sweep hold jointly (Bonferroni). Alternatives not taken: the
+largest worth alone, which differs from day to day, and the knee of the Pareto front, which moves when an unrelated job
+joins the sweep.
 """
 
 import math
@@ -48,7 +48,7 @@ RECIPE, UNQUANTIZED, UNDECIDED = "recipe", "unquantized", "undecided"  # what a 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """A measured recipe, or the unquantized engine, which has neither row nor rounds."""
+    """An option to recommend: a measured recipe, or, if ``row`` and ``timed`` are None, the unquantized engine."""
 
     row: Row | None
     images: tuple[float, ...]  # PSNR of each in dB, no more than is enough
@@ -66,7 +66,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """``job`` is None where the unquantized engine is shipped, or nothing."""
+    """The recommendation of a sweep; ``job`` is None for the unquantized engine and for no recommendation."""
 
     job: str | None
     sentence: str  # begins with the headline where something is shipped
@@ -82,19 +82,19 @@ class Recommendation:
 
 
 def recipe(chosen: Option, clauses: Sequence[str], tied: Sequence[str] = ()) -> Recommendation:
-    """The recommendation of a recipe, with clauses for and against it."""
+    """Build the recommendation of a recipe, with clauses of its sentence and the tied jobs."""
     headline, job = f"Ship {chosen.name}", chosen.row["job"]
     return Recommendation(job, f"{headline}: {'; '.join(clauses)}.", (*tied,), RECIPE, headline, job)
 
 
 def unquantized(why: str, measured: Sequence[Option], rule: Rule, tied: Sequence[str] = ()) -> Recommendation:
-    """The recommendation of the unquantized engine over the recipes that were measured."""
+    """Build the recommendation of the unquantized engine, because of ``why``, over the ``measured`` recipes."""
     headline, best = "Ship the unquantized engine", max(measured, key=lambda option: worth(option, rule))
     return Recommendation(None, f"{headline}: {why}", (*tied,), UNQUANTIZED, headline, best.row["job"])
 
 
 def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
-    """The recipes of a sweep that have both images and a latency."""
+    """Return the finished recipes of a sweep that have both images and a latency."""
     found = []
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         images = capped(job.record, rule.enough_db)
@@ -107,7 +107,7 @@ def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
 
 
 def below_floor(option: Option, rule: Rule) -> str | None:
-    """The breach of the rule's floor in words; None for a recipe that passes."""
+    """Describe how a recipe fails the rule's floor; None for a recipe that passes."""
     if option.better_format or option.degenerate or not option.psnr:
         return option.better_format or option.degenerate or None
     if rule.worst_db is not None and min(option.psnr) < rule.worst_db:
@@ -120,7 +120,7 @@ def below_floor(option: Option, rule: Rule) -> str | None:
 
 
 def wanted_speedup(option: Option, rule: Rule) -> float | None:
-    """The speed-up with which a recipe reaches the target; None without a target, or a latency to compare with it."""
+    """Return the speed-up that a recipe needs for the target; None without a target or an unquantized latency."""
     if rule.image_ms is None:
         return rule.speedup
     unquantized = at(option.row, "image_full_precision_ms") if option.timed is None else option.timed.image_ms
@@ -128,12 +128,12 @@ def wanted_speedup(option: Option, rule: Rule) -> float | None:
 
 
 def speedup_of(option: Option, confidence: float) -> Interval:
-    """The speed-up of an image, whose ends are 0 and infinite where it was not timed in rounds."""
+    """Return the speed-up of an image with its interval, 0 to infinity where it was not timed in rounds."""
     return option.timed.image_speedup(confidence) if option.timed else Interval(option.speedup, 0.0, math.inf)
 
 
 def reaches(option: Option, rule: Rule) -> bool | None:
-    """Whether the whole interval of a recipe's speed-up reaches the target; None where it holds the target."""
+    """Check whether a recipe's whole speed-up interval reaches the target; None if the target is inside or unknown."""
     wanted, speedup = wanted_speedup(option, rule), speedup_of(option, rule.confidence)
     if wanted is None:
         return None
@@ -141,14 +141,14 @@ def reaches(option: Option, rule: Rule) -> bool | None:
 
 
 def capped(record: Any, enough: float) -> tuple[float, ...]:
-    """PSNR of each image in dB, ``enough`` for identical ones; one mean where the record has no more; or none."""
+    """Return each image's PSNR in dB, at most ``enough``; the mean alone if nothing else is recorded; () if unknown."""
     psnr, ssim = (score_of(record, SCORES[name]).value.value for name in ("psnr", "ssim"))
     values = psnr_of_images(record) or [math.inf if are_identical(psnr, ssim) else psnr]
     return () if None in values else tuple(min(value, enough) for value in values)
 
 
 def closer(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The mean PSNR of ``a`` beyond that of ``b``, in dB: image by image where both have drawn as many."""
+    """Estimate the mean PSNR of ``a`` less that of ``b``, in dB; paired by image if both have equally many."""
     if len(a) == len(b):
         return mean_interval([x - y for x, y in zip(a, b, strict=True)], confidence)
     value, low, high = mean_interval(b, confidence)
@@ -156,7 +156,7 @@ def closer(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> 
 
 
 def difference(a: Option, b: Option, rule: Rule, confidence: float) -> Interval:
-    """The worth of ``a`` beyond that of ``b``, in dB."""
+    """Estimate the worth of ``a`` less the worth of ``b`` in dB: PSNR plus credit for time saved."""
     fidelity = closer(a.images, b.images if b.row else b.images * len(a.images), confidence)
     if a.timed is None or (b.row and b.timed is None):
         time = Interval(math.log(a.speedup / b.speedup), -math.inf, math.inf)
@@ -166,12 +166,12 @@ def difference(a: Option, b: Option, rule: Rule, confidence: float) -> Interval:
 
 
 def worth(option: Option, rule: Rule) -> float:
-    """The worth of a recipe beyond the unquantized engine's, in dB."""
+    """Compute a recipe's PSNR plus its credit in dB for time saved, relative to the unquantized engine."""
     return difference(option, Option(None, (rule.enough_db,), None, 1.0), rule, rule.confidence).value
 
 
 def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> list[Option]:
-    """The option of most worth, which may be the unquantized engine, and all that cannot be told apart from it."""
+    """Return the option of most worth, which may be the unquantized engine, and all not significantly worse."""
     unquantized, best = Option(None, (rule.enough_db,), None, 1.0), max(measured, key=lambda each: worth(each, rule))
     best = best if worth(best, rule) > 0 else unquantized
     confidence = 1 - (1 - rule.confidence) / len(measured)
@@ -184,7 +184,7 @@ def tied_with_the_best(measured: Sequence[Option], rule: Rule) -> list[Option]:
 
 
 def recommend(sweep: Sweep) -> Recommendation:
-    """The recipe to ship with its figures, beside gains and losses by the fastest and the most faithful other."""
+    """Recommend a recipe or the unquantized engine; neither without figures or for several checkpoints or machines."""
     rule = rule_of(sweep.verdict)
     measured = options_of(sweep, rule)
     columns = ("checkpoint", "timed_on")
@@ -203,7 +203,7 @@ def recommend(sweep: Sweep) -> Recommendation:
 
 
 def verdict(measured: Sequence[Option], rule: Rule) -> Recommendation:
-    """The recommendation among recipes of one checkpoint that were timed on one machine."""
+    """Recommend among recipes of one checkpoint that were timed on one machine."""
     failing = {option: why for option in measured if (why := below_floor(option, rule))}
     passing = [option for option in measured if option not in failing]
     if rule.target and all((wanted_speedup(option, rule) or math.inf) <= 1 for option in measured):
@@ -221,7 +221,7 @@ def verdict(measured: Sequence[Option], rule: Rule) -> Recommendation:
 
 
 def of_target(passing: Sequence[Option], rule: Rule) -> Recommendation:
-    """The most faithful of the recipes that surely reach the target, or how near the fastest comes to it."""
+    """Recommend the recipe of highest PSNR that surely reaches the target, or say how near the fastest comes."""
     reaching = [option for option in passing if reaches(option, rule)]
     if not reaching:
         fastest = max(passing, key=lambda option: option.speedup)
@@ -241,7 +241,7 @@ def of_target(passing: Sequence[Option], rule: Rule) -> Recommendation:
 
 
 def time_of(option: Option, rule: Rule) -> str:
-    """The milliseconds of an image with their interval, where the target is in milliseconds."""
+    """Format the milliseconds of an image with their interval; empty unless the target is in milliseconds."""
     wanted = wanted_speedup(option, rule)
     if rule.image_ms is None or wanted is None:
         return ""
@@ -250,7 +250,7 @@ def time_of(option: Option, rule: Rule) -> str:
 
 
 def of_worth(measured: Sequence[Option], rule: Rule) -> Recommendation:
-    """The most faithful of the recipes that cannot be told apart from the one of most worth."""
+    """Recommend the option of highest PSNR among those tied with the option of most worth."""
     tied = tied_with_the_best(measured, rule)
     chosen = max(tied, key=MOST_FAITHFUL)
     others = [each for each in tied if each.row and each is not chosen]
@@ -267,7 +267,7 @@ def of_worth(measured: Sequence[Option], rule: Rule) -> Recommendation:
 
 
 def beside(chosen: Option, everyone: Sequence[Option]) -> list[str]:
-    """Clauses on gains and losses by the fastest and the most faithful other recipe."""
+    """Return clauses that compare the fastest and the most faithful other recipe with ``chosen``."""
     others = [each for each in everyone if each is not chosen]
     by = (lambda each: each.speedup), (lambda each: fidelity_db(each.row))
     two = dict.fromkeys(max(others, key=key) for key in by) if others else ()
@@ -288,7 +288,7 @@ def figures(row: Row) -> str:
 
 
 def fidelity_db(row: Row) -> float | None:
-    """PSNR, infinite where all images are identical to full precision's."""
+    """Return a row's PSNR in dB, infinite where all images are identical to full precision's."""
     return math.inf if are_identical(row["psnr_db"], row["ssim"]) else row["psnr_db"]
 
 
@@ -307,7 +307,7 @@ def decibels(row: Row) -> str:
 
 
 def front(rows: Sequence[Row], cost: str) -> list[Row]:
-    """The rows that no other beats in both PSNR and the column ``cost``, of which less is better; cheapest first."""
+    """Return the Pareto front of rows: highest PSNR, lowest value in the column ``cost``; cheapest first."""
     chosen: list[Row] = []
     for row in sorted(rows, key=lambda row: (row[cost], -fidelity_db(row))):
         if not chosen or fidelity_db(row) > fidelity_db(chosen[-1]):
@@ -316,7 +316,7 @@ def front(rows: Sequence[Row], cost: str) -> list[Row]:
 
 
 def unquantized_row(sweep: Sweep) -> Row | None:
-    """Medians of the jobs' measurements of the unquantized engine, and its images against full precision's.
+    """Build the unquantized engine's row: medians over jobs, and its images' scores against full precision.
 
     None without a finished job, and where jobs are of several checkpoints or machines, which have no engine in common.
     """

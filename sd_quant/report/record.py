@@ -1,12 +1,12 @@
-"""The record of a run, ``metrics.json``: its shape, its writer, its reader.
+"""The record of a run, ``metrics.json``: its schema, writing and reading.
 
-``Record`` is the one description: mypy checks the stages that fill it in, pydantic each record that is written or read
-(records come from strangers too), and the JSON schema follows from it. Typed dictionaries keep a record the dictionary
-that JSON has; pydantic, a tenth of a second, is imported where one is checked. The road not taken is ``BaseModel``: of
-other versions each class would have to carry the names.
+The schema is ``Record`` alone: mypy checks the stages that fill it in, pydantic checks each record that is written or
+read (records come from strangers too), and the JSON schema is generated from it. It consists of typed dictionaries, so
+a record stays a plain dictionary; pydantic, a tenth of a second to import, is imported only for a check. Alternative
+not taken: ``BaseModel``, where each class would need the names of all versions.
 
 A number that does not exist is null with a ``reason`` beside it, ``{"value": null, "reason": "..."}``, or absent.
-A missing name is no error, and an unknown one may hold anything: records of other versions have other names.
+A missing name is no error, and an unknown name may hold anything: records of other versions have other names.
 """
 
 import json
@@ -42,7 +42,7 @@ ABSENT = "not in the record"
 
 @dataclass(frozen=True)
 class Doc:
-    """The description of a name, as the JSON schema and docs/metrics.md have it."""
+    """Description of a field, for the JSON schema and docs/metrics.md."""
 
     text: str
 
@@ -51,7 +51,7 @@ class Doc:
 
 
 class ByScore:
-    """Stands for the scores against full precision, whose names and types follow from the table of scores."""
+    """Pydantic schema of the scores against full precision, with names and types from ``fidelity_scores()``."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         types = {Against.IMAGES: ImageScores, Against.LATENTS: list[Finite | None]}
@@ -478,14 +478,14 @@ class InferRecord(TypedDict):
 
 
 def explained(value: float | None, reason: str) -> float | Explained:
-    """``value`` as the record has it: with the ``reason`` where there is none."""
+    """Return ``value``, or ``{"value": None, "reason": reason}`` if it is None."""
     return {"value": None, "reason": reason} if value is None else value
 
 
 def write_record(record: Record | InferRecord, directory: Path, shape: Any = Record) -> None:
-    """Write ``metrics.json``, atomically and last: whoever finds one takes the run for finished.
+    """Write ``metrics.json`` atomically. Write it last: its presence marks a run as finished.
 
-    Raises SdQuantError for a record that could not be read again, ResourceError when the disk is full.
+    Raises SdQuantError for a record that does not fit ``shape``, ResourceError when the disk is full.
     """
     try:
         check_shape(json.loads(json.dumps(record)), shape, RECORD)
@@ -498,7 +498,7 @@ def write_record(record: Record | InferRecord, directory: Path, shape: Any = Rec
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:
-    """The record in ``directory``, None where there is none. Raises ValueError when it is damaged, OSError."""
+    """Read ``metrics.json`` in ``directory``, None if missing. Raises ValueError if damaged, OSError if unreadable."""
     record = read_object(directory / RECORD)
     if record is not None:
         check_shape(record, Record, RECORD)
@@ -506,7 +506,7 @@ def read_record(directory: Path) -> dict[str, Any] | None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON file, or None where there is none. Raises ValueError when it is not an object, OSError."""
+    """Read a JSON object from a file, None if missing. Raises ValueError for other content, OSError if unreadable."""
     if not path.is_file():
         return None
     try:
@@ -519,9 +519,9 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
-    """Raises ValueError unless ``value``, as JSON has it, fits the annotation ``shape``.
+    """Check ``value``, parsed from JSON, against the type annotation ``shape``. Raises ValueError unless it fits.
 
-    Null fits all but an entry of a list; names may be missing or unknown. ``reason`` is a text in every dictionary.
+    Null fits everything except list entries; names may be missing or unknown. ``reason`` is a text or null everywhere.
     """
     from pydantic import ValidationError
 
@@ -536,7 +536,7 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
 
 @cache
 def validator(shape: Any) -> Any:
-    """pydantic's validator of a shape with optional names; a list or dictionary of millions ends at its first error."""
+    """Build pydantic's validator of ``shape``: all names optional; lists and dictionaries stop at their first error."""
     from pydantic import TypeAdapter
     from pydantic_core import SchemaValidator
 
@@ -555,9 +555,9 @@ def validator(shape: Any) -> Any:
 
 
 def without_nulls(value: Any, names: tuple) -> Any:
-    """A copy without null names and without the texts of ``reason``. Raises ValueError for another ``reason``.
+    """Copy ``value`` without null entries and ``reason`` texts. Raises ValueError for a ``reason`` that is no text.
 
-    ``names`` are those around the value, each in a pair with the ones around it: a text would grow with their depth.
+    ``names``: the path to the value as nested pairs ``(outer, name)``; a joined text would grow at every level.
     """
     if isinstance(value, list):
         return [without_nulls(each, names) if isinstance(each, dict | list) else each for each in value]
@@ -577,7 +577,7 @@ def without_nulls(value: Any, names: tuple) -> Any:
 
 
 def place_of(location: tuple[str | int, ...], value: Any, where: str) -> str:
-    """``metrics.json.prompts[]``: a location of pydantic's, which also names the alternatives that it has tried."""
+    """Format pydantic's error location as ``metrics.json.prompts[]``, without the tried alternatives of unions."""
     for step in location:
         if isinstance(value, dict) and step in value:
             value, where = value[step], f"{where}.{step}"
@@ -587,7 +587,7 @@ def place_of(location: tuple[str | int, ...], value: Any, where: str) -> str:
 
 
 def record_schema() -> dict[str, Any]:
-    """The JSON schema of a record, draft 2020-12. What a record lacks of it or has beyond it is allowed."""
+    """Build the JSON schema of a record, draft 2020-12, in which all names are optional and unknown names allowed."""
     from pydantic import TypeAdapter
     from pydantic.json_schema import GenerateJsonSchema
 
@@ -608,19 +608,19 @@ def record_schema() -> dict[str, Any]:
 
 
 def why(error: Exception) -> str:
-    """The error in one line, whatever the file that it quotes holds."""
+    """Format an exception as one short line without control characters."""
     return one_line(f"{type(error).__name__}: {error}", 300)
 
 
 def at(record: Any, *keys: Any) -> Any:
-    """The value at ``keys``, or None."""
+    """Return the value at nested ``keys``, or None if a key or dictionary is missing."""
     for key in keys:
         record = record.get(key) if isinstance(record, Mapping) else None
     return record
 
 
 def base_sha256(made: Mapping[str, Any]) -> str | None:
-    """The hash of a model's weights without LoRAs: the checkpoint's, or a digest with ControlNets' and a VAE's."""
+    """Return the hash of a model's weights without LoRAs: the checkpoint's, or a digest with ControlNets and VAE."""
     inputs = at(made, "inputs") or {}
     own, names = (
         at(inputs, "checkpoint", "sha256"),
@@ -631,7 +631,7 @@ def base_sha256(made: Mapping[str, Any]) -> str | None:
 
 
 def weights_sha256(made: Mapping[str, Any]) -> str | None:
-    """The hash of a model's weights, LoRAs with their strengths included; None where no checkpoint has a hash.
+    """Return the hash of a model's weights, LoRAs with their strengths included; None if the checkpoint has no hash.
 
     ``made`` is a record, or the result of ``provenance.made_of``.
     """

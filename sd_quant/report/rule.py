@@ -1,4 +1,4 @@
-"""The rule by which a report recommends a recipe: the knobs ``verdict`` of ``quantize.py``, and the rule in words."""
+"""The rule by which a report recommends a recipe: the ``verdict`` knobs of ``quantize``, and the rule in words."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ MORE_THAN_1 = Limit(lambda number: 1 < number <= 1e9, "more than 1, and at most 
 
 @dataclass(frozen=True)
 class Rule:
-    """A floor of quality, then the worth of a recipe in dB or a target of latency."""
+    """The ``verdict`` knobs: a quality floor, then either the price of time in dB or a target latency."""
 
     enough_db: Annotated[float, MORE_THAN_0, "PSNR above which nobody sees a difference"] = 40.0
     time_of_a_db: Annotated[float, SHARE, "share of an image's time that is worth one dB"] = 0.03
@@ -42,14 +42,14 @@ class Rule:
 
     @property
     def target(self) -> str:
-        """The target of latency in words; empty where there is none."""
+        """Target latency or speed-up in words; empty without a target."""
         if self.image_ms is not None:
             return f"{self.image_ms:,g} ms from prompt to image"
         return "" if self.speedup is None else f"{self.speedup:g}x the speed of the unquantized engine"
 
     @property
     def floor(self) -> str:
-        """The floor of quality in words."""
+        """Quality floor in words."""
         bars = [] if self.floor_db is None else [
             f"surely {self.floor_db:g} dB (the low end of the interval over prompts; of fewer than {FEWEST_IMAGES} "
             "images the mean)"
@@ -59,7 +59,7 @@ class Rule:
 
 
 def rule_of(knobs: Any) -> Rule:
-    """The rule of a sweep's knobs, or of a record's; the usual one in place of a stranger's that cannot be."""
+    """Build the rule from the ``verdict`` knobs of a sweep or a record; the default rule if they are invalid."""
     usual, stated = asdict(Rule()), knobs if isinstance(knobs, Mapping) else {}
     try:
         return read(Rule, {name: stated.get(name, value) for name, value in usual.items()}, "verdict.")

@@ -1,6 +1,6 @@
-"""The closing table of a run: its record (``metrics.json``), as text for a terminal.
+"""The summary that a run prints at its end: its record (``metrics.json``) as text tables for a terminal.
 
-A number that does not exist is a dash, with its reason below the table.
+A number that does not exist is a dash, with its reason below the tables.
 """
 
 import re
@@ -37,7 +37,7 @@ HANDED_OVER = ["handed over", "layers", "PSNR by quantization", "PSNR by its tex
 
 
 def run_table(record: Mapping[str, Any]) -> str:
-    """The closing table as plain text, lines ending in a newline. Works on any record, a failed run's too."""
+    """Format the summary of any record, a failed run's too, as plain text that ends with a newline."""
     reasons, floor = list[str](), floor_table(record)
     engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
     sections: list[Table | list[str]] = [
@@ -71,7 +71,7 @@ def _heading(record: Mapping[str, Any]) -> list[str]:
 
 
 def _part_names(record: Mapping[str, Any]) -> list[str]:
-    """The parts of which the record has sizes or latencies."""
+    """Return the names of the parts for which the record has sizes or latencies."""
     places = [("sizes_bytes",), *(("latency", engine) for engine in names(record, "latency"))]
     found = dict.fromkeys(part for place in places for part in at(record, *place) or ())
     return [part for part in found if part not in (IMAGE, "reason", "value")]
@@ -92,7 +92,7 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> Table:
 
 
 def _memory(record: Mapping[str, Any]) -> Table:
-    """Memory of the parts' engines, and the derived memory that has to fit at once."""
+    """Build the table of engine memory by part, with the derived memory of all parts together and one at a time."""
     known = [memory_of(record, variant) for variant in VARIANTS]
     peaks = [[each and each.peak for each in parts.values()] for parts in known]
     figures: dict[str, Sequence[float | None]] = dict(zip(known[0], zip(*peaks, strict=True), strict=True))
@@ -140,14 +140,14 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
 
 
 def _intervals(record: Mapping[str, Any]) -> list[str]:
-    """The line on the validity of speed-ups' intervals in other hours, folded."""
+    """Return wrapped lines that say whether the intervals of speed-ups also hold for other hours."""
     engine, part, samples, _ = workload(record)
     words = occasions_of(at(record, "latency", engine, part, str(samples), "rounds"))
     return folded(re.findall(WORDS, f"± of speed-ups: {words}")) if words else []
 
 
 def baselines_of(record: Mapping[str, Any]) -> list[str]:
-    """The baselines of a record: torch and, where it was timed, compiled torch."""
+    """Return the baselines of a record: torch and, where it was timed as a baseline, compiled torch."""
     compiled = COMPILED in names(record, "latency") and at(record, "knobs", "infer", "engine") != COMPILED
     return [TORCH, *([COMPILED] if compiled else [])]
 
@@ -165,7 +165,7 @@ def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> Table:
 
 
 def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> Table:
-    """The named scores by networks and photographs, and their differences from full precision's."""
+    """Build the table of the requested scores (CLIP score, FID, ...), with their differences from full precision."""
     rows = []
     for score in asked(record):
         both = [number_at(record, "text_scores", variant, score.key) for variant in VARIANTS]
@@ -175,7 +175,7 @@ def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> Table:
 
 
 def _video(record: Mapping[str, Any]) -> Table | list[str]:
-    """The distance of frames from full precision's, and of their changes from one to the next."""
+    """Build the table of a video's PSNR, flicker and change from frame to frame, against full precision."""
     if not (video := record.get("video")):
         return []
     of_frames = [number_at(video, "psnr", name).value for name in ("mean", "min")]
@@ -196,7 +196,7 @@ def _levers(record: Mapping[str, Any]) -> Table | list[str]:
 
 
 def _moved(record: Mapping[str, Any]) -> Table:
-    """The outputs of other quantized parts than the denoiser."""
+    """Build the table of output errors of quantized parts other than the denoiser."""
     keys, rows = ("relative_error", "cosine", "worst", "first_token"), []
     for part in names(record, "parts"):
         for output in names(record, "parts", part, "outputs"):
@@ -210,7 +210,7 @@ RESIDENT = {"all": ", all parts in memory", "one": ", one part in memory at a ti
 
 
 def _fit(record: Mapping[str, Any]) -> list[Table | list[str]]:
-    """The formats that ``fit`` or a budget chose for each part, and the PSNR of all candidates."""
+    """Return the table of formats chosen by ``fit`` or a budget for each part, and lines with all candidates' PSNR."""
     entry = at(record, "sensitivity", "limit") or {}
     candidates, whole = entry.get("candidates") or {}, entry.get("unquantized_bytes") or {}
     if (chosen := candidates.get(entry.get("taken"))) is None:
@@ -236,7 +236,7 @@ def _fit(record: Mapping[str, Any]) -> list[Table | list[str]]:
 
 
 def handed_over_table(entries: Mapping[str, Any] | None) -> Table:
-    """The exports to other tools by target: PSNR with its interval at 95 %, bytes of the larger files."""
+    """Build the table of exports to other tools: layers, PSNR with its 95 % interval, bytes of the larger files."""
     rows = []
     for target, entry in (entries or {}).items():
         parts = {"": entry, **(at(entry, "parts") or {})}
@@ -256,7 +256,7 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(number: Number, show: Callable[[float], str], reasons: list[str]) -> str:
-    """The number in the form of ``show``, or a dash, with the mark of its reason, which is added to ``reasons``."""
+    """Format a number by ``show``, or a dash, with a footnote mark of its reason, which is added to ``reasons``."""
     value, reason = number
     reason = reason or ("null without a reason" if value is None else None)
     if reason and reason not in reasons:

@@ -1,12 +1,12 @@
-"""Tables of scores beside full precision's own: the noise floor, scores that were asked for, scores by category.
+"""Tables of scores in relation to full precision: the noise floor, requested scores, scores by prompt category.
 
-The noise floor is full precision computed another way, on the same prompts (``sd_quant.stages.noise_floor``). A recipe
-that is nearer to the reference than a way, prompt by prompt, cannot be told from full precision that was computed this
-way. None of the ways is the right one: another batch changes one level of one pixel, bf16 what a person may find with a
-magnifier, and both are called full precision. So each is shown under its name.
+The noise floor is full precision computed another way on the same prompts (``sd_quant.stages.noise_floor``). A recipe
+closer to the reference than that way, prompt by prompt, is indistinguishable from full precision computed that way. No
+single way is the right one: another batch size changes one level of one pixel, bf16 what people may find with a
+magnifier, and both are called full precision. So each way is shown under its name.
 
-Of a score by a network or photographs the difference from full precision on the same prompts decides, with its
-interval: prompts differ by far more than a recipe moves the score of one. By category it shows what a mean hides.
+For scores by networks or against photographs the paired difference from full precision counts, with its interval, as
+prompts vary far more than a recipe changes one prompt's score. Tables by category show what a mean hides.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,12 +50,12 @@ BY_CATEGORY = (
 
 
 def words_of(way: str) -> str:
-    """``another batch``; a precision is its own name."""
+    """Return the words for a way to compute full precision, such as ``another batch``; a precision's own name."""
     return WORDS.get(way, way)
 
 
 def ways(record: Any) -> list[str]:
-    """The ways of which the record has images, lowest PSNR first, those with identical images last."""
+    """Return the ways (of computing full precision) with recorded PSNR, lowest first, identical images last."""
     found = [way for way in names(record, "noise_floor") if at(record, "noise_floor", way, PSNR.key)]
     return sorted(found, key=lambda way: ((mean := mean_of(record, way)) is None, mean))
 
@@ -65,9 +65,9 @@ def mean_of(record: Any, way: str) -> float | None:
 
 
 def beyond(record: Any, way: str) -> Interval | None:
-    """PSNR of the recipe's images less that of the way's, over prompts; images of one prompt count as their mean.
+    """Estimate the recipe's PSNR less the noise floor's by ``way``, paired by prompt; a prompt's images as their mean.
 
-    Identical images count as the best that is not. None where all of the way's are, or not both are known.
+    Identical images count as the highest finite PSNR. None if all the way's images are identical or values are missing.
     """
     floor = at(record, "noise_floor", way, PSNR.key, "values") or []
     own = score_of(record, PSNR).values
@@ -81,7 +81,7 @@ def beyond(record: Any, way: str) -> Interval | None:
 
 
 def floor_lines(jobs: Sequence[Job]) -> dict[str, float]:
-    """The mean PSNR of each way, lowest first; of several jobs' floors the lowest. Without identical images."""
+    """Return the lowest mean PSNR over jobs of each way, lowest first, without ways of identical images."""
     found = dict[str, float]()
     for record, way in ((job.record, way) for job in jobs for way in ways(job.record)):
         if (mean := mean_of(record, way)) is not None:
@@ -90,7 +90,7 @@ def floor_lines(jobs: Sequence[Job]) -> dict[str, float]:
 
 
 def floor_table(record: Any) -> Table:
-    """A line for each way: its scores, and the place of the recipe's images; reasons as notes."""
+    """Build a table with a row for each way: its scores, and the recipe's PSNR relative to it; reasons as notes."""
     scores, lines, notes = scores_against(Against.IMAGES), [], []
     for way in ways(record):
         entry = at(record, "noise_floor", way)
@@ -109,7 +109,7 @@ def floor_table(record: Any) -> Table:
 
 
 def told(difference: Interval | None) -> str:
-    """``20.1 ± 0.9 dB below it``, and ``from it`` where the interval holds 0."""
+    """Format a PSNR difference as ``20.1 ± 0.9 dB below it``, with ``from it`` where the interval holds 0."""
     if difference is None:
         return DASH
     place = "above" if difference.low > 0 else "below" if difference.high < 0 else "from"
@@ -118,7 +118,7 @@ def told(difference: Interval | None) -> str:
 
 
 def floor_tables(sweep: Sweep) -> list[Table]:
-    """A table of the sweep's recipes against each way, if it has a floor."""
+    """Return a table of the recipes' PSNR relative to each way in a list; an empty list without noise floors."""
     jobs = [job for job in sweep.jobs if ways(job.record)]
     columns, means = list(dict.fromkeys(way for job in jobs for way in ways(job.record))), floor_lines(jobs)
     floors = [f"{means[way]:.1f} dB" if way in means else "identical" for way in columns]
@@ -131,13 +131,13 @@ def floor_tables(sweep: Sweep) -> list[Table]:
 
 
 def asked(record: Any) -> list[Score]:
-    """The scores whose files the run's knobs name."""
+    """Return the requested scores of a record: the NAMED scores that the run's knobs asked for."""
     entries = at(record, "text_scores", QUANTIZED) or {}
     return shown(key for key in NAMED if key in entries and at(entries, key, "reason") != NOT_ASKED)
 
 
 def shown(keys: Iterable[str]) -> list[Score]:
-    """The scores of these keys, without those of an add-on that is not installed here or not for this package."""
+    """Return the scores of these keys, except those of an add-on that is not installed or incompatible."""
     scores = []
     for key in keys:
         with suppress(SdQuantError):
@@ -146,7 +146,7 @@ def shown(keys: Iterable[str]) -> list[Score]:
 
 
 def difference_text(score: Score, record: Any) -> str:
-    """``-0.02 [-0.05, 0.01]``; of a single prompt without an interval; empty where there is no difference."""
+    """Format a difference as ``-0.02 [-0.05, 0.01]``, for one prompt without interval; empty if not recorded."""
     if (difference := at(record, "text_scores", QUANTIZED, score.key, "difference")) is None:
         return ""
     mean, low, high = (difference.get(name) for name in ("mean", "low", "high"))
@@ -155,7 +155,7 @@ def difference_text(score: Score, record: Any) -> str:
 
 
 def score_tables(sweep: Sweep) -> list[Table]:
-    """A line for each recipe, if any was scored."""
+    """Return a table of requested scores, a row for each recipe, in a list; an empty list without scores."""
     scored = [(job, found) for job in sweep.jobs if (found := asked(job.record))]
     scores = shown(key for key in NAMED if any(key == score.key for _, found in scored for score in found))
 
@@ -169,7 +169,7 @@ def score_tables(sweep: Sweep) -> list[Table]:
 
 
 def category_tables(sweep: Sweep) -> list[Table]:
-    """A table for each score that has categories, a column a recipe."""
+    """Return a table for each score recorded by prompt category, with a column for each recipe."""
     tables = []
     keys = dict.fromkeys((*SCORES, *NAMED))
     for score in shown(key for key in keys if any(at(job.record, "by_category", key) for job in sweep.jobs)):
@@ -187,7 +187,7 @@ def category_tables(sweep: Sweep) -> list[Table]:
 
 
 def category_cell(score: Score, entry: Any) -> str:
-    """``33.41 ± 1.20``, and where full precision has the score too ``0.71 ± 0.10 (-0.05 ± 0.02, worse)``."""
+    """Format ``33.41 ± 1.20``, or with full precision's score known ``0.71 ± 0.10 (-0.05 ± 0.02, worse)``."""
     if not entry:
         return DASH
     text = plus_minus(recorded(entry["mean"], entry.get("interval")), score.format)

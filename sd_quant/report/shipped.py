@@ -1,7 +1,7 @@
-"""What a recommendation ships: folder, files, figures, and a command for images; ``recommendation.json`` has it.
+"""``recommendation.json``: the recommendation of a report with its folder, files, figures and a command for images.
 
-It is removed when a folder is worked on again, so it never speaks of other jobs than the folder holds. The road not
-taken is a link to the winner, which a copied folder would lose.
+The file is removed when work on the folder resumes, so it always describes the jobs in the folder. Alternative not
+taken: a symbolic link to the recommended job, which is lost when the folder is copied.
 """
 
 from contextlib import suppress
@@ -34,7 +34,7 @@ STEPS = 20  # of infer.py, where a model recommends none
 
 
 def recommendation_of(sweep: Sweep) -> Recommendation:
-    """The recommendation of a folder with all that it ships."""
+    """Return the recommendation of a report's folder with the files, figures and command that belong to it."""
     if not sweep.own:  # candidates alone, which have no latency in common and no plans
         return Recommendation(None, judgement(sweep))
     advice = recommend(sweep)
@@ -51,7 +51,7 @@ def recommendation_of(sweep: Sweep) -> Recommendation:
 
 
 def files_of(job: Job, directory: Path, unquantized: bool) -> dict[str, dict[str, str]]:
-    """The files of a job that are there, relative to the report's ``directory``, by kind and part or target."""
+    """Find a job's existing files, as paths relative to ``directory``, by kind (onnx, plan, exports) and name."""
     full_precision = job.directory / VARIANTS[0]
     quantized = {path.stem for path in full_precision.glob("onnx/*/*.onnx")} if unquantized else ()
 
@@ -65,7 +65,7 @@ def files_of(job: Job, directory: Path, unquantized: bool) -> dict[str, dict[str
 
 
 def command_of(job: Job, unquantized: bool) -> str:
-    """The command that makes an image of the job's first prompt with its engines, by its own knobs."""
+    """Return the shell command that makes an image of the job's first prompt with the job's engines and knobs."""
     model, infer = (at(job.record, "knobs", section) for section in ("model", "infer"))
     usual = {name: at(model, name) for name in ("width", "height")}
     usual |= {name: at(model, "recommended", name) or value for name, value in (("scale", None), ("steps", STEPS))}
@@ -83,7 +83,7 @@ def command_of(job: Job, unquantized: bool) -> str:
 
 
 def written(value: Any) -> str:
-    """The value of a knob, as it is typed."""
+    """Format the value of a knob as typed on the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     return str(value) if type(value) in (int, float) else literal(one_line(value))
@@ -96,7 +96,7 @@ def write_recommendation(sweep: Sweep, advice: Recommendation) -> None:
 
 
 def last_words(directory: Path) -> str:
-    """The report's place, the command for images by its recommendation, and last the recommendation itself."""
+    """Format the closing lines: the report's address, the command for images, and last the recommendation."""
     advice: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         advice = read_object(directory / RECOMMENDATION) or {}

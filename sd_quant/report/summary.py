@@ -1,7 +1,7 @@
-"""A sweep's folder, read, and its table with a row for each job: ``summary.csv``, ``.parquet`` and ``.md``.
+"""Read a sweep's folder, and write a table with a row for each job: ``summary.csv``, ``.parquet`` and ``.md``.
 
-``sweep.json`` names the jobs, and each job's folder holds its record, the reason why it failed, or neither. A single
-run is a sweep of one job.
+``sweep.json`` names the jobs, and each job's folder holds the job's record, the reason of its failure, or neither. A
+single run is read as a sweep of one job.
 """
 
 import json
@@ -56,7 +56,7 @@ class PlannedJob(TypedDict):
 
 
 class PlannedSearch(TypedDict):
-    """A search in a grid, whose proposals are the plan's jobs; see ``sd_quant.search``."""
+    """A search in a grid of jobs; its proposals are the jobs of the plan. See ``sd_quant.search``."""
 
     jobs: int  # to propose
     of: int  # jobs of the grid that differ
@@ -66,7 +66,7 @@ class PlannedSearch(TypedDict):
 
 
 class SweepPlan(TypedDict):
-    """``sweep.json``, as far as it is read."""
+    """Content of ``sweep.json``, as far as it is read."""
 
     command: list[Any]
     varied: list[str]
@@ -91,12 +91,12 @@ class Job:
 
     @property
     def judged(self) -> bool:
-        """True for a third-party checkpoint, false for a job of ours."""
+        """Whether this is a third-party checkpoint, and not a job of ``quantize``."""
         return CANDIDATE in self.varied
 
     @property
     def recipe(self) -> str:
-        """The format and the level, ``int8, level 3``; the job's name where its record has no format."""
+        """Number format and quantization level, ``int8, level 3``; the job's name where its record has no format."""
         form, level = (at(self.record, "knobs", knob) for knob in ("format", "quant_level"))
         return f"{form}, level {knob_value(level)}" if form and level is not None else self.name
 
@@ -116,12 +116,12 @@ class Sweep:
 
     @property
     def own(self) -> list[Job]:
-        """The jobs without third-party checkpoints."""
+        """Jobs of ``quantize``, without third-party checkpoints."""
         return [job for job in self.jobs if not job.judged]
 
     @property
     def searched(self) -> str:
-        """The progress of the search in words; empty where there is none."""
+        """Progress of the search in words; empty for a sweep without search."""
         told = "{proposed} of the grid's {of} jobs, proposed by {by} for {target}"
         return told.format(**self.search) if self.search else ""
 
@@ -131,7 +131,7 @@ class Sweep:
 
     @cached_property
     def recipes(self) -> dict[str, str]:
-        """The recipe of each job by its name: the knobs that vary, as on the command line; a candidate's own name."""
+        """Recipe by job name: the varied knobs as on the command line; a third-party checkpoint's own name."""
         found = {}
         for job in self.jobs:
             varied = " ".join(f"{knob}={knob_value(job.varied.get(knob))}" for knob in self.varied)
@@ -140,7 +140,7 @@ class Sweep:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """A row for each job; every row has all columns, None where there is no value."""
+        """Table rows, one for each job, all with the same columns, None where there is no value."""
         together = blocks_by_job(self.timing)
         found = [row_of(job, at(self.timing, "machine") if job.name in together else None) for job in self.jobs]
         columns = dict.fromkeys([*columns_of(found), *self.varied])
@@ -148,7 +148,7 @@ class Sweep:
 
 
 def read_sweep(directory: Path) -> Sweep:
-    """The sweep in a folder, or a run as a sweep of one job. Raises ArtifactError for another or a damaged folder."""
+    """Read a sweep, or a run as a sweep of one job. Raises ArtifactError for a damaged folder or one of neither."""
     plan = directory / SWEEP
     if not plan.exists():
         return run_as_sweep(directory)
@@ -175,12 +175,12 @@ def read_sweep(directory: Path) -> Sweep:
 
 
 def read_plan(directory: Path) -> dict[str, Any]:
-    """``sweep.json`` as this command, or the one that has started the job, has written it."""
+    """Read ``sweep.json`` without checks: only a file written by this command or by the one that started the job."""
     return json.loads((directory / SWEEP).read_text(encoding="utf-8"))
 
 
 def run_as_sweep(directory: Path) -> Sweep:
-    """A run's folder as that of a sweep of one job. Raises ArtifactError where it holds no run."""
+    """Read a run's folder as a sweep of one job. Raises ArtifactError for a folder without a run."""
     if not any((directory / name).exists() for name in (RECORD, FAILURE)):
         raise ArtifactError(f"{directory} holds neither {SWEEP} nor {RECORD}; give the folder of a sweep or of a run")
     job = read_job(directory.absolute().name, directory, {})
@@ -191,19 +191,19 @@ def run_as_sweep(directory: Path) -> Sweep:
 
 
 def workload(record: Any) -> tuple[str, str, int, int]:
-    """The engine and the denoiser of a job, the samples in one of its calls and the images of a batch."""
+    """Return a job's engine, its denoiser part, the samples in one call of it, and the batch size in images."""
     batch = at(record, "knobs", "infer", "batch_size") or 0
     samples = batch * (at(record, "denoiser", "samples_per_image") or 2)
     return at(record, "knobs", "infer", "engine"), at(record, "denoiser", "part") or "unet_xl", samples, batch
 
 
 def timed_alone(job: str, record: Any) -> Timed | None:
-    """The rounds that a job has measured on its own; None where its record has none."""
+    """Read the timed rounds that a job measured by itself; None where its record has no rounds."""
     return rounds_of(f"job {job}", at(record, "latency"), *workload(record), at(record, "denoiser", "calls"))
 
 
 def folder_in(directory: Path, name: str) -> Path:
-    """The folder of a job. Raises ValueError when the name leads elsewhere."""
+    """Return the folder of the job ``name`` in ``directory``. Raises ValueError unless ``name`` is a plain name."""
     if name in ("", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a folder")
     return directory / name
@@ -223,7 +223,7 @@ def read_job(name: str, directory: Path, varied: Mapping[str, Any]) -> Job:
 
 
 def state_of(path: Path) -> tuple[int, ...]:
-    """Numbers that change with the file; none where there is no file."""
+    """Return numbers that change with the file (inode, size, time), as a cache key; () for a missing file."""
     try:
         found = path.stat()
     except OSError:
@@ -237,7 +237,7 @@ def known_record(directory: Path, *state: int) -> dict[str, Any] | None:
 
 
 def what_became_of(directory: Path) -> str:
-    """The state of a job that left nothing. A lock ends with its process, so it tells running from dead."""
+    """Describe the state of a job without record or failure; its lock, released when it ends, tells if it runs."""
     if (running := is_running(directory)) is None:
         return "it has not run"
     log = last_text(directory / LOG)
@@ -251,7 +251,7 @@ def what_became_of(directory: Path) -> str:
 
 
 def is_running(directory: Path) -> bool | None:
-    """Whether a process works on the job in a folder, here or on another machine; None if none ever has."""
+    """Check whether a process, on any machine, is working on the job in a folder; None if the job never started."""
     try:
         with open_regular(directory / LOCK) as lock:
             return not try_lock(lock)
@@ -269,7 +269,7 @@ def last_text(path: Path, most: int = 65536) -> str:
 
 
 def row_of(job: Job, timed_on: str | None = None) -> Row:
-    """The columns of a job; ``timed_on`` is the machine on which it was timed together with others, if it was."""
+    """Build the table row of a job; ``timed_on``: machine of a timing together with other jobs, if there was one."""
     record = job.record or {}
     engine, denoiser, _, _ = workload(record)
     files = ("onnx_quantized", "onnx_full_precision", "weights_fp32", "plan")
@@ -305,7 +305,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
 
 
 def bytes_of_denoisers(record: Any, denoiser: str, file: str) -> Number:
-    """Bytes of the ``file`` of all denoisers; an unquantized one counts with its own, but has no plan."""
+    """Sum bytes of ``file`` over denoisers, unquantized ones by their ONNX file; the main one's if any is unknown."""
     own, kinds = number_at(record, "sizes_bytes", denoiser, file), (file, "onnx_full_precision")
     others = [part for part in at(record, "denoiser", "calls") or () if part != denoiser]
     known = [[number_at(record, "sizes_bytes", part, kind).value for kind in kinds] for part in others]
@@ -314,7 +314,7 @@ def bytes_of_denoisers(record: Any, denoiser: str, file: str) -> Number:
 
 
 def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
-    """The columns of latencies: from the rounds with other jobs where there are some, else from the record."""
+    """Return the latency columns: from rounds shared with other jobs if there are any, else from the job's record."""
     timed, (engine, denoiser, samples, batch) = job.timed, workload(job.record)
     call, image = latency_of(job.record, engine, denoiser, samples), latency_of(job.record, engine, IMAGE, batch)
     own, full = call.quantized.value, call.full_precision.value
@@ -347,7 +347,7 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
 
 
 def interval_columns(column: str, interval: Interval | None) -> dict[str, float | None]:
-    """The ends of an interval at 95 %, None where there is no finite one."""
+    """Return ``<column>_low`` and ``<column>_high`` of a 95 % interval; both None unless both ends are finite."""
     low, high = (None, None) if interval is None else interval.ends
     return {f"{column}_low": low, f"{column}_high": high}
 
@@ -360,7 +360,7 @@ def machine_of(machine: Any) -> str:
 
 
 def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """The columns of every score against full precision, in the order of the table of scores."""
+    """Return the columns of all fidelity scores of a record, in the order of ``fidelity_scores``."""
     columns: dict[str, float | None] = {}
     for score in fidelity_scores():
         value, worst, _ = score_of(record, score)
@@ -369,7 +369,7 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def write_summary(sweep: Sweep, recommended: Mapping[Any, str] = {}, sentence: str = "") -> None:
-    """Write ``summary.csv``, ``.parquet`` and ``.md``, with a column ``recommended`` by job and ``sentence`` on top."""
+    """Write ``summary.csv`` and ``.parquet``, with a column ``recommended``, and ``.md`` with ``sentence`` on top."""
     table = [{"job": row["job"], "recommended": recommended.get(row["job"]), **row} for row in sweep.rows]
     write_csv(table, sweep.directory / "summary.csv")
     write_parquet(table, sweep.directory / "summary.parquet")
@@ -378,7 +378,7 @@ def write_summary(sweep: Sweep, recommended: Mapping[Any, str] = {}, sentence: s
 
 
 def write_parquet(table: list[Row], path: Path) -> None:
-    """Write the table as Parquet, with knobs of mixed kinds (``alpha`` 0.8 and auto) as text: a column has one type."""
+    """Write the table as Parquet; columns of mixed types (``alpha`` 0.8 and auto) become text."""
     import pyarrow
     from pyarrow import parquet
 
@@ -396,7 +396,7 @@ def write_parquet(table: list[Row], path: Path) -> None:
 
 
 def shown_columns() -> list[Column]:
-    """The columns for people; the CSV file has all."""
+    """Return the columns that are shown to people; the CSV file has more."""
     scores = [
         Column(title, key, score.format, more_is_better=score.more_is_better, is_text=False)
         for score in fidelity_scores()
@@ -417,26 +417,26 @@ def shown_columns() -> list[Column]:
 
 
 def known_columns(table: Sequence[Row]) -> list[Column]:
-    """The columns for people of which a row has a figure."""
+    """Return those of ``shown_columns`` in which at least one row has a value."""
     return [column for column in shown_columns() if any(row[column.key] is not None for row in table)]
 
 
 def sweep_table(sweep: Sweep) -> str:
-    """The closing table of a sweep as plain text: a line for each recipe with the columns of ``IN_A_TERMINAL``."""
+    """Format the table that a sweep prints at its end: a line for each job with the columns of ``IN_A_TERMINAL``."""
     shown = [column for column in known_columns(sweep.rows) if column.key in IN_A_TERMINAL]
     recipes = [row["job"] if row["status"] == DONE else f"{row['job']} ({row['status']})" for row in sweep.rows]
     return "\n".join([*as_text(by_recipe(sweep, "recipe", recipes, shown)), ""])
 
 
 def markdown(sweep: Sweep) -> str:
-    """``summary.md``: a line for each recipe, named by its knobs."""
+    """Return the content of ``summary.md``: a table row for each recipe, named by its varied knobs."""
     recipes = [" · ".join(str(row[knob]) for knob in sweep.varied) or row["job"] for row in sweep.rows]
     columns = [Column("status", "status"), *shown_columns()]
     return as_markdown(by_recipe(sweep, " · ".join(sweep.varied) or "job", recipes, columns))
 
 
 def by_recipe(sweep: Sweep, title: str, recipes: Sequence[str], columns: Sequence[Column]) -> Table:
-    """A line for each job with its recipe in front; sentences on jobs without figures, twins and a search as notes."""
+    """Build a table with a row for each job, its recipe first; notes on failed jobs, duplicates and the search."""
     notes = [f"{row['job']}: {row['reason']}" for row in sweep.rows if row["reason"]]
     twins = [(row["same_as"], row["job"]) for row in sweep.rows if row["same_as"]]
     notes += [f"{twin}: the same assignment as {job}, not done again" for twin, job in twins]

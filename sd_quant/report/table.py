@@ -1,8 +1,8 @@
-"""The one model of a table, as text for a terminal, as Markdown and as CSV; ``page.html`` has its HTML.
+"""The one model of a table, written as text for a terminal, Markdown and CSV; ``page.html`` renders it as HTML.
 
-A ``Column`` has the form of its figures, so a figure reads the same in a terminal, in ``summary.md`` and on the page.
-The road not taken is ``rich``: colours and boxes do not survive a log file. In CSV text that a spreadsheet would run
-gets a leading apostrophe: names come from checkpoints, which are hostile. To mark every text would spoil it for pandas.
+A ``Column`` has the format of its figures, so a figure reads the same in a terminal, in ``summary.md`` and on the page.
+In CSV, text that a spreadsheet would run as a formula gets a leading apostrophe, as names come from untrusted files; to
+mark all text would spoil it for pandas. Alternative not taken: ``rich``, whose colours and boxes spoil a log file.
 """
 
 import csv
@@ -30,7 +30,7 @@ def figure(value: float | None, form: str, scale: float = 1.0) -> str:
 
 
 def plus_minus(interval: Interval | None, form: str, scale: float = 1.0) -> str:
-    """``34.8 ± 1.2``: a figure with the further end of its interval, where that is known; a dash for none."""
+    """Format ``34.8 ± 1.2``: a value and the larger distance to an end of its interval if known; a dash for None."""
     if interval is None:
         return DASH
     reach = "" if interval.reach is None else f" ± {figure(interval.reach, form.replace('+', '').rstrip('x'), scale)}"
@@ -42,7 +42,7 @@ def knob_value(value: object) -> str:
 
 
 def between(low: float | None, high: float | None, form: str, level: float | None = None) -> str:
-    """`` (1.21 to 1.26)``, with its ``level`` `` (1.21 to 1.26 at 95 %)``; nothing where there is no interval."""
+    """Format an interval as `` (1.21 to 1.26)`` or `` (1.21 to 1.26 at 95 %)``; empty if an end is None."""
     at_level = "" if level is None else f" at {100 * level:.3g} %"
     return "" if low is None or high is None else f" ({form.format(low)} to {form.format(high)}{at_level})"
 
@@ -57,7 +57,7 @@ class Column:
     is_text: bool = True
 
     def text(self, row: Any) -> str:
-        """The cell of a row; a figure stands with its interval, where it has one."""
+        """Format the row's cell; a figure with its interval if the row has ``<key>_low`` and ``<key>_high``."""
         value = row[self.key]
         if self.is_text:
             return DASH if value is None else str(value)
@@ -67,7 +67,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows are dictionaries by the columns' keys, or lists of texts."""
+    """A table with columns, rows (dictionaries by the columns' keys, or lists of texts), heading, caption and notes."""
 
     columns: Sequence[Column]
     rows: Sequence[Any]
@@ -95,9 +95,9 @@ def table_of_texts(
 
 
 def as_text(table: Table) -> list[str]:
-    """Lines for a terminal, the first column left-aligned and the others right-aligned; none without rows.
+    """Return lines for a terminal, the first column left-aligned, other columns right-aligned; none without rows.
 
-    Beyond WIDTH, titles, lists and at last names go on in the next line, figures never.
+    In a table wider than WIDTH, titles, lists and finally names are wrapped into more lines, figures never.
     """
     if not table.rows:
         return []
@@ -121,7 +121,7 @@ def as_text(table: Table) -> list[str]:
 
 
 def folded(parts: Sequence[str], width: int = WIDTH) -> list[str]:
-    """Lines of at most this width, unless a part is longer."""
+    """Join ``parts`` into lines of at most ``width``; a longer part has a longer line of its own."""
     lines = [""]
     for part in parts:
         if lines[-1] and len((lines[-1] + part).rstrip()) > width:
@@ -131,7 +131,7 @@ def folded(parts: Sequence[str], width: int = WIDTH) -> list[str]:
 
 
 def as_markdown(table: Table) -> str:
-    """``table`` as Markdown, with all markup in its texts escaped: names and reasons may quote a hostile file."""
+    """Format ``table`` as Markdown, with markup in its texts escaped: names and reasons may quote an untrusted file."""
     lines = [table.titles, ["---"] * len(table.columns), *table.cells]
     paragraphs = [
         f"### {markdown_text(table.heading)}\n" if table.heading else "",
@@ -157,12 +157,12 @@ def write_csv(rows: list[dict], path: Path) -> None:
 
 
 def columns_of(rows: Iterable[Mapping[str, object]]) -> list[str]:
-    """The columns of all rows, in the order in which they first appear: rows of different parts have different ones."""
+    """Return the keys of all rows in order of first appearance; rows may differ in their keys."""
     return list(dict.fromkeys(column for row in rows for column in row))
 
 
 def cell(value: object) -> object:
-    """A cell: floats with six significant digits, texts that start no formula, integers as they are."""
+    """Convert a value for CSV: floats get six significant digits, texts that start a formula a leading apostrophe."""
     if isinstance(value, Real) and not isinstance(value, Integral):
         return f"{float(value):.6g}"
     if isinstance(value, str) and value.startswith(FORMULA_STARTS):

@@ -1,8 +1,8 @@
-"""Latencies of a sweep: measured together, or by each job on its own.
+"""Latencies of a sweep: measured for all jobs together, or by each job separately.
 
-``timing.json`` in a sweep's folder holds blocks. In a block every engine was timed in the same rounds as the
-unquantized one. Engines of one block are compared round by round, engines of different blocks by their speed-ups over
-the unquantized one, and engines of different machines not at all.
+``timing.json`` in a sweep's folder holds blocks. In a block all engines were timed in the same rounds as the
+unquantized engine; a round calls each engine once. Engines of one block are compared round by round, engines of
+different blocks by their speed-ups over the unquantized engine, and engines of different machines not at all.
 """
 
 import math
@@ -25,7 +25,7 @@ CALL, RECIPES = "call", "recipes"  # beside IMAGE, what is compared between occa
 
 
 class TimedEngine(TypedDict):
-    """One engine of all jobs whose graphs differ in constants alone, or whose plans are equal."""
+    """One timed engine; it stands for all jobs whose graphs differ only in constants or whose plans are equal."""
 
     sha256: str  # of a graph without its constants, or of a plan
     jobs: list[str]
@@ -53,7 +53,7 @@ class LeftOut(TypedDict):
 
 
 class TimingRecord(TypedDict):
-    """``timing.json``."""
+    """Content of ``timing.json``."""
 
     schema_version: int
     origin: str  # digest of what was timed, where and for how long
@@ -64,7 +64,7 @@ class TimingRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Timed:
-    """A job's rounds, in milliseconds of one call of the denoiser."""
+    """A job's timed rounds: latencies of one denoiser call in each round, in milliseconds."""
 
     block: str  # the same for all engines of the same rounds
     full_precision: list[float]
@@ -80,7 +80,7 @@ class Timed:
 
     @property
     def images(self) -> tuple[list[float], list[float]]:
-        """The time of a call with its share of the rest of an image, unquantized and quantized."""
+        """Time of a call plus its share of an image's time outside the denoiser: unquantized, quantized."""
         full, own = self.full_precision, self.rest if self.quantized_rest is None else self.quantized_rest
         return in_image(full, full, self.rest), in_image(full, [self.share * each for each in self.quantized], own)
 
@@ -92,36 +92,36 @@ class Timed:
         return None if self.rest is None else self.of_images(*self.images, IMAGE, confidence)
 
     def of_images(self, a: Sequence[float], b: Sequence[float], kind: str, confidence: float = 0.95) -> Interval:
-        """``ratio_interval`` of the times of two engines of these rounds in an image."""
+        """Compute the ratio of the image times ``a`` over ``b``, from the same rounds, with its interval."""
         beside = [in_image(self.full_precision, each, self.rest) for each in self.beside]
         return self.on_any_occasion(ratio_interval(a, b, self.openings, beside, confidence), kind, confidence)
 
     def on_any_occasion(self, own: Interval, kind: str, confidence: float) -> Interval:
-        """A ratio's interval, widened by the differences between this machine's occasions, where they are known."""
+        """Widen a ratio's interval by the variance between this machine's timing occasions, where that is known."""
         if not own.known or not (found := self.between.get(kind)):
             return own
         return Interval(*map(math.exp, sum_of(logarithm(own), apart(found["deviation"], found["degrees"], confidence))))
 
     def image_over_compiled(self) -> Interval | None:
-        """The speed-up of an image over the compiled framework's calls; None where one was not timed."""
+        """Return the speed-up of an image over torch.compile, unquantized; None where either was not timed."""
         if self.compiled is None or self.rest is None:
             return None
         return self.of_images(in_image(self.full_precision, self.compiled, self.rest), self.images[1], IMAGE)
 
 
 def mean_call(calls: Mapping[str, int], samples: Mapping[str, Sequence[float]]) -> list[float]:
-    """Milliseconds of a call in each round: the mean over an image's ``calls`` of each denoiser."""
+    """Average a call's milliseconds over several denoisers in each round, weighted by their ``calls`` in an image."""
     shares = [calls[part] / sum(calls.values()) for part in samples]
     return [sum(map(mul, shares, each)) for each in zip(*samples.values(), strict=True)]
 
 
 def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) -> list[float]:
-    """Milliseconds of each call with its ``rest`` of an image, a share of the ``reference`` in the same round."""
+    """Add to each call's milliseconds the image's other time, ``rest`` times the ``reference`` of the same round."""
     return [rest * unquantized + sample for unquantized, sample in zip(reference, samples, strict=True)]
 
 
 def log_speedup_over(a: Timed, b: Timed | None, confidence: float) -> Interval:
-    """The logarithm of the speed-up of an image of ``a`` over one of ``b``, or over the unquantized engine's."""
+    """Return the log speed-up of an image by ``a`` over ``b``, or over the unquantized engine if ``b`` is None."""
     if b is not None and a.block == b.block:
         return logarithm(a.of_images(b.images[1], a.images[1], RECIPES, confidence))
     own = logarithm(a.image_speedup(confidence))
@@ -136,7 +136,7 @@ def logarithm(ratio: Interval) -> Interval:
 
 
 def read_timing(directory: Path) -> Mapping[str, Any] | None:
-    """``timing.json`` of a sweep's folder, None where there is none. Raises ValueError when it is damaged, OSError."""
+    """Read a sweep's ``timing.json``, None if missing. Raises ValueError if damaged, OSError if unreadable."""
     timing = read_object(directory / TIMING)
     if timing is not None:
         check_shape(timing, TimingRecord, TIMING)
@@ -144,7 +144,7 @@ def read_timing(directory: Path) -> Mapping[str, Any] | None:
 
 
 def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
-    """The rounds of each job that was timed together with others, by its name.
+    """Return the timed rounds of each job that was timed together with other jobs, by job name.
 
     Raises ValueError where numbers of rounds differ and where a latency is missing or not above zero.
     """
@@ -168,7 +168,7 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
 
 
 def blocks_by_job(timing: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """The block in which each job was timed together with others, by its name."""
+    """Return the block of ``timing.json`` in which each job was timed, by job name."""
     blocks = at(timing, "blocks") or []
     return {job: block for block in blocks for subject in block["subjects"] for job in subject["jobs"]}
 
@@ -176,9 +176,9 @@ def blocks_by_job(timing: Mapping[str, Any] | None) -> dict[str, Mapping[str, An
 def rounds_of(
     block: str, latency: Any, engine: str, part: str, samples: int, batch: int, calls: Mapping[str, int] | None = None
 ) -> Timed | None:
-    """The rounds in a record's ``latency``; None where there are none that can be compared.
+    """Read the timed rounds in a record's ``latency``; None without valid rounds of both variants.
 
-    In a pipeline of several denoisers, of which an image makes these ``calls``, a call is their mean.
+    For a pipeline of several denoisers, a call is the mean over the ``calls`` of each denoiser in an image.
     """
     image, calls = at(latency, engine, IMAGE, str(batch)), calls or {part: 1}
 
@@ -208,7 +208,7 @@ def rounds_of(
 
 
 def of_conditions(conditions: Any) -> dict[str, Any]:
-    """The entries of ``Timed`` that the conditions of its rounds have."""
+    """Return the arguments of ``Timed`` that stem from the conditions of its rounds: ``openings`` and ``between``."""
     between = (at(conditions, "between") or {}).items()
     whole = {kind: each for kind, each in between if {"deviation", "degrees"} <= set(each or ())}
     return {"openings": at(conditions, "openings") or (), "between": whole}
@@ -226,14 +226,14 @@ def check_rounds(timed: Timed) -> None:
 
 
 def busy_because(conditions: Any) -> str | None:
-    """The use of the machine by others during rounds, as part of a sentence; None where it was quiet."""
+    """Describe other processes' use of the machine during rounds, as part of a sentence; None if it was quiet."""
     by_others = busy(*(at(conditions, name) for name in ("others", "steal", "reference_spread")))
     by_probe = slowed(at(conditions, "probes") or [], at(conditions, "shown"))
     return ", ".join(filter(None, [by_others, by_probe])) or None
 
 
 def occasions_of(conditions: Any) -> str | None:
-    """Whether intervals of these rounds' speed-ups cover other hours too, in words; None for a record without it."""
+    """Say whether the intervals of these rounds' speed-ups also cover other hours; None if not recorded."""
     if not (known := at(conditions, "between", CALL)):
         return at(conditions, "between", "reason")
     return (

@@ -1,4 +1,4 @@
-"""Warnings of a run and of a sweep, as sentences for the terminal and the page; each begins with its kind."""
+"""Warnings of a run and of a sweep, as sentences for the terminal and the page, such as ``SLOWER: ...``."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ PROMPT_TO_IMAGE = "prompt to image"
 
 
 def warnings_of_run(record: Any, engines: Sequence[str], baselines: Sequence[str]) -> list[str]:
-    """Sentences on all that was timed of a run, by its engines and its baselines."""
+    """Return all warnings of one run; ``engines`` and ``baselines`` are the names of its timed engines."""
     speedups: dict[str, float | None] = {}
     busy = []
     for engine in dict.fromkeys([*engines, *baselines]):
@@ -31,7 +31,7 @@ def warnings_of_run(record: Any, engines: Sequence[str], baselines: Sequence[str
 
 
 def warnings_of_record(record: Any, engine: str, speedups: Mapping[str, float | None], whose: str = "") -> list[str]:
-    """Sentences on degenerate images, on slower quantized parts, and on quantized layers in floating point."""
+    """Warn of degenerate images, slower quantized parts, better formats, and quantized layers run in floating point."""
     words, fell_back = degenerate_images(record), at(record, "executed", "fell_back")
     sentences = [f"DEGENERATE: {whose}{words}."] if words else []
     sentences += [f"SLOWER: {whose}{what} {takes}." for what, each in speedups.items() if (takes := slower(each))]
@@ -50,7 +50,7 @@ def too_busy(when: str, reason: str, how: str = ".") -> str:
 
 
 def warnings_of(sweep: Sweep) -> list[str]:
-    """Sentences on each recipe, each job without figures and each busy or unlike machine."""
+    """Return all warnings of a sweep: on recipes, unfinished jobs, timing, and busy or differing machines."""
     from sd_quant.files.checks import listing  # which imports torch
 
     recipes, sentences = sweep.recipes, busy_while_timing(sweep) + unlike_most(sweep)
@@ -74,7 +74,7 @@ def warnings_of(sweep: Sweep) -> list[str]:
 
 
 def busy_while_timing(sweep: Sweep) -> list[str]:
-    """Sentences on other processes that used the machine while engines were timed."""
+    """Warn of other processes that used the machine while engines were timed."""
     timed, found = blocks_by_job(sweep.timing), dict[str, str]()
     for name, conditions in conditions_of(sweep).items():
         if reason := busy_because(conditions):
@@ -85,7 +85,7 @@ def busy_while_timing(sweep: Sweep) -> list[str]:
 
 
 def conditions_of(sweep: Sweep) -> dict[str, Any]:
-    """The conditions in which the denoiser of each job was timed, by its name; None where it was not."""
+    """Return the recorded conditions of each job's denoiser timing, by job name; None for a job without timing."""
     timed, found = blocks_by_job(sweep.timing), dict[str, Any]()
     for job in sweep.jobs:
         engine, part, samples, _ = workload(job.record)
@@ -95,7 +95,7 @@ def conditions_of(sweep: Sweep) -> dict[str, Any]:
 
 
 def unlike_most(sweep: Sweep) -> list[str]:
-    """Sentences on jobs of a sweep that ran with other versions or on another processor or GPU than most of them."""
+    """Warn of jobs that ran with other package versions, or on another processor or GPU, than most of the sweep."""
     ran_with: dict[str, dict[str, list[str]]] = {}  # the jobs by fact and value
     for job in sweep.own:
         if job.record is None:

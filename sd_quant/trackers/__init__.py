@@ -1,12 +1,12 @@
-"""Trackers: a finished run is also logged to the tools in which people compare runs, such as MLflow.
+"""Trackers: log a finished run to experiment-tracking tools such as MLflow.
 
 To add one, write ``sd_quant/trackers/<name>.py`` with a function ``log(run: Run, store: Path) -> None`` and add one
 line to ``TRACKERS``: its name and the function as ``module:function``. A tracker is imported when a run is logged, so
 its package is needed only by those who choose it.
 
-A tracker is called once, with the finished record, and cannot fail the run: its errors become one warning. The road not
-taken is to log while the run goes on, as Lightning's loggers do: a locked database would then stop hours of work, and
-the record has everything in the end.
+A tracker is called once, with the finished record, and cannot fail the run: its errors become one warning. Alternative
+not taken: to log during the run, as Lightning's loggers do; a locked database would then stop hours of work, and the
+finished record has all values anyway.
 """
 
 import json
@@ -25,14 +25,14 @@ LOG = logging.getLogger(__name__)
 
 TRACKERS = {"mlflow": "sd_quant.trackers.mlflow:log", "tensorboard": "sd_quant.trackers.tensorboard:log"}
 RESULTS = ("fidelity", "latency", "sizes_bytes", "peak_memory_bytes", "stages")  # of the record
-NO_RESULTS = {"n", "warmup", "worst_index", "images", "features"}  # numbers on how others were measured
+NO_RESULTS = {"n", "warmup", "worst_index", "images", "features"}  # numbers that describe a measurement, not its result
 IMAGE = Path("images/grid.png")
 LONGEST_TEXT = 250  # letters: prompts and paths may be anybody's
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, as trackers log it."""
+    """Knobs, metrics and image of a finished run, as passed to trackers."""
 
     name: str
     knobs: dict[str, bool | int | float | str]  # by dotted name, as on the command line
@@ -42,7 +42,7 @@ class Run:
 
 
 def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -> None:
-    """Log the run in ``directory`` with each tracker into ``store``; a failure becomes a warning."""
+    """Log the run in ``directory`` with each tracker of ``names`` into folder ``store``; failures become warnings."""
     for name in names:
         try:
             log = pkgutil.resolve_name(TRACKERS[name])
@@ -55,7 +55,7 @@ def track(names: Sequence[str], record: Mapping, directory: Path, store: Path) -
 
 
 def read_run(record: Mapping, directory: Path) -> Run:
-    """The run in ``directory``, named by this folder and the one around it: every sweep calls its jobs 0, 1, 2."""
+    """Build the ``Run`` of ``directory``, named ``<parent>/<folder>`` because every sweep calls its jobs 0, 1, 2."""
     fidelity, image = record.get("fidelity") or {}, directory / IMAGE
     steps = [score.key for score in scores_against(Against.LATENTS)]
     return Run(
@@ -68,7 +68,7 @@ def read_run(record: Mapping, directory: Path) -> Run:
 
 
 def _knobs(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Knobs by dotted name, as on the command line; other values than numbers become a short line of text."""
+    """Yield knobs by dotted name, as on the command line; values other than numbers become a short line of text."""
     for key, value in knobs.items():
         if isinstance(value, Mapping):
             yield from _knobs(value, f"{prefix}{key}.")
@@ -80,7 +80,7 @@ def _knobs(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bo
 
 
 def _numbers(node: Any, name: str) -> Iterator[tuple[str, float]]:
-    """All finite numbers below ``node`` by their paths, without lists and without nulls that have a reason."""
+    """Yield all finite numbers below ``node`` with their paths; skip lists, nulls and the names of NO_RESULTS."""
     if isinstance(node, Mapping):
         inner = {name: node["value"]} if "value" in node else {f"{name}/{key}": value for key, value in node.items()}
         for path, value in inner.items():

@@ -1,8 +1,8 @@
-"""MLflow, into a SQLite database: ``mlflow ui --backend-store-uri sqlite:///<store>/mlflow.db`` shows it.
+"""MLflow tracker with a SQLite database; view with ``mlflow ui --backend-store-uri sqlite:///<store>/mlflow.db``.
 
-``mlflow-skinny`` with SQLAlchemy and Alembic is all that writing takes; looking takes the whole of mlflow. The client
-is our own, so neither the process's tracking URI nor a run that somebody has open is touched. The road not taken is
-MLflow's store of plain files, which MLflow no longer develops.
+Writing needs only ``mlflow-skinny`` with SQLAlchemy and Alembic; viewing needs the whole of mlflow. The module creates
+its own client, so it changes neither the process's tracking URI nor its active run. Alternative not taken: MLflow's
+store of plain files, which MLflow no longer develops.
 """
 
 import os
@@ -13,12 +13,12 @@ from filelock import FileLock
 from sd_quant.trackers import Run
 
 EXPERIMENT = "sd-quant"
-MOST_PARAMS, MOST_METRICS = 100, 1000  # that MLflow takes at once
-PATIENCE = 60  # seconds that a run waits for others to write
+MOST_PARAMS, MOST_METRICS = 100, 1000  # MLflow's limits for one call
+PATIENCE = 60  # seconds that a run waits for other runs to write
 
 
 def log(run: Run, store: Path) -> None:
-    """Log a run in ``store/mlflow.db``, its image in ``store/mlflow``. Raises ImportError and MLflow's own errors."""
+    """Log a run in ``store/mlflow.db``, its image in ``store/mlflow``. Raises ImportError without MLflow's package."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when MLflow is imported: it would call home
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient

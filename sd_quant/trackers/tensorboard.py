@@ -1,7 +1,7 @@
-"""TensorBoard: ``tensorboard --logdir <store>/tensorboard`` shows the runs, HPARAMS compares their knobs.
+"""TensorBoard tracker: ``tensorboard --logdir <store>/tensorboard`` shows the runs, its HPARAMS tab compares knobs.
 
-Through torch's own writer. It would put knobs and metrics into a run of their own beside this one; ``run_name="."``
-keeps them here. The road not taken is a text panel of the knobs: nothing can be sorted by it.
+Written by ``torch.utils.tensorboard``. ``add_hparams`` would write knobs and metrics as a separate run;
+``run_name="."`` keeps them in this run. Alternative not taken: a text panel of the knobs, which cannot be sorted.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from sd_quant.trackers import Run
 
 
 def log(run: Run, store: Path) -> None:
-    """Write event files into ``store/tensorboard/<run>``. Raises ImportError and OSError."""
+    """Write event files to ``store/tensorboard/<run>``. Raises ImportError without TensorBoard, OSError if it fails."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(store / "tensorboard" / run.name) as writer:

@@ -1,6 +1,6 @@
-"""Scores that compare with published results and say nothing of quantization, by networks that the user has.
+"""Scores for comparison with published results, not with full precision, by networks whose weights the user provides.
 
-Rows of ``sd_quant.metrics.Score``, which entry points name; what computes them is imported when it is first called.
+Entries of ``sd_quant.metrics.Score``, registered as entry points; the code of a score is imported at its first call.
 """
 
 from sd_quant.metrics import Against, Score

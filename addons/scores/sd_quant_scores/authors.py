@@ -1,7 +1,7 @@
-"""What the weight files of several scores share: names of tensors, and how CLIP's inputs are normalized.
+"""Tensor names in the original weight files of CLIP and BLIP, mapped to transformers', and CLIP's normalization.
 
-The text tower of OpenCLIP's CLIP is the one that NeMo's SDXL holds; the vision tower has the same blocks behind
-``visual.``. BLIP's text network has the same names as transformers'.
+OpenCLIP's text tower has the tensor names of NeMo's SDXL checkpoints, and its vision tower has the same blocks under
+``visual.``. BLIP's text network has transformers' names already.
 """
 
 import re
@@ -48,7 +48,7 @@ BLIP_BLOCK = {
 
 
 def open_clip_locations(names: Iterable[str]) -> dict[str, Location]:
-    """Returns the location of each parameter of a ``CLIPModel``, by transformers' name."""
+    """Return the location in an OpenCLIP file of each parameter of a ``CLIPModel``, by the parameter's name."""
     as_text = {name: name.replace(BLOCKS, "text_model.encoder.") for name in names if name not in VISUAL}
     places = locations("text_encoder_2", as_text.values())
     found = {}
@@ -59,7 +59,7 @@ def open_clip_locations(names: Iterable[str]) -> dict[str, Location]:
 
 
 def blip_vision_name(name: str) -> str:
-    """Returns BLIP's name of a parameter of ``BlipVisionModel``, without ``visual_encoder.``."""
+    """Return the name in BLIP's original file of a ``BlipVisionModel`` parameter, without ``visual_encoder.``."""
     outer = next(part for part in BLIP if name.startswith(part))
     block = re.fullmatch(r"(\.\d+)\.(.+)\.(weight|bias)", name.removeprefix(outer))
     rest = f"{block[1]}.{BLIP_BLOCK[block[2]]}.{block[3]}" if block else name.removeprefix(outer)
@@ -74,7 +74,7 @@ def reader_of(
     wanted: str,
     unused: Collection[str] = (),
 ) -> Read:
-    """A reader of ``network``'s parameters from the tensors of ``places``. Raises ArtifactError for other shapes."""
+    """Return a reader of ``network``'s parameters, located by ``places``. Raises ArtifactError for a wrong shape."""
     shapes = {
         places[name].key: places[name].layout.shape(tuple(each.shape)) for name, each in network.named_parameters()
     }
@@ -83,6 +83,6 @@ def reader_of(
 
 
 def normalized(pixels: Tensor) -> Tensor:
-    """Pixels [3, H, W] from 0 to 1 as CLIP takes them."""
+    """Normalize pixels [3, H, W] from 0 to 1 by the channel means and deviations of CLIP's training images."""
     mean, std = (torch.tensor(each)[:, None, None] for each in (CLIP_MEAN, CLIP_STD))
     return (pixels - mean) / std

@@ -1,6 +1,6 @@
-"""The distance of images from full precision's in the features of DINOv2 (Oquab et al., 2023): 1 - cosine.
+"""DINOv2 distance (Oquab et al., 2023): 1 - cosine of the features of an image and of its full-precision counterpart.
 
-It notices another composition and is blind to grain: PSNR and LPIPS are the other way round.
+The distance reacts to a changed composition and ignores grain; PSNR and LPIPS do the opposite.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ FILES = (("config.json",), ("model.safetensors",), ("preprocessor_config.json",)
 
 
 def dino_distance(weights: Path) -> Opener:
-    """An opener of 1 - cosine, 0 to 2, of the pooled features (the class token's, normed) of each of two images.
+    """Return a loader of DINOv2 distance: 1 - cosine (0 to 2) of two images' pooled features (normalized class token).
 
     ``weights``: a folder of transformers' Dinov2Model with its image processor. Raises SdQuantError for another folder.
     """

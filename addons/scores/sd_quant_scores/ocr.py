@@ -1,14 +1,14 @@
-"""Words that prompts ask for in quotes, read back from the images.
+"""OCR score: how well the images show the texts that prompts ask for in quotation marks.
 
-The similarity of an asked text to a read one is 1 - Levenshtein(a, b) / max(len(a), len(b)), the "1-N.E.D." of ICDAR
-2019's robust reading (Chng et al., RRC on Arbitrary-Shaped Text) and the NED of AnyText (Tuo et al., ICLR 2024), which
-also has the share of texts that are read exactly. Case and spaces do not count: signs are in capitals, and readers lose
-spaces. An image shows more words than are asked for, on several lines, so an asked text is compared with each run of
-words in reading order, and the best one counts.
+The similarity of a requested text to a recognized text is 1 - Levenshtein(a, b) / max(len(a), len(b)), the "1-N.E.D."
+of ICDAR 2019's robust reading (Chng et al., RRC on Arbitrary-Shaped Text) and the NED of AnyText (Tuo et al., ICLR
+2024), which also reports the share of exact texts. Case and spaces are ignored: signs are in capitals, and OCR loses
+spaces. An image shows more words than requested, on several lines, so a requested text is compared with each run of
+consecutive words in reading order, and the best similarity counts.
 
-Images are read by RapidOCR, PaddleOCR's PP-OCR networks in ONNX Runtime (Apache-2.0), which are inside its wheel:
-nothing is downloaded. It errs too, so a value tells something only beside full precision's. The road not taken is
-Tesseract, which is a program of its own and reads scans, not scenes.
+OCR is by RapidOCR: PaddleOCR's PP-OCR networks in ONNX Runtime (Apache-2.0), which are inside its wheel, so nothing is
+downloaded. OCR errs too, so compare a value with full precision's. Alternative not taken: Tesseract, a separate program
+that reads scans, not scenes.
 """
 
 import re
@@ -34,11 +34,11 @@ NO_WORDS = "no prompt asks for words in quotes"
 
 
 def ocr(images: Images, prompts: Sequence[str]) -> dict:
-    """``{value, reason, values, exact, texts}``: similarity of N images' words to the words that N prompts ask for.
+    """Return ``{value, reason, values, exact, texts}``: similarity of N images' words to those in N prompts' quotes.
 
-    Images are uint8 [N, H, W, 3], of any sizes. ``values`` are the mean similarities of each image's texts, 0 to 1, or
-    None, ``value`` is their mean, ``exact`` the share of all ``texts`` that are read exactly. Without texts or reader
-    ``value`` is None with a ``reason``.
+    Images are uint8 [N, H, W, 3], of any sizes. ``values`` has each image's mean similarity, 0 to 1, or None without a
+    requested text; ``value`` is their mean, ``texts`` the number of requested texts, ``exact`` the share of these read
+    exactly. Without requested texts or without RapidOCR ``value`` is None with a ``reason``.
     """
     asked = list(map(asked_texts, prompts))
     entry = {"value": None, "reason": None, "values": [None] * len(asked), "exact": None, "texts": sum(map(len, asked))}
@@ -64,19 +64,19 @@ def ocr(images: Images, prompts: Sequence[str]) -> dict:
 
 
 def asked_texts(prompt: str) -> list[str]:
-    """The texts in quotation marks, straight or typographic, with a letter or a digit."""
+    """Return the prompt's texts in straight or typographic quotation marks that have a letter or a digit."""
     texts = ["".join(filter(None, found)).strip() for found in QUOTED.findall(prompt)]
     return [text for text in texts if compared(text)]
 
 
 def compared(text: str) -> str:
-    """A text without case, spaces and widths (NFKC), so that these make no difference; empty if it has no letter."""
+    """Normalize a text for comparison: NFKC, case folded, no spaces; empty if it has no letter or digit."""
     text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
     return text if any(letter.isalnum() for letter in text) else ""
 
 
 def best_similarity(asked: str, words: Sequence[str]) -> float:
-    """The similarity of ``asked`` to the nearest run of ``words``, of at most twice its length; 0 without words."""
+    """Return the best similarity of ``asked`` to a word or a run of ``words`` of at most twice its length, else 0."""
     text, pieces = compared(asked), [compared(word) for word in words]
     runs = {piece for piece in pieces}
     for start in range(len(pieces)):
@@ -88,7 +88,7 @@ def best_similarity(asked: str, words: Sequence[str]) -> float:
 
 
 def similarity(a: str, b: str) -> float:
-    """1 - Levenshtein(a, b) / max(len(a), len(b)): 1 for equal texts, 0 for such with nothing in common."""
+    """Compute 1 - Levenshtein(a, b) / max(len(a), len(b)): 1 for equal texts, 0 if every letter has to be replaced."""
     from torchmetrics.functional.text import edit_distance  # late: with all metrics of texts
 
     return 1 - edit_distance(a, b, reduction="sum").item() / max(len(a), len(b), 1)
@@ -96,7 +96,7 @@ def similarity(a: str, b: str) -> float:
 
 @cache
 def reader() -> Callable[[np.ndarray], list[str]]:
-    """Reads the words of an image uint8 [H, W, 3], in reading order. Raises ResourceError where it cannot be had."""
+    """Return a function from uint8 [H, W, 3] to words in reading order. Raises ResourceError without RapidOCR."""
     try:
         from rapidocr import RapidOCR
     except ImportError as error:

@@ -1,12 +1,12 @@
-"""PickScore and HPSv2: how much people like an image for its prompt, by CLIPs that were tuned to their choices.
+"""PickScore and HPSv2: predicted human preference for an image given its prompt, by CLIPs fine-tuned on human choices.
 
 PickScore (Kirstain et al., Pick-a-Pic, NeurIPS 2023) is the logit scale times the cosine of image and prompt. HPSv2 and
 HPSv2.1 (Wu et al., 2023) are the cosine, here times 100 as in their tables. Both have the network of OpenCLIP's
-ViT-H/14. One pair of similar images is a coin flip to either, as it is to people; means over hundreds of prompts
-say something.
+ViT-H/14. On one pair of similar images either score is a coin flip, as people are; only means over hundreds of prompts
+are informative.
 
-HPSv2's file has OpenCLIP's names, which are mapped to transformers' CLIPModel: the package open_clip is not needed. Its
-authors' code resizes a tensor, which torchvision smooths from 0.17 on, as is done here, and did not before.
+HPSv2's file has OpenCLIP's tensor names, which are mapped to transformers' CLIPModel: the package open_clip is not
+needed. HPSv2's code resizes a tensor; torchvision antialiases that from 0.17 on, as is done here, and did not before.
 """
 
 import html
@@ -46,7 +46,7 @@ WIDTH = 1024  # of the features that are compared
 
 
 def pick_score(weights: Path) -> Opener:
-    """An opener of PickScore, of images and prompts (truncated to 77 tokens, the last of which stays the end marker).
+    """Return a loader of PickScore for images and prompts (truncated to 77 tokens, the last stays the end marker).
 
     ``weights``: a folder of PickScore_v1: transformers' CLIPModel, tokenizer and image processor. Raises SdQuantError
     for another folder.
@@ -75,7 +75,7 @@ def pick_score(weights: Path) -> Opener:
 
 
 def hps(weights: Path) -> Opener:
-    """An opener of HPSv2 or HPSv2.1, by the file ``weights``, of images and prompts; the two cannot be compared.
+    """Return a loader of HPSv2 or HPSv2.1, whichever the file ``weights`` holds; their values are not comparable.
 
     Prompts are truncated to 77 tokens, the last of which stays the end marker. Raises SdQuantError for another file.
     """
@@ -98,7 +98,7 @@ def hps(weights: Path) -> Opener:
 
 
 def empty_hps(weights: Path) -> tuple[Any, Read]:
-    """HPSv2's network without weights, and a reader of them. Raises SdQuantError for another file."""
+    """Build HPSv2's network without weights, and a reader of its weights. Raises SdQuantError for another file."""
     from transformers import CLIPConfig, CLIPModel
 
     wanted = HPS.weights
@@ -112,9 +112,9 @@ def empty_hps(weights: Path) -> tuple[Any, Read]:
 
 
 def fitted(image: np.ndarray) -> Tensor:
-    """Pixels [3, SIZE, SIZE] from 0 to 1 of a uint8 image [H, W, 3]: the longer side resized, the shorter padded black.
+    """Resize the longer side of a uint8 image [H, W, 3] to SIZE and pad with black: [3, SIZE, SIZE] from 0 to 1.
 
-    Bicubic without clamping, as of a tensor.
+    Antialiased bicubic on floats without clamping, as torchvision resizes a tensor, so values may exceed 0 to 1.
     """
     pixels = torch.tensor(image).permute(2, 0, 1).float() / 255
     scale = SIZE / max(image.shape[:2])
@@ -126,7 +126,7 @@ def fitted(image: np.ndarray) -> Tensor:
 
 
 def cleaned(prompt: str) -> str:
-    """A prompt as OpenCLIP's tokenizer reads it: mended, unescaped, with single spaces."""
+    """Clean a prompt as OpenCLIP's tokenizer does: ftfy, HTML entities unescaped twice, single spaces."""
     import ftfy
 
     return re.sub(r"\s+", " ", html.unescape(html.unescape(ftfy.fix_text(prompt)))).strip()

@@ -1,1 +1,1 @@
-"""Blind votes on the images of a finished folder: the page on which people vote, and the count of their votes."""
+"""Blind pairwise votes on the images of a report's folder: the page for voting and the count of the votes."""

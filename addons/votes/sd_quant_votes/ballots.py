@@ -1,7 +1,7 @@
-"""Votes of several people, read from the files that ``votes.html`` saves, checked and counted.
+"""Read, check and count the votes of several people, from the files that ``votes.html`` saves.
 
 A file with a vote that cannot have come from the page is refused as a whole: leaving the vote out would change the
-count. The checksum finds a file that was changed by hand or cut off; it is no signature.
+count. The checksum detects a file that was edited or truncated; it is no signature.
 """
 
 import json
@@ -41,7 +41,7 @@ class Cast(TypedDict):
 
 
 class File(TypedDict):
-    """A voter's JSON file as the page saves it."""
+    """Content of a voter's JSON file, as saved by the page."""
 
     format: str
     page: str
@@ -62,7 +62,7 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Result:
-    """One comparison. ``more`` votes would show a preference at the shares of its votes; None where none would."""
+    """Result of one comparison. ``more``: further votes until a preference is significant at these shares, or None."""
 
     a: str
     b: str
@@ -89,10 +89,10 @@ class Count:
 
 
 def count_votes(folder: Path, paths: Sequence[Path]) -> Count:
-    """Count the votes of a folder's page, or of one that it has replaced.
+    """Count the votes on a folder's page, or on an earlier page of the folder.
 
-    Raises ConfigError for a folder without a page or with files of the count's names, and for a session given twice,
-    ArtifactError for a file that is damaged, changed or of another page.
+    Raises ConfigError for a folder without a page, for other files named ``votes.csv`` or ``votes.json`` there and for
+    one session's votes in two files; ArtifactError for a file that is damaged, changed or of another page.
     """
     key = read_key(folder)
     ballots = [read_ballot(path) for path in paths]
@@ -116,7 +116,7 @@ def count_votes(folder: Path, paths: Sequence[Path]) -> Count:
 
 
 def read_ballot(path: Path) -> Ballot:
-    """Read a voter's file. Raises ArtifactError for one that is damaged, or was changed after the page had saved it."""
+    """Read a voter's file. Raises ArtifactError for a damaged file and for a wrong checksum."""
     from pydantic import TypeAdapter
 
     advice = "expected one as votes.html saves it; ask the voter to save it again"
@@ -133,14 +133,14 @@ def read_ballot(path: Path) -> Ballot:
 
 
 def checksum(content: File) -> str:
-    """The CRC-32 of everything that counts, as the page's script computes it."""
+    """Compute the CRC-32 of page, session, voter and votes as the page's script does, as eight hexadecimal digits."""
     lines = [f"{vote['pair']} {vote['first']} {vote['answer']} {vote['ms']}" for vote in content["votes"]]
     text = "\n".join([content["page"], content["session"], content["voter"], *lines])
     return f"{zlib.crc32(text.encode(errors='replace')):08x}"
 
 
 def check_ballot(ballot: Ballot, key: Key, folder: Path) -> None:
-    """Raises ArtifactError for votes of another page, a pair that it does not have, and a pair that is there twice."""
+    """Check a voter's file. Raises ArtifactError for another page, no votes, and unknown or repeated pairs."""
     if ballot.page != key["page"]:
         raise ArtifactError(
             f"{ballot.path} holds votes of another page ({ballot.page[:8]}), expected those of {folder / PAGE} "
@@ -166,7 +166,7 @@ def check_ballot(ballot: Ballot, key: Key, folder: Path) -> None:
 
 
 def answer_of(vote: Cast, key: Key) -> int:
-    """1 for image ``b`` of the pair, -1 for ``a``, 0 for neither."""
+    """Return 1 for a vote for image ``b`` of the pair, -1 for ``a``, 0 for neither."""
     if vote["answer"] == "neither":
         return 0
     chose_first = vote["answer"] == "first"
@@ -174,7 +174,7 @@ def answer_of(vote: Cast, key: Key) -> int:
 
 
 def why_dropped(ballot: Ballot, key: Key) -> str | None:
-    """The breach of ``sd_quant_votes.page.RULE``, for which the voter is not counted; None without one."""
+    """Return in words how a voter failed the pairs that test the voter (``page.RULE``); None if the voter passed."""
     answers: dict[str, list[int]] = {VOTE: [], DAMAGED: [], EQUAL: []}
     for vote in ballot.votes:
         answers[key["pairs"][vote["pair"]]["kind"]].append(answer_of(vote, key))
@@ -188,7 +188,7 @@ def why_dropped(ballot: Ballot, key: Key) -> str | None:
 
 
 def shown_names(ballots: Sequence[Ballot]) -> dict[str, Ballot]:
-    """The voters by name; those without one, and of equal names all, by their session too, and by the file at last."""
+    """Map unique display names to ballots: an absent or repeated name gets the session's id, then the file's name."""
     names: dict[str, Ballot] = {}
     often = Counter(ballot.voter for ballot in ballots)
     for ballot in ballots:
@@ -228,10 +228,10 @@ def agreement_of(votes: Sequence[tuple[Vote, str]]) -> Agreement:
 
 
 def more_votes(found: Preference, p: float | None, comparisons: int) -> int | None:
-    """The number of further votes that would show the preference; None where it is shown, or no number would.
+    """Estimate how many further votes make the preference significant; None if it is already or cannot become so.
 
-    By the exact two-sided test at Holm's first level of ``comparisons``, for the same share of undecided votes and
-    independent ones: voters who judge the same prompts need some more.
+    By the exact two-sided test at the strictest of Holm's levels for ``comparisons``, at the same share of undecided
+    votes, for independent votes: voters who judge the same prompts need some more.
     """
     if found.share is None or p is None or p < ALPHA:
         return None
@@ -244,7 +244,7 @@ def more_votes(found: Preference, p: float | None, comparisons: int) -> int | No
 
 
 def votes_table(count: Count) -> Table:
-    """The comparisons that have votes."""
+    """Return a table with a row for each comparison that has votes."""
     rows = []
     for each in count.results:
         found = each.preference
@@ -265,7 +265,7 @@ def votes_table(count: Count) -> Table:
 
 
 def notes(count: Count) -> list[str]:
-    """Sentences on who was counted, and on how the figures are to be read."""
+    """Return sentences on which voters were counted and on how to read the figures."""
     names = [name for name in count.voters if name not in count.dropped]
     sentences = [f"Counted: {', '.join(names) or 'nobody'}."]
     sentences += [f"Not counted: {name}, who {reason}." for name, reason in count.dropped.items()]
@@ -289,7 +289,7 @@ def notes(count: Count) -> list[str]:
 
 
 def write_count(count: Count, folder: Path) -> list[Path]:
-    """Write ``votes.csv`` and ``votes.json`` into the folder; returns their paths. Raises ResourceError."""
+    """Write ``votes.csv`` and ``votes.json`` and return their paths. Raises ResourceError when the disk is full."""
     rows, paths = [row_of(each) for each in count.results], [folder / name for name in KINDS]
     voters = [
         {"voter": name, "file": ballot.path.name, "session": ballot.session, "votes": len(ballot.votes),

@@ -28,7 +28,7 @@ pairs    how many to show, 1 to {MOST_DRAWN}; default: {MOST_PAIRS}"""
 
 
 def split(words: list[str]) -> tuple[str, list[str], dict[str, str]]:
-    """The folder, the voters' files and the knobs. Raises ConfigError for files beside knobs, and for neither."""
+    """Split arguments into folder, voters' files and knobs. Raises ConfigError for files with knobs or for neither."""
     folder, *others = words
     pieces = {word: word.partition("=") for word in others}
     knobs = {name: value for name, _, value in pieces.values() if name in KNOBS}
@@ -50,7 +50,7 @@ def pairs_of(text: str) -> int:
 
 
 def redraw(folder: Path, knobs: dict[str, str]) -> None:
-    """Write the folder's page with other pairs and print where it is."""
+    """Write the folder's page with newly drawn pairs and print its address. Raises ConfigError without pairs."""
     most = pairs_of(knobs.get("pairs", str(MOST_PAIRS)))
     sweep = read_sweep(folder)
     against = named(knobs["against"], sweep) if "against" in knobs else None

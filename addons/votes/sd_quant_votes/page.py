@@ -1,9 +1,9 @@
-"""``votes.html``: pairs of images without names, for people to vote on, and ``votes_key.json``, which has the names.
+"""Blind test: ``votes.html`` shows pairs of images without their recipes, and ``votes_key.json`` has the recipes.
 
-Nothing in the page says which image is which: ids are random, pixels are encoded anew and without loss, and random
-bytes behind the files make those of a pair equally long. Whoever compares the pixels with the folder's images can find
-out. A page is drawn once, by a seed that the key has, and stays as long as the images do, so that a report that is made
-again does not make votes worthless. The road not taken is JPEG: its loss is as visible as what is judged.
+Nothing in the page identifies an image: ids are random, pixels are encoded again without loss, and random bytes behind
+the encoded images make the two of a pair equally long. Comparing pixels with the folder's images would reveal them. A
+page is drawn once, by a seed stored in the key, and kept while the images stay the same, so that rebuilding the report
+does not invalidate votes. Alternative not taken: JPEG, whose loss is as visible as the differences that are judged.
 """
 
 import base64
@@ -52,7 +52,7 @@ class Compared(TypedDict):
 
 
 class Shown(TypedDict):
-    """A pair of the page."""
+    """A pair of images on the page, as stored in the key."""
 
     kind: str  # VOTE, EQUAL or DAMAGED
     comparison: int | None  # its place in ``comparisons``; None of a pair that tests the voter
@@ -63,7 +63,7 @@ class Shown(TypedDict):
 
 
 class Key(TypedDict):
-    """``votes_key.json``."""
+    """Content of ``votes_key.json``: the images and recipes behind the ids of the page."""
 
     schema_version: int
     page: str  # the digest of its pairs
@@ -76,7 +76,7 @@ class Key(TypedDict):
 
 
 def write_votes(sweep: Sweep) -> Path | None:
-    """Write the page and its key, unless there is one of the same images; its path, None without anything to vote on.
+    """Write the page and its key unless a page of the same images exists; return its path, or None without pairs.
 
     The number of pairs and the comparison of an earlier page are kept. Raises ResourceError when the disk is full.
     """
@@ -92,9 +92,9 @@ def write_votes(sweep: Sweep) -> Path | None:
 
 
 def draw_votes(sweep: Sweep, against: Job | None = None, most_pairs: int = MOST_PAIRS) -> Path | None:
-    """Write a page of new pairs and its key, beside an earlier one's; its path, None without anything to vote on.
+    """Draw new pairs and write the page and its key, keeping earlier keys; return its path, or None without pairs.
 
-    Images of all recipes beside full precision's, or the job ``against``'s. Raises ResourceError when the disk is full.
+    Pairs compare each recipe with full precision, or with the job ``against``. Raises ResourceError for a full disk.
     """
     page, comparisons, drawn = draw(sweep, against, most_pairs, seed := secrets.randbits(63))
     data, pairs = embedded(drawn, seed)
@@ -125,7 +125,7 @@ def earlier_key(folder: Path, page: str) -> Path:
 
 
 def read_key(folder: Path) -> Key:
-    """The key of the folder's page. Raises ConfigError when there is none, ArtifactError when it is damaged."""
+    """Read the key of the folder's page. Raises ConfigError if the key is missing, ArtifactError if it is damaged."""
     path = folder / KEY
     if not path.is_file():
         raise ConfigError(
@@ -135,7 +135,7 @@ def read_key(folder: Path) -> Key:
 
 
 def read_key_file(path: Path) -> Key:
-    """Raises ArtifactError when the file is no key."""
+    """Read a ``votes_key.json``. Raises ArtifactError if the file is damaged or no such key."""
     from pydantic import TypeAdapter
 
     advice = "take it from the folder in which the page was made"
@@ -155,7 +155,7 @@ def read_key_file(path: Path) -> Key:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images of a prompt; ``b`` is ``a`` where the pair tests the voter."""
+    """Two image files of one prompt; ``b`` equals ``a`` in a pair that tests the voter."""
 
     kind: str
     comparison: int | None
@@ -166,7 +166,7 @@ class Pair:
 
 
 def named(against: str, sweep: Sweep) -> Job:
-    """The finished job of this name, of its folder or as the report shows it. Raises ConfigError when there is none."""
+    """Return the finished job with this folder or recipe name. Raises ConfigError for an unknown name."""
     for job in sweep.done:
         if against in (job.name, sweep.recipes[job.name]):
             return job
@@ -175,7 +175,7 @@ def named(against: str, sweep: Sweep) -> Job:
 
 
 def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> tuple[str, list[Compared], list[Pair]]:
-    """The page's digest, its comparisons, and its pairs, as many for each; those that test the voter come first."""
+    """Draw a page: digest, comparisons and pairs, up to ``most`` in all; pairs that test the voter come first."""
     chance, names = random.Random(seed), sweep.recipes
     others = [job for job in sweep.done if job is not against][:most]
     first = names[against.name] if against else FULL_PRECISION
@@ -202,7 +202,7 @@ def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> tuple[str, 
 
 
 def pairs_of(number: int, job: Job, against: Job | None) -> Iterator[Pair]:
-    """The pairs of a comparison, whose files may not be there."""
+    """Yield the possible pairs of a comparison, one for each prompt in common; their files may be missing."""
     first, variant = (job, VARIANTS[0]) if against is None else (against, VARIANTS[1])
     prompts, theirs = ([str(prompt) for prompt in at(each.record, "prompts") or []] for each in (job, first))
     for index, (prompt, other) in enumerate(zip(prompts, theirs, strict=False)):
@@ -212,7 +212,7 @@ def pairs_of(number: int, job: Job, against: Job | None) -> Iterator[Pair]:
 
 
 def is_usable(pair: Pair, found: dict[Path, tuple[str, tuple[int, int]]]) -> bool:
-    """Whether both files are images of one size. Adds their digests and sizes to ``found``."""
+    """Check whether both files are images of equal size. Adds their digests and sizes to ``found``."""
     for path in (pair.a, pair.b):
         if path not in found:
             try:
@@ -231,7 +231,7 @@ def is_usable(pair: Pair, found: dict[Path, tuple[str, tuple[int, int]]]) -> boo
 
 
 def embedded(pairs: Sequence[Pair], seed: int) -> tuple[list[dict], dict[str, Shown]]:
-    """The pairs for the page's script, in random order, and for the key, by id; none damaged or beyond MOST_BYTES."""
+    """Encode the pairs up to MOST_BYTES, damaged ones skipped: in random order for the page, and the key's by id."""
     chance = random.Random(f"{seed} ids")
     shown: dict[str, Shown] = {}
     data: list[dict] = []
@@ -265,7 +265,7 @@ def embedded(pairs: Sequence[Pair], seed: int) -> tuple[list[dict], dict[str, Sh
 
 
 def pixels_of(path: Path) -> Image.Image:
-    """The image in RGB, without anything else that its file holds. Raises one of ``NOT_AN_IMAGE``."""
+    """Read a PNG as RGB without its metadata. Raises an exception of ``NOT_AN_IMAGE`` for a damaged file."""
     with Image.open(io.BytesIO(read_regular(path, MOST_BYTES)), formats=["PNG"]) as image:
         pixels = image.convert("RGB")
     pixels.info.clear()  # a colour profile or a comment would be written again
@@ -273,7 +273,7 @@ def pixels_of(path: Path) -> Image.Image:
 
 
 def coarse(image: Image.Image) -> Image.Image:
-    """The image in blocks, which nobody prefers who looks."""
+    """Pixelate an image into coarse blocks, as the visibly worse image of a pair that tests the voter."""
     block = max(2, max(image.size) // BLOCKS)
     small = image.resize([max(1, edge // block) for edge in image.size], Image.Resampling.BOX)
     return small.resize(image.size, Image.Resampling.NEAREST)

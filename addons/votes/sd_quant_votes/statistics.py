@@ -1,12 +1,12 @@
-"""Statistics of votes between two images: preference, agreement of voters, and how many more votes would tell.
+"""Statistics of pairwise votes: preference, agreement of voters, and the votes needed for a significant preference.
 
 - "Cannot tell" is dropped (the sign test; Dixon & Mood, Journal of the American Statistical Association 41, 1946): the
-  preference is the share of the votes that decide. How many did not is a figure of its own. The road not taken is to
-  split them half and half, which is not binomial, and hides 14 against 2 behind 48 equal pairs.
+  preference is a share of the decided votes; the undecided votes are counted separately. Alternative not taken: to
+  split undecided votes half and half, which is not binomial, and hides 14 against 2 behind 48 equal pairs.
 - One voter and one vote a prompt: the exact binomial interval (Clopper & Pearson, Biometrika 26, 1934).
-- Several voters see the same prompts, so votes are not independent. Voters and prompts are resampled, each for itself
-  (the pigeonhole bootstrap; Owen, Annals of Applied Statistics 1, 2007). The interval reaches from the lower to the
-  upper end of both: where all agree a bootstrap has no width.
+- Several voters see the same prompts, so votes are not independent. Voters and prompts are resampled independently
+  (the pigeonhole bootstrap; Owen, Annals of Applied Statistics 1, 2007). The interval is the hull of the bootstrap's
+  and the exact one, because a bootstrap of unanimous votes has no width.
 - Several comparisons: Holm (Scandinavian Journal of Statistics 6, 1979).
 - Agreement: Cohen's kappa of two voters (Educational and Psychological Measurement 20, 1960), Fleiss' of more
   (Psychological Bulletin 76, 1971), beside the share of pairs of voters that agree.
@@ -23,7 +23,7 @@ import numpy as np
 from sd_quant.metrics.intervals import Interval
 
 RESAMPLES = 9_999
-MOST = 10_000  # votes of one comparison; who would cast more
+MOST = 10_000  # votes of one comparison that are suggested at most
 
 
 class Vote(NamedTuple):
@@ -33,7 +33,7 @@ class Vote(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """``share`` of the decided votes that prefer the second; it and ``p`` are None where nobody decided."""
+    """Preference between two images; ``share`` of decided votes for the second; None, like ``p``, if nobody decided."""
 
     first: int
     second: int
@@ -47,7 +47,7 @@ class Preference(NamedTuple):
 
 
 def preference(votes: Sequence[Vote], confidence: float = 0.95) -> Preference:
-    """The preference for the second of two, with its interval and its p."""
+    """Compute the preference for the second of two images, with the interval of its share and its p-value."""
     counts = Counter(vote.answer for vote in votes)
     first, second = counts[-1], counts[1]
     decided = [vote for vote in votes if vote.answer]
@@ -63,7 +63,7 @@ def preference(votes: Sequence[Vote], confidence: float = 0.95) -> Preference:
 
 
 def exact(wins: int, votes: int, confidence: float = 0.95) -> tuple[Interval, float]:
-    """The share of wins with Clopper's and Pearson's interval, and the two-sided p of one half."""
+    """Compute the share of wins with its Clopper-Pearson interval, and the two-sided p-value of a share of one half."""
     from scipy.stats import binomtest  # late: half a second
 
     test = binomtest(wins, votes)
@@ -72,7 +72,7 @@ def exact(wins: int, votes: int, confidence: float = 0.95) -> tuple[Interval, fl
 
 
 def resampled(votes: Sequence[Vote], confidence: float = 0.95) -> tuple[Interval, float]:
-    """The share of wins among decided votes and the two-sided p of one half, by resampling voters and prompts."""
+    """Compute the share of wins of decided votes, and the p-value of one half, by resampling voters and prompts."""
     voters, prompts, _ = zip(*votes, strict=True)
     places = [{name: place for place, name in enumerate(dict.fromkeys(names))} for names in (voters, prompts)]
     cast = np.zeros([len(names) for names in places])
@@ -98,7 +98,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(votes: Sequence[tuple[Hashable, Hashable, int]]) -> Agreement:
-    """The agreement between voters on items, from (voter, item, answer), each voter and item at most once."""
+    """Compute the voters' agreement on items from (voter, item, answer), each voter and item at most once."""
     voters = list(dict.fromkeys(voter for voter, _, _ in votes))
     answers: dict[Hashable, dict[Hashable, int]] = {}
     for voter, item, answer in votes:
@@ -118,7 +118,7 @@ def agreement(votes: Sequence[tuple[Hashable, Hashable, int]]) -> Agreement:
 
 
 def votes_needed(share: float, alpha: float = 0.05, power: float = 0.8) -> int | None:
-    """The fewest decided votes from which on the exact one-sided test of one half has the power; None for over MOST."""
+    """Return the fewest decided votes that give the exact one-sided test of one half this power; None above MOST."""
     from scipy.stats import binom  # late: half a second
 
     votes = np.arange(1, MOST + 1)
