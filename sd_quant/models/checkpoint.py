@@ -69,7 +69,7 @@ def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
 
 
 def key_of(checkpoint: Checkpoint) -> str:
-    """Return what knobs decide about a checkpoint, for cache keys: contracts and arguments of the pipeline's call."""
+    """Return a cache key of what settings change beside the files: contracts, and arguments of the pipeline's call."""
     return repr((contracts_of(checkpoint), identities(getattr(checkpoint, "arguments", {}))))
 
 
@@ -111,7 +111,7 @@ def empty_part(checkpoint: Checkpoint, name: str) -> nn.Module:
 
 
 def roles_of_part(checkpoint: Checkpoint, name: str) -> dict[str, str]:
-    """Return the role of each layer of a part other than the denoiser; layers that its graph lacks are "excluded"."""
+    """Return the role of each layer of a part other than the denoiser; layers missing in its graph are "excluded"."""
     part = checkpoint.parts()[name]
     module = part.wrap(empty_modules(checkpoint)[part.component])
     return roles_of(network_in(part, module), (*part.excluded, *getattr(module, "unread", ())))

@@ -72,7 +72,7 @@ class ControlNetPart(NamedPart):
 
 
 class ControlledPart(nn.Module):
-    """A denoiser's ``part`` with further inputs, named ``residuals``, that its UNet adds as a ControlNet's outputs."""
+    """A denoiser's ``part`` with further inputs: the ``residuals`` of ControlNets, which its UNet adds."""
 
     def __init__(self, part: Part, inputs: Sequence[str], residuals: Sequence[str], network: nn.Module):
         super().__init__()

@@ -48,7 +48,7 @@ class Family:
         return roles_of(denoiser, self.EXCLUDED)
 
     def shared_inputs(self, linears: Iterable[str]) -> list[SharedInput]:
-        """Return the tensors that the ``linears`` read, each with all of its linears that may be quantized."""
+        """Return each tensor that ``linears`` read, with all linears that read this tensor and may be quantized."""
         return inputs_of_transformer(linears)
 
     def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:

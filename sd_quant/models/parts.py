@@ -132,7 +132,7 @@ def first_output(outputs: Mapping[str, Tensor]) -> tuple[Tensor]:
 
 @dataclass(frozen=True)
 class Part:
-    """How one network is exported, and how a pipeline's call is translated into a call of the exported graph."""
+    """Export of one network: its inputs and outputs, and the conversion of a pipeline's call to a call of the graph."""
 
     component: str  # diffusers' name of the network in the pipeline
     prefix: str  # of the weights' names in the graph, before diffusers' names
@@ -259,7 +259,7 @@ def encoded(outputs: Mapping[str, Tensor]) -> Any:
 
 
 def with_encoder(parts: dict[str, Part], wanted: bool) -> dict[str, Part]:
-    """Return the parts, with the autoencoder's encoder as the last part if ``wanted``.
+    """Add the autoencoder's encoder to the parts as the last part if ``wanted``.
 
     x [B, 3, H, W] from -1 to 1 -> moments [B, 2 C, H/8, W/8], in fp32 like the decoder.
     """

@@ -124,7 +124,7 @@ def noise_config(model_config: Mapping = MappingProxyType({})) -> dict:
 
 
 def with_noise(model_config: Mapping, noise: Mapping) -> dict:
-    """Write the ``noise`` entries of a scheduler's config into a copy of NeMo's config: inverse of ``noise_config``."""
+    """Return a copy of NeMo's config with a scheduler config's ``noise`` entries: the inverse of ``noise_config``."""
     denoiser, usual = model_config["denoiser_config"], noise_config()
     stated = {each: noise[name] for each, name in IN_SCHEDULER.items() if noise.get(name, usual[name]) != usual[name]}
     module = denoiser["scaling_config"]["_target_"].rpartition(".")[0]

@@ -100,7 +100,7 @@ def reopened(reopen: Callable[[], Any], loras: Iterable[tuple]) -> ObservedCheck
 
 
 def names_for(checkpoint: ObservedCheckpoint, path: Path, denoiser: str | None) -> dict[str, list[list[Place]]]:
-    """Return the names of layers that a LoRA of ``denoiser`` may change. Raises ConfigError for an unknown denoiser."""
+    """Map layer names in a LoRA of ``denoiser`` to places of weights. Raises ConfigError for an unknown denoiser."""
     kind, denoisers = checkpoint.kind, checkpoint.observation.denoisers
     loadable = getattr(kind, "_lora_loadable_modules", denoisers)
     able = [each for each in denoisers if each in loadable] or [checkpoint.denoiser]

@@ -50,7 +50,7 @@ class _Search:
     flow: Flow
 
     def alone(self, value: Value, channels: Channels, readers: set[Operation]) -> bool:
-        """Whether nothing but ``readers``, each once, reads these channels of a value."""
+        """Whether no operation except ``readers``, each of them once, reads these channels of a value."""
         if value in self.flow.tape.returned:
             return False
         for operation in self.flow.tape.readers.get(value, ()):
@@ -88,7 +88,7 @@ class _Search:
         return None
 
     def once(self, module: str) -> bool:
-        """Whether one operation alone reads the weight of a module, and no other its bias."""
+        """Whether a single operation reads the weight of a module, and no other operation reads its bias."""
         uses = [self.flow.weight_uses.get(f"{module}.{name}", []) for name in ("weight", "bias")]
         return len(uses[0]) == 1 and len(uses[1]) <= 1 and all(use in uses[0] for use in uses[1])
 
@@ -200,7 +200,7 @@ def _places(value: Value, channels: Channels, axis: int) -> range | None:
 
 
 def _back(value: Value, operation: Operation, channels: Channels, moves_only: bool) -> Iterator[tuple[Value, Channels]]:
-    """Yield each operand in which factors of channels become those of the result, and the channels of its elements."""
+    """Yield each operand where a factor for each channel would have the same effect, with its elements' channels."""
     operands = operation.operands
     if operation.kind in MOVES and isinstance(operands[0], Value):
         before = _before(operation, value, operands[0], channels)
@@ -214,7 +214,7 @@ def _back(value: Value, operation: Operation, channels: Channels, moves_only: bo
 
 
 def _before(operation: Operation, value: Value, source: Value, channels: Channels) -> Channels | None:
-    """Return the channels of ``source``, whose copy, view or part ``value`` is; None if elements mix channels there."""
+    """Map ``channels`` of ``value`` to the tensor ``source`` that ``operation`` moves or cuts; None if mixed."""
     kind, rank = operation.kind, len(source.shape)
     if kind in COPIES:
         return channels if value.shape == source.shape else None

@@ -42,7 +42,7 @@ Outputs = dict[str, list[Any]]  # by module path, the output of each call of the
 
 
 class Enough(Exception):
-    """Ends a run whose modules of interest have returned."""
+    """Raised to end a network's run as soon as the modules of interest have returned."""
 
 
 class WithoutNumbers(TorchDispatchMode):

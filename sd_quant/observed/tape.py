@@ -39,7 +39,7 @@ SHAPE_OF_FIRST_ONLY = ("type_as", "view_as", "expand_as", "reshape_as")  # the s
 
 
 class NotObservable(SdQuantError):
-    """Raised for a network whose run, which should be recorded, fails."""
+    """Raised when a network fails in the run that should be recorded."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # a repr would hold the whole run, many times over

@@ -69,8 +69,8 @@ class Log:
 class Facts:
     """Recorded facts about how a pipeline calls its networks."""
 
-    denoisers: tuple[str, ...]  # components that are called in each step, or in the steps of one half
-    conditioners: tuple[str, ...]  # likewise, whose outputs go into a denoiser and not to the scheduler: a ControlNet
+    denoisers: tuple[str, ...]  # components that are called in each step, or in some of the steps
+    conditioners: tuple[str, ...]  # components called in the steps whose outputs go into a denoiser: ControlNets
     samples_per_image: int  # in one call of a denoiser
     calls_a_step: int  # of the denoisers
     style: Style  # in which it takes prompts and noise
@@ -99,7 +99,7 @@ class Asked:
     height: int
     scale: float  # of guidance
     arguments: Mapping[str, Any]  # further ones of the pipeline's call, which all images have
-    examples: Mapping[str, Any] = field(default_factory=dict)  # likewise, of which each image has its own
+    examples: Mapping[str, Any] = field(default_factory=dict)  # further arguments that differ between images
 
     @property
     def called(self) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def steps_for(pipe: Any, arguments: Mapping[str, Any]) -> int:
 
 
 def part_name(component: str, method: str) -> str:
-    """Return the name of the part for a component's method: the component's name, except for ``encode``."""
+    """Return the part's name for a method of a component: the component's name, with "_encoder" for ``encode``."""
     return component if method != "encode" else VAE_ENCODER if component == "vae" else f"{component}_encoder"
 
 
