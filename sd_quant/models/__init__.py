@@ -14,7 +14,7 @@ STORED = "stored"  # bf16 where the checkpoint stores it, else the family's own
 VAE_ENCODER = "vae_encoder"  # the part that images from images begin with
 CONTROLNET = "controlnet"  # the first ControlNet's component, and its part
 LATENT_FACTOR = 8  # pixels per latent along each axis, in the autoencoders of all families
-OBSERVED = "diffusers"  # the name of all others, which are opened by observation
+OBSERVED = "diffusers"  # any other pipeline of diffusers, whose structure is recorded by running it
 FAMILIES = {
     "sd15": "sd_quant.models.sd",
     "sd21": "sd_quant.models.sd",
@@ -27,11 +27,11 @@ FAMILIES = {
 
 
 def controlnet_names(count: int) -> list[str]:
-    """Returns the names of so many ControlNets, as components and as parts."""
+    """Return the names of ``count`` ControlNets; each is the name of the component and of its part."""
     return [CONTROLNET if number == 1 else f"{CONTROLNET}_{number}" for number in range(1, count + 1)]
 
 
 def may_be_bf16(dtypes: Dtypes) -> bool:
-    """Whether these ``dtypes`` ask for bf16 in any part, or allow it where the checkpoint stores it."""
+    """Whether ``dtypes`` ask for bf16 in any part, or allow bf16 where the checkpoint stores bf16."""
     stated = dtypes.values() if isinstance(dtypes, Mapping) else [dtypes]
     return not {"bf16", STORED}.isdisjoint(stated)

@@ -1,4 +1,4 @@
-"""An opened checkpoint of any kind of file and any family, and facts about it that need no runtime."""
+"""Interface of an opened checkpoint, whatever its file format and family, and functions on checkpoints."""
 
 import copy
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from sd_quant.names.diffusers import TIED
 
 
 class Checkpoint(Protocol):
-    """The interface of what the readers in ``sd_quant.checkpoints`` return.
+    """An opened checkpoint; the readers in ``sd_quant.checkpoints`` return objects with this interface.
 
     A weight is read from the file each time it is looked up. A checkpoint can be pickled: the other process opens the
     file again.
@@ -30,20 +30,20 @@ class Checkpoint(Protocol):
     def family(self) -> Family: ...
 
     def parts(self) -> dict[str, Part]:
-        """Returns the exported parts by name, the denoiser first."""
+        """Return the exported parts by name, the denoiser first."""
         ...
 
     def build(self) -> dict[str, nn.Module]:
-        """Builds the networks by component, with fresh weights, or on the meta device with none."""
+        """Build the networks by component, with newly initialized weights, or without weights on the meta device."""
         ...
 
     def called(self, stand_in: StandIn) -> PipelineCall:
-        """Returns the pipeline with what stands in for each of its networks, and how it is called."""
+        """Return the pipeline, with ``stand_in``'s result in place of each network, and how the pipeline is called."""
         ...
 
 
 class InPlace:
-    """A checkpoint with another ``part`` in the denoiser's place, for functions that know the denoiser alone."""
+    """A checkpoint that presents another ``part`` as its denoiser, for functions that treat only the denoiser."""
 
     def __init__(self, checkpoint: Checkpoint, part: str):
         self.checkpoint, self.part, self.components = checkpoint, part, checkpoint.components
@@ -53,65 +53,65 @@ class InPlace:
 
 
 class OtherNetwork(InPlace):
-    """A checkpoint with a text encoder or an autoencoder in the denoiser's place."""
+    """A checkpoint that presents a text encoder or an autoencoder as its denoiser."""
 
 
 def in_place(checkpoint: Checkpoint, part: str) -> Checkpoint:
-    """Returns the ``checkpoint``, with the ``part`` in the denoiser's place if it is another."""
+    """Return the ``checkpoint``, presenting ``part`` as its denoiser unless ``part`` is the denoiser already."""
     if part == checkpoint.family.DENOISER:
         return checkpoint
     return (InPlace if part in checkpoint.family.DENOISERS else OtherNetwork)(checkpoint, part)
 
 
 def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
-    """Returns the contract of every part by name."""
+    """Return the contract of every part by name."""
     return {name: part.contract for name, part in checkpoint.parts().items()}
 
 
 def key_of(checkpoint: Checkpoint) -> str:
-    """Returns what knobs change of a checkpoint beside its files, for keys: contracts, arguments of the pipeline."""
+    """Return a cache key of what settings change beside the files: contracts, and arguments of the pipeline's call."""
     return repr((contracts_of(checkpoint), identities(getattr(checkpoint, "arguments", {}))))
 
 
 def denoisers_of(checkpoint: Checkpoint) -> list[str]:
-    """Returns the parts that are called in the denoising steps, the one that is quantized first."""
+    """Return the names of the parts that are called in the denoising steps, the quantized part first."""
     return list(dict.fromkeys([checkpoint.family.DENOISER, *checkpoint.family.DENOISERS]))
 
 
 def denoiser_part(checkpoint: Checkpoint) -> Part:
-    """Returns the part that is quantized."""
+    """Return the denoiser's part, which is the part that is quantized."""
     return checkpoint.parts()[checkpoint.family.DENOISER]
 
 
 def denoiser_of(checkpoint: Checkpoint, part: nn.Module) -> nn.Module:
-    """Returns the network inside the wrapped denoiser ``part``."""
+    """Return the network inside the wrapped denoiser ``part``."""
     return network_in(denoiser_part(checkpoint), part)
 
 
 def denoiser_weights(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-    """Returns the denoiser's weights by diffusers' names, each read when it is looked up."""
+    """Return the denoiser's weights by diffusers' names; each weight is read when it is looked up."""
     return checkpoint.components[denoiser_part(checkpoint).component]
 
 
 def empty_modules(checkpoint: Checkpoint) -> dict[str, nn.Module]:
-    """Returns the networks by component on the meta device: structure and configuration without weights."""
+    """Return the networks by component on the meta device: structure and configuration without weights."""
     with torch.device("meta"):
         return checkpoint.build()
 
 
 def empty_denoiser(checkpoint: Checkpoint) -> nn.Module:
-    """Returns the denoiser's network on the meta device."""
+    """Return the denoiser's network on the meta device."""
     return empty_modules(checkpoint)[denoiser_part(checkpoint).component]
 
 
 def empty_part(checkpoint: Checkpoint, name: str) -> nn.Module:
-    """Returns a part's network on the meta device, to which names of its layers refer."""
+    """Return a part's network on the meta device, with the modules that the part's layer names refer to."""
     part = checkpoint.parts()[name]
     return network_in(part, part.wrap(empty_modules(checkpoint)[part.component]))
 
 
 def roles_of_part(checkpoint: Checkpoint, name: str) -> dict[str, str]:
-    """Returns the role of each layer of another part than the denoiser, without those that its graph has not."""
+    """Return the role of each layer of a part other than the denoiser; layers missing in its graph are "excluded"."""
     part = checkpoint.parts()[name]
     module = part.wrap(empty_modules(checkpoint)[part.component])
     return roles_of(network_in(part, module), (*part.excluded, *getattr(module, "unread", ())))
@@ -120,9 +120,9 @@ def roles_of_part(checkpoint: Checkpoint, name: str) -> dict[str, str]:
 def empty_call(
     checkpoint: Checkpoint, part: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Returns a part and inputs of these ``shapes`` for it, on the meta device: a call that computes nothing.
+    """Return a part's module and inputs of these ``shapes`` on the meta device, for a call that computes nothing.
 
-    It is made in ``torch.device("meta")``, for the tensors that networks make themselves.
+    Make the call in ``torch.device("meta")``, so that tensors that the network creates are on the meta device, too.
     """
     description = checkpoint.parts()[part]
     contract = description.contract
@@ -133,15 +133,15 @@ def empty_call(
 
 
 def part_parameters(checkpoint: Checkpoint) -> dict[str, int]:
-    """Returns the number of parameters of each part; of the VAE only the decoder's."""
+    """Return the number of parameters of each part; for the part ``vae`` only the decoder's."""
     parts = wrapped(checkpoint.parts(), empty_modules(checkpoint))
     return {part: sum(parameter.numel() for parameter in module.parameters()) for part, module in parts.items()}
 
 
 def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Returns a network with its weights in ``dtype``, on the CPU, in eval mode and without gradients.
+    """Build a network with its weights in ``dtype``, on the CPU, in eval mode and without gradients.
 
-    It is built on the meta device and then filled, so memory peaks at one copy of the weights plus one tensor.
+    The network is built on the meta device and then filled, so memory peaks at one copy of the weights plus a tensor.
     """
     source, module = checkpoint.components[component], empty_modules(checkpoint)[component]
     state = {name: source[name].to(dtype) for name in module.state_dict() if name in source}
@@ -156,6 +156,6 @@ def build_module(checkpoint: Checkpoint, component: str, dtype: torch.dtype = to
 
 
 def samples_per_image(checkpoint: Checkpoint, guidance_scale: float) -> int:
-    """Returns the samples in the denoiser's batch for each image: 2 with classifier-free guidance, else 1."""
+    """Return the samples in the denoiser's batch for each image: 2 with classifier-free guidance, else 1."""
     embedded = "timestep_cond" in denoiser_part(checkpoint).contract.inputs  # then guidance is an input of the network
     return 2 if checkpoint.family.GUIDES and guidance_scale > 1 and not embedded else 1

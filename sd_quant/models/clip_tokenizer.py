@@ -15,7 +15,7 @@ CONTEXT_LENGTH = 77
 
 
 def clip_tokenizer(vocab_size: int = CLIP_VOCAB_SIZE, pad_token: str = "<|endoftext|>"):
-    """Returns a ``transformers.CLIPTokenizer`` with ``vocab_size`` entries.
+    """Return a ``transformers.CLIPTokenizer`` with ``vocab_size`` entries.
 
     CLIP-L pads with the end marker, OpenCLIP with ``"!"``, which has id 0.
     Raises ValueError when ``vocab_size`` is outside 514..49408.

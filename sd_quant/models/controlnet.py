@@ -1,6 +1,6 @@
 """ControlNets of UNets (Zhang et al. 2023, arXiv:2302.05543): networks that the pipeline calls in each denoising step.
 
-A ControlNet is a part of its own. What it computes, the denoiser takes as further inputs, under the same names:
+A ControlNet is a part of its own. Its outputs (residuals) are further inputs of the denoiser, under the same names:
 
 | part         | inputs                                                                     | outputs               |
 |--------------|----------------------------------------------------------------------------|-----------------------|
@@ -9,10 +9,10 @@ A ControlNet is a part of its own. What it computes, the denoiser takes as furth
 |              | conditioning_scale [1]                                                     |                       |
 | the denoiser | its own, and down_0 [B,C0,H/8,W/8], .., mid [B,C,h,w]                      | its own               |
 
-So one graph's outputs are plugged into the other's inputs by name, as NeMo's ControlledUnetModel takes the list of its
-``control``; whoever has several ControlNets adds their outputs, as diffusers does. Any part that calls a UNet of
-diffusers' is wrapped alike, whosever names its own inputs have. The road not taken is one graph of both networks, as
-TensorRT's demo builds: it is another one for each set of ControlNets, and keeps quantized weights beside plain ones.
+So the ControlNet graph's outputs are connected to the denoiser graph's inputs by name, like the list ``control`` of
+NeMo's ControlledUnetModel. The outputs of several ControlNets are added, as in diffusers. Any part that calls a UNet of
+diffusers is wrapped in this way, whatever names its inputs have. Alternative not taken: one graph of both networks, as
+in TensorRT's demo; each set of ControlNets would need its own graph, with quantized weights beside plain weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from sd_quant.models.sdxl import TIME_IDS
 from sd_quant.models.unet import EXCLUDED
 
 KIND = "ControlNetModel"
-TEXT = ("context", "encoder_hidden_states")  # names of the same input of a denoiser
+TEXT = ("context", "encoder_hidden_states")  # NeMo's and diffusers' name of the denoiser's text input
 WRAPPED = "part."  # what ``ControlledPart`` puts before the names of weights
 DOWN, MID = "down_block_additional_residuals", "mid_block_additional_residual"  # diffusers' arguments of the UNet
 
@@ -48,7 +48,7 @@ ControlNets = Sequence[ControlNet]  # in the order in which they are called
 
 
 def residuals_of(config: Mapping[str, Any]) -> dict[str, tuple]:
-    """Returns the shapes of what a ControlNet of this config computes, by name, the middle last."""
+    """Return the shapes of the outputs of a ControlNet with this config by name (down_0, .., mid)."""
     channels, layers = config["block_out_channels"], config["layers_per_block"]
     each = [(channels[0], 0)]
     for level, width in enumerate(channels):
@@ -59,12 +59,12 @@ def residuals_of(config: Mapping[str, Any]) -> dict[str, tuple]:
 
 
 def halved(times: int) -> tuple[str, str]:
-    """Returns the axes of latents that were halved so many times, as ``parts.axes`` names them."""
+    """Return the names in ``parts.axes`` of the height and width of latents that are halved ``times`` times."""
     return (f"height_{2**times}", f"width_{2**times}") if times else ("height", "width")
 
 
 class ControlNetPart(NamedPart):
-    """diffusers' ControlNet, whose outputs are one tuple."""
+    """diffusers' ControlNet with its outputs, down blocks and middle, in one tuple."""
 
     def called(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         down, mid = self.outputs(tensors)
@@ -72,7 +72,7 @@ class ControlNetPart(NamedPart):
 
 
 class ControlledPart(nn.Module):
-    """A denoiser's ``part`` whose UNet gets residuals too: inputs of the names ``residuals``."""
+    """A denoiser's ``part`` with further inputs: the ``residuals`` of ControlNets, which its UNet adds."""
 
     def __init__(self, part: Part, inputs: Sequence[str], residuals: Sequence[str], network: nn.Module):
         super().__init__()
@@ -91,7 +91,7 @@ class ControlledPart(nn.Module):
 
 
 def controlled_part(part: Part, residuals: Mapping[str, tuple]) -> Part:
-    """Returns a denoiser's part that takes these ``residuals`` too, in the dtype of its weights."""
+    """Return a denoiser's ``part`` with further inputs ``residuals`` (shapes by name), in the dtype of its weights."""
     plain = part.contract
     contract = replace(
         plain, inputs={**plain.inputs, **residuals}, dtypes={**plain.dtypes, **dict.fromkeys(residuals, plain.weights)}
@@ -104,13 +104,13 @@ def controlled_part(part: Part, residuals: Mapping[str, tuple]) -> Part:
 def controlled_arguments(
     part: Part, residuals: Sequence[str], contract: Contract, given: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Returns the inputs of ``part`` from the arguments of a pipeline's call of its UNet, and the residuals."""
+    """Return the inputs of ``part``, and the residuals, from the arguments of the pipeline's call of its UNet."""
     own = part.arguments(part.contract, {**given, DOWN: None, MID: None})
     return own | dict(zip(residuals, (*given[DOWN], given[MID]), strict=True))
 
 
 def controlnet_part(component: str, config: Mapping[str, Any], context: tuple) -> Part:
-    """Returns a ControlNet as a part. ``context`` is the shape of the text that its denoiser reads."""
+    """Return a ControlNet as a part. ``context`` is the shape of the denoiser's text input."""
     half, single = torch.float16, torch.float32
     shapes: dict[str, tuple] = {
         "sample": ("batch", config["in_channels"], "height", "width"),
@@ -133,13 +133,13 @@ def controlnet_part(component: str, config: Mapping[str, Any], context: tuple) -
 
 
 def residual_answer(outputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Returns what diffusers' ControlNet returns."""
+    """Return outputs in the form of diffusers' ControlNet: residuals of the down blocks, and of the middle block."""
     *down, mid = outputs.values()
     return down, mid
 
 
 def unguessed(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the inputs of a ControlNet, as ``as_inputs``. Raises SdQuantError for a guess without the prompt."""
+    """Return the inputs of a ControlNet, as ``as_inputs``. Raises SdQuantError for ``guess_mode``."""
     if given.get("guess_mode"):
         raise SdQuantError(
             "the pipeline calls a ControlNet with guess_mode, expected false: the exported graph scales all outputs "
@@ -149,7 +149,7 @@ def unguessed(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def with_controlnets(parts: dict[str, Part], denoiser: str, controlnets: ControlNets) -> dict[str, Part]:
-    """Returns the parts of a checkpoint, its ``denoiser`` with residuals as inputs, and the ControlNets last."""
+    """Return the parts, the ``denoiser`` with ControlNet outputs as further inputs, and the ControlNets' parts last."""
     if not controlnets:
         return parts
     plain = parts[denoiser]
@@ -162,14 +162,14 @@ def with_controlnets(parts: dict[str, Part], denoiser: str, controlnets: Control
 
 
 def controlnet_networks(controlnets: ControlNets) -> dict[str, nn.Module]:
-    """Builds the ControlNets with fresh weights, by component."""
+    """Build the ControlNets with newly initialized weights, by component."""
     from diffusers import ControlNetModel
 
     return {each.name: ControlNetModel.from_config(dict(each.config)) for each in controlnets}
 
 
 def controlled_call(call: PipelineCall, networks: Mapping[str, Any], controlnets: ControlNets) -> PipelineCall:
-    """Returns the call of the pipeline with its ControlNets, of which ``networks`` has the stand-ins by component."""
+    """Return the pipeline's ``call`` with ControlNets; ``networks`` has their stand-ins by component."""
     if not controlnets:
         return call
     nets, scales = [networks[each.name] for each in controlnets], [each.scale for each in controlnets]

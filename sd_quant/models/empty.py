@@ -1,9 +1,9 @@
-"""Networks without weights: shapes and code of any size in seconds, with the buffers that a constructor computes.
+"""Networks without weights: a network of any size is built in seconds, with the buffers that its constructor computes.
 
 A network of 20 billion parameters is built with its parameters on the meta device, which takes no memory. Buffers and
-other tensors of a constructor (position tables, frequencies) hold their numbers: code may look at them, and those that
-no checkpoint holds are constants of the graph. Weights are parameters and the other buffers in floating point. The road
-not taken is ``torch.device("meta")`` around the constructor: its buffers would have no numbers.
+other tensors of a constructor (position tables, frequencies) hold their numbers: code may read them, and tensors that
+no checkpoint holds become constants of the graph. "Weights" are parameters, and float buffers that checkpoints hold.
+Alternative not taken: ``torch.device("meta")`` around the constructor, whose buffers would have no numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,9 +42,9 @@ def without_weights() -> Iterator[None]:
 
 
 def replace_parameters(network: nn.Module, made: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """Give ``network`` the parameters that ``made`` returns for the name and the parameter that it has, in place.
+    """Replace each parameter of ``network`` by ``made(name, parameter)``, in place. Returns the network.
 
-    ``made`` is called once for a parameter that several modules share. Returns the network.
+    ``made`` is called once for a parameter that several modules share, which stays shared.
     """
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one is kept, so that no id is used twice
     for prefix, module in network.named_modules():
@@ -58,7 +58,7 @@ def replace_parameters(network: nn.Module, made: Callable[[str, Tensor], Tensor]
 
 
 def replace_buffers(network: nn.Module, made: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """Likewise the buffers in floating point that a checkpoint of it holds."""
+    """Replace each persistent float buffer of ``network`` by ``made(name, buffer)``, in place. Returns the network."""
     for prefix, module in network.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
@@ -67,7 +67,7 @@ def replace_buffers(network: nn.Module, made: Callable[[str, Tensor], Tensor]) -
 
 
 def shared_names(network: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Returns every weight's name with all names of the same weight, the name itself included."""
+    """Map each weight's name to all names of the same (shared) weight, the name itself included."""
     names: dict[int, tuple[str, ...]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
         names[id(tensor)] = (*names.get(id(tensor), ()), name)
@@ -75,9 +75,9 @@ def shared_names(network: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def reader(network: nn.Module, weights: Mapping[str, Tensor]) -> Read:
-    """Returns a function that reads a weight of ``network`` by its name, or by another name of the same parameter.
+    """Return a function that reads a weight of ``network`` by its name, or by another name of a shared weight.
 
-    It raises ArtifactError for a weight that is missing.
+    The function raises ArtifactError for a weight that ``weights`` lack.
     """
     shared = shared_names(network)
 
@@ -97,9 +97,9 @@ def with_weights(network: nn.Module, read: Read) -> nn.Module:
 
 
 def random_weights(network: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    """Returns small random weights in fp32 by name; those of norms are about 1, so that signals do not fade.
+    """Return small random weights in fp32 by name; weights of norms are about 1, so that signals do not fade.
 
-    Buffers keep the numbers that their constructor has computed.
+    Buffers keep the numbers that the constructor has computed.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -111,7 +111,7 @@ def random_weights(network: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 
 
 def shortened(network: nn.Module, blocks: int) -> nn.Module:
-    """Cut every list of blocks of one class to its first ``blocks``, in place. Returns the network."""
+    """Cut every ModuleList of one class of modules to its first ``blocks``, in place. Returns the network."""
     for module in network.modules():
         if isinstance(module, nn.ModuleList) and len(module) > blocks and len({type(each) for each in module}) == 1:
             del module[blocks:]

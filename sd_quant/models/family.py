@@ -1,4 +1,4 @@
-"""A family of diffusion models, and its pipeline with engines for networks."""
+"""Interface of a family of diffusion models, and the call of its pipeline with engines in place of networks."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from sd_quant.models.roles import inputs_of_transformer, roles_of
 
 
 class Family:
-    """Facts and functions of one family. The defaults are those of a transformer that is called on plain latents."""
+    """Facts and functions of one family. The defaults suit a transformer that is called on unpacked latents."""
 
     PIPELINES: tuple[str, ...]  # diffusers' pipeline classes that are of this family
     FROM_IMAGES: tuple[str, str] | None = None  # the classes that change an image, and a part of one; None: no such
@@ -22,56 +22,56 @@ class Family:
     NETWORKS: Mapping[str, str]  # the pipeline's components that are networks, and their classes
     OPTIONAL: tuple[str, ...] = ()  # networks that a pipeline may lack, each a part of the same name
     DENOISER: str = "transformer"  # name of the part that is quantized
-    EXCLUDED: tuple[str, ...]  # its layers that no level quantizes, as in ``roles.layer_role``
+    EXCLUDED: tuple[str, ...]  # layers of the denoiser that no level quantizes, see ``roles.layer_role``
     GUIDES: bool = True  # whether classifier-free guidance doubles the denoiser's batch
     TOKENS: int | None = None  # longest text that its T5 reads by default, in tokens; None without a T5
-    PADDED: bool = False  # whether a text may be trained with zeros behind CLIP's tokens, which NeMo adds
-    OWN_NOISE: bool = False  # whether the pipeline alone knows the layout of its noise, so that none can be given
-    MOVES: bool = False  # whether it makes videos, whose frames stand side by side in an image
+    PADDED: bool = False  # whether models may be trained with zeros after CLIP's tokens, as NeMo adds them
+    OWN_NOISE: bool = False  # whether only the pipeline knows the layout of its noise, so noise cannot be passed
+    MOVES: bool = False  # whether it makes videos, whose frames are shown side by side in an image
     DENOISERS: Sequence[str] = ()  # parts that are called in the denoising steps, where there are several
-    SOME_STEPS: bool = False  # whether nobody knows in which steps a denoiser is called: several are, or images say it
-    ONE_BATCH: str | None = None  # the part whose graph serves one batch alone; None where each serves all
-    ONE_SIZE: tuple[str, int, int] | None = None  # likewise, with the only width and height
+    SOME_STEPS: bool = False  # whether a denoiser may be called in some steps only (several denoisers, image-to-image)
+    ONE_BATCH: str | None = None  # a part whose graph serves a single batch size; None where every graph serves all
+    ONE_SIZE: tuple[str, int, int] | None = None  # a part whose graph serves a single image size, width and height
     UNEQUAL: str | None = None  # why prompts of unequal length cannot be in one batch; None where they can
 
     def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
-        """Returns the exported parts by name, the denoiser first.
+        """Return the exported parts by name, the denoiser first.
 
-        ``configs`` are the configurations of the networks, by component; of the optional ones only if they are used.
-        ``tokens`` is the longest text that a T5 reads, None for the default. ``io``, "nemo" or "diffusers", says whose
-        names the denoiser's inputs get, where a family has both.
+        ``configs`` are the configurations of the networks by component; an optional network is there only if used.
+        ``tokens`` is the longest text that a T5 reads, None for the default. ``io`` is "nemo" or "diffusers": the
+        naming of the denoiser's inputs, where a family has both.
         """
         raise NotImplementedError
 
     def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:
-        """Returns the role of every Linear and Conv2d by name, see ``roles.roles_of``."""
+        """Return the role of every Linear and Conv2d by name, see ``roles.roles_of``."""
         return roles_of(denoiser, self.EXCLUDED)
 
     def shared_inputs(self, linears: Iterable[str]) -> list[SharedInput]:
-        """Returns the inputs of the linears. Every linear that may be quantized reads one of them."""
+        """Return each tensor that ``linears`` read, with all linears that read this tensor and may be quantized."""
         return inputs_of_transformer(linears)
 
     def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
-        """Returns the heads of each attention whose matrix products can be quantized, by the attention's name."""
+        """Return the heads of each attention whose matrix products can be quantized, by the attention's name."""
         return {}
 
     def reads_guidance(self, contract: Contract) -> bool:
-        """Returns whether the guidance scale has an effect: as weight of a second pass, or as input of the denoiser."""
+        """Whether the guidance scale has an effect: as weight of a second pass, or as input of the denoiser."""
         return self.GUIDES or "guidance" in contract.inputs
 
     def call_arguments(self, tokens: int | None) -> dict[str, Any]:
-        """Returns further arguments of the pipeline's call; ``tokens`` as in ``parts``."""
+        """Return further arguments of the pipeline's call; ``tokens`` as in ``parts``."""
         return {} if self.TOKENS is None else {"max_sequence_length": tokens or self.TOKENS}
 
     def pack(self, pipe, latents: Tensor) -> Tensor:
-        """Returns latents [B, C, h, w] in the layout that the pipeline's call takes."""
+        """Return latents [B, C, h, w] in the layout that the pipeline's call takes."""
         return latents
 
 
 class Observed(Family):
-    """A pipeline of diffusers whose facts are observed where it is opened (``sd_quant.observed``), not stated here.
+    """Family of any other diffusers pipeline, whose facts ``sd_quant.observed`` records by running the pipeline.
 
-    The class itself stands for all, before a checkpoint is opened.
+    This class itself holds the defaults that are valid before a checkpoint is opened.
     """
 
     PIPELINES: tuple[str, ...] = ()
@@ -80,14 +80,14 @@ class Observed(Family):
     OWN_NOISE = True
 
     def reads_guidance(self, contract: Contract) -> bool:
-        return True  # nobody knows what a pipeline makes of it
+        return True  # what a pipeline does with the scale is unknown
 
 
 FAMILY = Observed()
 
 
 def family_named(name: str) -> Family:
-    """Returns the family. Raises KeyError for a name that is not in ``FAMILIES``."""
+    """Import and return the family called ``name``. Raises KeyError for a name that is not in ``FAMILIES``."""
     return import_module(FAMILIES[name]).FAMILY
 
 
@@ -97,7 +97,7 @@ class Style:
 
     batched: bool = True  # a list of prompts; False: one prompt
     each: bool = True  # a generator for each image; False: one for all
-    keeps: tuple[str, ...] = ()  # arguments whose images have sizes of their own; others get that of what is made
+    keeps: tuple[str, ...] = ()  # arguments whose images keep their sizes; other images are fitted to the output's size
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ StandIn = Callable[[str, nn.Module], Any]
 
 
 def remade(name: str, pipe: Any, **others: Any) -> Any:
-    """Returns a pipeline of diffusers' class ``name`` with the components and configuration of ``pipe``, and others."""
+    """Build a pipeline of diffusers' class ``name`` from ``others``, and components and configuration of ``pipe``."""
     import diffusers
 
     kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components, **others}

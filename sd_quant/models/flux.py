@@ -1,4 +1,4 @@
-"""Flux.1: a transformer over packed latents with CLIP and T5. Guidance is one of its inputs and no second pass.
+"""Flux.1: a transformer over packed latents with CLIP and T5. Guidance is an input of the network, not a second pass.
 
 | part             | inputs                                                                  | outputs                 |
 |------------------|-------------------------------------------------------------------------|-------------------------|
@@ -9,8 +9,8 @@
 | `text_encoder`   | input_ids [B,77]                                                        | pooler_output [B,P]     |
 | `text_encoder_2` | input_ids [B,T]                                                         | last_hidden_state       |
 
-N is (H/16) * (W/16), T the longest text that T5 reads. Level 4 quantizes the joint attention of text and image, whose
-queries and keys are rotated by their tokens' positions, in both kinds of blocks.
+N is (H/16) * (W/16), T the longest text that T5 reads. Level 4 quantizes the joint attention of text and image, with
+rotary embeddings of queries and keys, in double and single blocks.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ LAST = "proj_out"  # the whole name: the single blocks have layers that end in i
 
 
 class Rotary(nn.Module):
-    """diffusers' FluxPosEmbed in fp32, as diffusers computes it on devices without fp64. TensorRT has no fp64."""
+    """diffusers' FluxPosEmbed in fp32, as on devices without fp64, because TensorRT has no fp64."""
 
     def __init__(self, theta: int, axes_dim: list[int]):
         super().__init__()
@@ -45,7 +45,7 @@ class Rotary(nn.Module):
 
 
 def with_rotary(transformer: Any) -> TransformerPart:
-    """Returns the transformer as a part, with its own positions replaced."""
+    """Wrap the transformer, with its position embedding replaced by ``Rotary``."""
     transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
     return TransformerPart(transformer)
 
@@ -90,7 +90,7 @@ class Flux(Family):
         return roles | {name: "excluded" for name in roles if name == LAST}
 
     def pack(self, pipe, latents: Tensor) -> Tensor:
-        """[B, 16, h, w] -> [B, h/2 * w/2, 64]: a token is two by two latents."""
+        """Pack latents [B, 16, h, w] into tokens [B, h/2 * w/2, 64]; a token is two by two latents."""
         return pipe._pack_latents(latents, *latents.shape)
 
 

@@ -21,7 +21,7 @@ ADDED = ("text_embeds", "time_ids", "resolution", "aspect_ratio")  # inputs that
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The tensors that one part takes and returns."""
+    """Names, shapes and dtypes of the tensors that one part takes and returns."""
 
     inputs: dict[str, tuple]  # shape of each input; a string is a dynamic axis, named as in ``axes``
     outputs: tuple[str, ...]
@@ -29,31 +29,31 @@ class Contract:
     weights: torch.dtype
     latents: int | None = None  # most rows and columns of latents; None: any number
     example: Mapping[str, int] | None = None  # sizes of the dynamic axes to trace with; None: those of an image
-    axes: tuple[tuple[str, "Axis"], ...] = ()  # of dynamic axes that ``axes`` does not know
+    axes: tuple[tuple[str, "Axis"], ...] = ()  # sizes of dynamic axes that the function ``axes`` does not know
 
     @property
     def batched(self) -> list[str]:
-        """Names the inputs whose first axis counts samples."""
+        """Names of the inputs whose first axis is the batch."""
         return [name for name, shape in self.inputs.items() if shape[:1] == ("batch",)]
 
     def in_dtype(self, weights: torch.dtype) -> "Contract":
-        """Returns the same contract with these weights. Inputs in the dtype of the old weights get that of the new."""
+        """Return the contract with weights in this dtype; inputs in the old weights' dtype change to it, too."""
         own = {name: weights if dtype == self.weights else dtype for name, dtype in self.dtypes.items()}
         return replace(self, weights=weights, dtypes=own)
 
     def shapes(self, **axes: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the inputs with these sizes for the dynamic axes."""
+        """Return the shapes of the inputs with these sizes for the dynamic axes."""
         return {name: tuple(axes.get(axis, axis) for axis in shape) for name, shape in self.inputs.items()}
 
     def shapes_for(self, batch: int, width: int, height: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the inputs for ``batch`` samples of images of ``width`` by ``height`` pixels."""
+        """Return the shapes of the inputs for ``batch`` samples of images of ``width`` by ``height`` pixels."""
         own = {name: axis.size(batch, width, height) for name, axis in self.axes}
         return self.shapes(**axes(batch, width, height) | own)
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The size of an axis: ``numerator / denominator * of + offset``."""
+    """Formula of the size of a dynamic axis: ``numerator / denominator * of + offset``."""
 
     of: str  # a product of ``batch``, ``width`` and ``height``, such as "batch*width*height"; "" for 1
     numerator: int
@@ -61,14 +61,14 @@ class Axis:
     offset: int
 
     def size(self, batch: int, width: int, height: int) -> int:
-        """Returns the size for ``batch`` samples of images of ``width`` by ``height`` pixels."""
+        """Return the size for ``batch`` samples of images of ``width`` by ``height`` pixels."""
         known = {"batch": batch, "width": width, "height": height}
         factors = [known[name] for name in self.of.split("*") if name]
         return self.numerator * math.prod(factors) // self.denominator + self.offset
 
 
 def filled(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns an input for a call whose result nobody reads: ones, but zeros for places in a table."""
+    """Return a valid input for a call whose result does not matter: ones, or zeros for integers that index a table."""
     is_place = not dtype.is_floating_point and dtype != torch.bool and "mask" not in name
     return torch.zeros(shape, dtype=dtype) if is_place else torch.ones(shape, dtype=dtype)
 
@@ -76,16 +76,16 @@ def filled(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def half_contract(
     inputs: dict[str, tuple], output: str, single: Collection[str] = (), latents: int | None = None
 ) -> Contract:
-    """Returns the contract of a denoiser in fp16, of whose inputs those in ``single`` are fp32."""
+    """Return the contract of a denoiser in fp16, with the inputs in ``single`` in fp32."""
     dtypes = {name: torch.float32 if name in single else torch.float16 for name in inputs}
     return Contract(inputs, (output,), dtypes, torch.float16, latents)
 
 
 def axes(batch: int, width: int, height: int) -> dict[str, int]:
-    """Returns the sizes of all dynamic axes for images of ``width`` by ``height`` pixels.
+    """Return the sizes of all dynamic axes for images of ``width`` by ``height`` pixels.
 
-    The axes ``height`` and ``width`` count latents, ``height_2`` and its like those of a UNet's lower levels,
-    ``image_height`` and ``image_width`` pixels; an image token is two by two latents.
+    ``height`` and ``width`` are in latents; ``height_2``, ``width_2`` and so on are divided by 2, 4, 8 and 16, for a
+    UNet's lower levels; ``image_height`` and ``image_width`` are in pixels; an image token is two by two latents.
     """
     rows, columns = height // LATENT_FACTOR, width // LATENT_FACTOR
     latents = {"batch": batch, "height": rows, "width": columns, "image_tokens": (rows // 2) * (columns // 2)}
@@ -96,9 +96,9 @@ def axes(batch: int, width: int, height: int) -> dict[str, int]:
 
 
 def taken(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns the arguments ``names`` of a pipeline's call of its network, nested ones too.
+    """Select the arguments ``names``, also inside ``added_cond_kwargs``, of a pipeline's call of its network.
 
-    Raises SdQuantError for any other that is a tensor, a number, a text or holds such: nothing computes it.
+    Raises SdQuantError for any other argument that is a tensor or a true value except True: the graph lacks it.
     """
     flat = {**given, **(given.get("added_cond_kwargs") or {}), "added_cond_kwargs": None}
     for name in flat.keys() - set(names):
@@ -113,9 +113,9 @@ def taken(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the contract's inputs from the arguments of a pipeline's call of its network; raises as ``taken`` does.
+    """Return the contract's inputs from the arguments of a pipeline's call of its network.
 
-    A scalar is repeated for every sample where the input has a batch axis, and becomes [1] where it has none.
+    A scalar becomes [B], or [1] for an input without batch axis. Raises SdQuantError for an argument without an input.
     """
     tensors = {name: torch.as_tensor(value) for name, value in taken(given, contract.inputs).items()}
     samples = len(next(iter(tensors.values())))
@@ -126,38 +126,38 @@ def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def first_output(outputs: Mapping[str, Tensor]) -> tuple[Tensor]:
-    """Returns the first output as a tuple, which pipelines expect of a call with ``return_dict=False``."""
+    """Return the first output as a tuple, which pipelines expect of a call with ``return_dict=False``."""
     return (next(iter(outputs.values())),)
 
 
 @dataclass(frozen=True)
 class Part:
-    """How one network is exported, and how a pipeline's call is translated into a call of the exported graph."""
+    """Export of one network: its inputs and outputs, and the conversion of a pipeline's call to a call of the graph."""
 
     component: str  # diffusers' name of the network in the pipeline
-    prefix: str  # what the graph puts before diffusers' names of the weights
+    prefix: str  # of the weights' names in the graph, before diffusers' names
     contract: Contract
     wrap: Callable[[nn.Module], nn.Module]  # network -> the module that is traced; it may change the network
     answer: Callable[[Mapping[str, Tensor]], Any] = first_output  # outputs by name -> what the pipeline expects
     # (contract, arguments of the pipeline's call by name) -> inputs by name
     arguments: Callable[[Contract, Mapping[str, Any]], dict[str, Tensor]] = as_inputs
-    identity: str = ""  # of the graph, where the contract does not decide it
+    identity: str = ""  # further text for the graph's cache key, where the contract does not determine the graph
     refused: str | None = None  # why it is not exported, so that torch computes it; None: it is exported
     excluded: tuple[str, ...] = ()  # layers that stay as they are where its weights are quantized, see ``layer_role``
     method: str = "forward"  # of the network, which the pipeline calls
-    in_steps: bool = False  # whether it is called in each denoising step, with the denoiser's samples, for its inputs
+    in_steps: bool = False  # whether it runs in each denoising step, on the denoiser's batch, for the denoiser
 
 
 def exported(parts: Mapping[str, Part]) -> list[str]:
-    """Returns the names of the parts that are exported; the others are computed by torch."""
+    """Return the names of the parts that are exported; the others are computed by torch."""
     return [name for name, part in parts.items() if part.refused is None]
 
 
 def with_dtypes(parts: dict[str, Part], dtypes: Dtypes, components: Mapping[str, Any]) -> dict[str, Part]:
-    """Returns the parts with weights in ``dtypes``; ``components`` are the checkpoint's weights (``files.tensors``).
+    """Return the parts with weights in ``dtypes``; ``components`` are the checkpoint's weights (``files.tensors``).
 
-    A family's own dtype is fp16, or fp32 where fp16 overflows. It stays unless another is stated, also where a
-    checkpoint stores bf16: not every runtime has that, and its graph is not as exact.
+    A family's own dtype is fp16, or fp32 where fp16 overflows. This dtype stays unless another is stated, also where
+    the checkpoint stores bf16: not every runtime supports bf16, and bf16 graphs are less exact.
     """
     found = {}
     for name, part in parts.items():
@@ -173,17 +173,17 @@ def with_dtypes(parts: dict[str, Part], dtypes: Dtypes, components: Mapping[str,
 
 
 def network_in(part: Part, module: nn.Module) -> nn.Module:
-    """Returns the network inside the part's wrapped ``module``, to which names of layers in an assignment refer."""
+    """Return the network inside the part's wrapped ``module``; layer names in assignments are relative to it."""
     return module.get_submodule(part.prefix.removesuffix("."))
 
 
 def wrapped(parts: Mapping[str, Part], networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Returns the module of every part by its name. ``networks`` are the pipeline's by component."""
+    """Wrap the ``networks``, by component, as modules of parts, by part name."""
     return {name: part.wrap(networks[part.component]) for name, part in parts.items()}
 
 
 class NamedForward:
-    """The forward of a module with these ``names`` as its parameters, which calls ``module.called`` with a mapping."""
+    """A forward with parameters called ``names`` in its signature; it passes them to ``module.called`` as a mapping."""
 
     def __init__(self, module: Any, names: Collection[str]):
         self.module = module
@@ -199,7 +199,7 @@ class NamedForward:
 
 
 class NamedPart(nn.Module):
-    """A network of diffusers, called ``name`` in the part, with these inputs by diffusers' names."""
+    """A network of diffusers as submodule ``name``, whose forward takes ``inputs`` by diffusers' names."""
 
     def __init__(self, name: str, inputs: Collection[str], network: nn.Module):
         super().__init__()
@@ -231,7 +231,7 @@ class VaePart(nn.Module):
 
 
 def vae_part(channels: int) -> Part:
-    """Returns the decoder as a part, z [B, channels, H/8, W/8] -> dec [B, 3, H, W], in fp32: SDXL overflows in fp16."""
+    """Return the decoder's part, z [B, channels, H/8, W/8] -> dec [B, 3, H, W], in fp32: SDXL's overflows in fp16."""
     single = torch.float32
     contract = Contract({"z": ("batch", channels, "height", "width")}, ("dec",), {"z": single}, single)
     excluded = ("conv_in", "conv_out", "post_quant_conv")
@@ -251,7 +251,7 @@ class VaeEncoderPart(nn.Module):
 
 
 def encoded(outputs: Mapping[str, Tensor]) -> Any:
-    """Returns what diffusers' autoencoder returns: the distribution of the latents of an image."""
+    """Return ``moments`` in the form of diffusers' autoencoder: the distribution of the latents of an image."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
     from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
@@ -259,7 +259,7 @@ def encoded(outputs: Mapping[str, Tensor]) -> Any:
 
 
 def with_encoder(parts: dict[str, Part], wanted: bool) -> dict[str, Part]:
-    """Returns the parts, and the autoencoder's encoder as the last one if it is wanted.
+    """Add the autoencoder's encoder to the parts as the last part if ``wanted``.
 
     x [B, 3, H, W] from -1 to 1 -> moments [B, 2 C, H/8, W/8], in fp32 like the decoder.
     """
@@ -274,16 +274,16 @@ class SharedInput:
     """A tensor that one or more linears read."""
 
     readers: tuple[str, ...]
-    # The module whose first outputs are the tensor's channels, or that modulates it, and so can absorb a factor for
-    # each channel. None without such a module: the tensor is a residual stream or an input of the network.
+    # The module that can absorb a factor for each channel: its first outputs are the tensor's channels, or it modulates
+    # the tensor. None without such a module: the tensor is a residual stream or an input of the network.
     producer: str | None = None
-    text: bool = False  # whether it is computed from the prompt alone; its first token is then unlike all others
-    # If the tensor is ``norm * (1 + scale) + shift`` and the producer a linear that computes both: the chunks of its
-    # outputs, each as wide as the tensor, that are (the shift, the scale). None: its first outputs are the tensor's.
+    text: bool = False  # whether it is computed from the prompt alone; then its first token differs from all the rest
+    # If the tensor is ``norm * (1 + scale) + shift`` and the producer is a linear that computes both: the indices (of
+    # the shift, of the scale) among the producer's output chunks, each as wide as the tensor. None: no modulation.
     modulation: tuple[int, int] | None = None
 
     def rows(self, width: int) -> tuple[slice, ...]:
-        """Returns the producer's outputs that a factor of the tensor, ``width`` channels, multiplies."""
+        """Return the slices of the producer's outputs that a factor of the tensor, ``width`` channels, multiplies."""
         return tuple(slice(chunk * width, (chunk + 1) * width) for chunk in self.modulation or (0,))
 
 
@@ -292,12 +292,12 @@ class Heads:
     """The heads of an attention whose matrix products can be quantized."""
 
     width: int
-    # Channels of a query and of a key that rotate by each axis of a token's position, in pairs of neighbours; (): none.
-    # They add up to ``width``. The first axis counts images, of which there is one, so that it turns nothing.
+    # Rotary embedding: number of channels of query and key rotated by each axis of a token's position, in neighbouring
+    # pairs, with the sum ``width``; (): none. The first axis is the image's index, always 0, so it rotates nothing.
     rotary: tuple[int, ...] = ()
     normed: bool = False  # whether an RMSNorm of each head follows the linears of query and key
 
 
 def text_readers(inputs: Iterable[SharedInput]) -> set[str]:
-    """Returns the linears whose input is computed from the prompt alone."""
+    """Return the linears whose input is computed from the prompt alone."""
     return {name for shared in inputs if shared.text for name in shared.readers}

@@ -8,8 +8,8 @@
 | `vae`          | z [B,4,H/8,W/8]                                                          | dec [B,3,H,W]            |
 | `text_encoder` | input_ids [B,T], attention_mask [B,T]                                    | last_hidden_state        |
 
-T is the longest text that T5 reads. Level 4 quantizes self-attention and, in FP8, cross-attention, which masks the
-text.
+T is the longest text that T5 reads. Level 4 quantizes self-attention and, in FP8, cross-attention, which has a mask
+of the text's padding.
 """
 
 from collections.abc import Collection, Mapping
@@ -30,8 +30,8 @@ ADDED = {"resolution": 2, "aspect_ratio": 1}  # inputs of alpha at 1024, and how
 class Positions(nn.Module):
     """Patch embedding with diffusers' positional sinusoids (``get_2d_sincos_pos_embed``) in fp32, for any image size.
 
-    diffusers keeps them in a buffer for one size, which no checkpoint holds, and computes other sizes in fp64, which
-    TensorRT lacks.
+    diffusers keeps the sinusoids of one size in a buffer, which no checkpoint holds, and computes other sizes in fp64,
+    which TensorRT lacks.
     """
 
     def __init__(self, patch_embed: Any):
@@ -40,7 +40,7 @@ class Positions(nn.Module):
         self.base_size, self.interpolation_scale = patch_embed.base_size, patch_embed.interpolation_scale
 
     def axis(self, count: int, width: int, device: torch.device) -> Tensor:
-        """[count, width]: the sines, then the cosines of ``count`` positions along one axis."""
+        """Compute the sines, then the cosines of ``count`` positions along one axis: fp32 [count, width]."""
         places = torch.arange(count, dtype=torch.float32, device=device)
         places = places * (self.base_size / count) / self.interpolation_scale
         exponents = torch.arange(width // 2, dtype=torch.float32, device=device) / (width / 2)
@@ -57,7 +57,7 @@ class Positions(nn.Module):
 
 
 def with_positions(inputs: Collection[str], transformer: Any) -> NamedPart:
-    """Returns the transformer as a part, with its own positions replaced."""
+    """Wrap the transformer, with its patch and position embedding replaced by ``Positions``."""
     transformer.pos_embed = Positions(transformer.pos_embed)
     return NamedPart("transformer", inputs, transformer)
 
@@ -92,7 +92,7 @@ class PixArt(Family):
         }
 
     def call_arguments(self, tokens: int | None) -> dict[str, Any]:
-        """Returns also that captions stay as they are: they are cleaned where two more packages are installed."""
+        """Turn off diffusers' cleaning of captions, which would depend on whether two packages are installed."""
         return super().call_arguments(tokens) | {"clean_caption": False}
 
 

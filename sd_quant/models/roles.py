@@ -1,7 +1,7 @@
-"""Roles of a denoiser's layers, and which linears read the same tensor, both derived from names in diffusers.
+"""Roles of a network's layers, and which linears read the same tensor, derived from the layers' names in diffusers.
 
 quant_level selects layers by role, see ``sd_quant.quantization.recipe``. The rules are the same for all families,
-except for the names that a family excludes.
+except for the layers that a family excludes.
 """
 
 import re
@@ -15,21 +15,21 @@ from sd_quant.models.parts import Heads, SharedInput
 QKV = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 FEED_FORWARD = ("ff", "ff_context")
 FIRST_OF_FEED_FORWARD = re.compile(r"(.*)\.ff(_context|)\.net\.0\.proj")
-MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")  # ends of the names of a block's own
+MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")  # endings of the names of a block's modulations
 # Chunks (shift, scale) in the outputs of diffusers' modulations: AdaLayerNormZero, AdaLayerNormZeroSingle and
 # SD35AdaLayerNormZeroX begin with the attention's, AdaLayerNormContinuous is a scale, then a shift.
 OF_ATTENTION, OF_FEED_FORWARD, OF_SECOND_ATTENTION, CONTINUOUS = (0, 1), (3, 4), (6, 7), (1, 0)
 
 
-# A place in a block, ends of the linears there that read one tensor, the block's module that makes the tensor, and
-# whether it is computed from the prompt alone
+# (name prefix in a block, endings of the linears there that read one tensor, the block's module that computes the
+# tensor or None, whether the tensor is computed from the prompt alone)
 Row = tuple[str, tuple[str, ...], str | None, bool]
 
 
 def layer_role(name: str, is_conv: bool, excluded: Iterable[str]) -> str:
-    """Returns the role of a layer: excluded, conv, ffn, qkv or linear.
+    """Return the role of a layer: excluded, conv, ffn, qkv or linear.
 
-    ``excluded`` are words between the dots of a name, or several words with their dots: ``conv_in``, ``norm1.linear``.
+    ``excluded`` holds whole components of dotted names, or several in a row: ``conv_in``, ``norm1.linear``.
     """
     if any(f".{words}." in f".{name}." for words in excluded):
         return "excluded"
@@ -42,13 +42,13 @@ def layer_role(name: str, is_conv: bool, excluded: Iterable[str]) -> str:
 
 
 def roles_of(network: nn.Module, excluded: Sequence[str]) -> dict[str, str]:
-    """Returns the role of every Linear and Conv2d by name, in network order; ``excluded`` as in ``layer_role``."""
+    """Return the role of every Linear and Conv2d by name, in network order; ``excluded`` as in ``layer_role``."""
     layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
     return {name: layer_role(name, isinstance(module, nn.Conv2d), excluded) for name, module in layers.items()}
 
 
 def attention_heads(denoiser: nn.Module) -> dict[str, Heads]:
-    """Returns the heads of every ``Attention`` and ``FluxAttention`` of diffusers by name; Flux's are rotary."""
+    """Return the heads of every ``Attention`` and (rotary) ``FluxAttention`` of diffusers by module name."""
     from diffusers.models.attention_processor import Attention
     from diffusers.models.transformers.transformer_flux import FluxAttention
 
@@ -63,7 +63,7 @@ def attention_heads(denoiser: nn.Module) -> dict[str, Heads]:
 
 
 def inputs_by_place(linears: Iterable[str], rows: Iterable[Row]) -> list[SharedInput]:
-    """Returns the inputs of the linears whose names end as in ``rows``, in the order of the linears."""
+    """Return the shared inputs of those linears whose names end as in ``rows``, in the order of the linears."""
     known, inputs, seen = dict.fromkeys(linears), [], set[str]()
     patterns = [(re.compile(rf"(.*\.)?{re.escape(row[0])}({'|'.join(map(re.escape, row[1]))})"), row) for row in rows]
     for name in known:
@@ -77,19 +77,19 @@ def inputs_by_place(linears: Iterable[str], rows: Iterable[Row]) -> list[SharedI
 
 
 def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
-    """Returns the inputs of a transformer's linears (Flux, SD3, PixArt).
+    """Return the tensors that a transformer's linears read (Flux, SD3, PixArt), each with its linears.
 
     Query, key and value of a self-attention read one tensor. So do query, key and value of the text in a joint
-    attention, and key and value of a cross-attention. Every other linear has an input of its own.
+    attention, and key and value of a cross-attention. Other linears have separate inputs; Flux's proj_mlp reads to_q's.
 
     A norm without weights precedes attention and feed-forward; its output is multiplied by 1 + scale, and a shift is
-    added. In SD3 and Flux a linear of the block, its modulation, computes both and can absorb a factor. PixArt has one
-    modulation for all blocks, to which each adds a table of its own, so a factor would change every block.
+    added. In SD3 and Flux a linear of the block, its modulation, computes scale and shift and can absorb a factor for
+    each channel. PixArt has one modulation for all blocks, so a factor would change every block.
 
     An attention's output is a weighted mean of its values, so ``to_v`` can absorb a factor of the output projection;
     not in a joint attention, where ``add_v_proj`` would have to absorb the same factor.
 
-    A modulation's own input precedes those that it modulates, so that its row is derived from its original weight.
+    A modulation's own input comes before the inputs that it modulates, so that its factors come from original weights.
     """
     names = list(dict.fromkeys(linears))
     known, inputs, seen = set(names), [], set[str]()

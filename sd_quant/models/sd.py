@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x and 2.x: one UNet and one CLIP text encoder. Their configs say how the two versions differ.
+"""Stable Diffusion 1.x and 2.x: one UNet and one CLIP text encoder. The versions differ only in their configs.
 
 | part           | inputs                                                              | outputs                      |
 |----------------|---------------------------------------------------------------------|------------------------------|

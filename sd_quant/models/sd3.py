@@ -9,9 +9,9 @@
 | `text_encoder_2` | input_ids [B,77]                                                      | hidden_states, text_embeds|
 | `text_encoder_3` | input_ids [B,T]                                                       | last_hidden_state [B,T,J] |
 
-T is the longest text that T5 reads. Without T5, which most people leave out, diffusers' pipeline has as many zeros in
-place of what it says, and so has the transformer. Level 4 quantizes the joint attention of text and image, and the
-self-attention of the image beside it that some blocks of 3.5 have.
+T is the longest text that T5 reads. Without T5, which is optional, diffusers' pipeline passes zeros of the same shape
+in place of T5's output to the transformer. Level 4 quantizes the joint attention of text and image, and the additional
+self-attention of the image in some blocks of 3.5.
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ class StableDiffusion3(Family):
         }
 
     def attentions(self, denoiser: nn.Module) -> dict[str, Heads]:
-        """Returns all attentions if queries and keys have no norms or those of 3.5; else none."""
+        """Return the heads of all attentions if queries and keys have no norm or RMSNorm (3.5); else an empty dict."""
         return attention_heads(denoiser) if denoiser.config.qk_norm in (None, "rms_norm") else {}
 
 

@@ -1,4 +1,4 @@
-"""SDXL. The inputs of its UNet are named as in NeMo's engines or as in diffusers; the other parts have NeMo's names.
+"""SDXL. Inputs of the UNet have the names of NeMo's engines or of diffusers; all other parts have NeMo's names.
 
 | part      | inputs                                                         | outputs                              |
 |-----------|----------------------------------------------------------------|--------------------------------------|
@@ -46,7 +46,7 @@ class NemoUnetPart(nn.Module):
 
 
 def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tensor:
-    """Returns NeMo's ``y`` [B, P + 6 * width]: the pooled text, then ``width`` sinusoids per size, cosines first."""
+    """Return NeMo's ``y`` [B, P + 6 * width]: the pooled text, then ``width`` sinusoids a size id, cosines first."""
     from diffusers.models.embeddings import get_timestep_embedding
 
     sizes = get_timestep_embedding(time_ids.flatten(), width, flip_sin_to_cos=True, downscale_freq_shift=0)
@@ -54,7 +54,7 @@ def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tenso
 
 
 def nemo_arguments(width: int, contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns NeMo's inputs from the arguments of a pipeline's call; ``width`` as in ``vector_condition``."""
+    """Return NeMo's inputs from the arguments of a pipeline's call; ``width`` as in ``vector_condition``."""
     given = taken(given, ("sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids"))
     return {
         "x": given["sample"],
@@ -65,7 +65,7 @@ def nemo_arguments(width: int, contract: Contract, given: Mapping[str, Any]) -> 
 
 
 def unet_part(unet: Mapping, tokens: int, io: str) -> Part:
-    """Returns the UNet as a part. ``unet`` is its config, ``tokens`` is S, ``io`` whose names the inputs have."""
+    """Return the UNet's part, from its config; ``tokens`` is S, ``io`` the naming of inputs, "nemo" or "diffusers"."""
     latent = ("batch", unet["in_channels"], "height", "width")
     context, added = ("batch", tokens, unet["cross_attention_dim"]), unet["projection_class_embeddings_input_dim"]
     pooled = added - TIME_IDS * unet["addition_time_embed_dim"]
@@ -104,7 +104,7 @@ class StableDiffusionXL(UnetFamily):
     PADDED = True
 
     def parts(self, configs: Mapping[str, Mapping], tokens: int | None, io: str) -> dict[str, Part]:
-        """As in ``Family``; ``tokens`` is S, CLIP's own 77 by default."""
+        """Return the parts as ``Family.parts``, except that ``tokens`` is S; None means CLIP's 77."""
         tokens = tokens or CONTEXT_LENGTH
         both = ("hidden_states", "text_embeds")
         return {

@@ -1,8 +1,8 @@
-"""NeMo's SDXL in terms of diffusers: the networks of a ``model_config.yaml``, NeMo's sampler and its pipeline.
+"""NeMo's SDXL built from diffusers' classes: the networks of a ``model_config.yaml``, NeMo's sampler and pipeline.
 
-The sizes of the UNet and the VAE come from the config, those of the text encoders from the shapes of their weights,
+The sizes of the UNet and the VAE come from the config, the sizes of the text encoders from the shapes of their weights,
 because NeMo's config only names these encoders. No class that the config names is imported. Neither weights nor config
-say how texts are padded and which sampler makes the images: ``PIPELINES`` has the two answers.
+say how texts are padded and which sampler makes the images: ``PIPELINES`` has NeMo's way and diffusers' way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ class TextShape:
     projection: int = 0  # width of the pooled output; 0 when there is none
 
 
-# transformers' names of all but the last, in their order
+# transformers' names of the fields of ``TextShape`` except the last, in the same order
 TEXT_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "intermediate_size")
 
 SIZE, BLOCK_COUNT = between(1, 2**16), between(0, 100)
@@ -89,7 +89,7 @@ class NemoDiscretization:
     rescale_betas_zero_snr: bool = False  # no entry of NeMo's: for files of other authors that are marked so
 
 
-IN_SCHEDULER = {  # diffusers' name of each
+IN_SCHEDULER = {  # field of ``NemoDiscretization`` -> diffusers' name in a scheduler's config
     "linear_start": "beta_start", "linear_end": "beta_end", "num_timesteps": "num_train_timesteps",
     "rescale_betas_zero_snr": "rescale_betas_zero_snr",
 }  # fmt: skip
@@ -105,14 +105,14 @@ class NemoConfig:
 
 
 def embedder(model_config: Mapping, index: int) -> Mapping:
-    """Returns the config of NeMo's ``index``-th embedder: 0 and 1 are the text encoders, 2 embeds sizes."""
+    """Return the config of NeMo's ``index``-th embedder: 0 and 1 are the text encoders, 2 embeds sizes."""
     return model_config["conditioner_config"]["emb_models"][index]["emb_model"]
 
 
 def noise_config(model_config: Mapping = MappingProxyType({})) -> dict:
-    """Returns what NeMo's ``denoiser_config`` says of the noise, as a config of a scheduler; that of SDXL by default.
+    """Convert NeMo's ``denoiser_config`` to the noise entries of a diffusers scheduler's config; by default SDXL's.
 
-    LegacyDDPMDiscretization has betas whose roots are equally spaced, and VScaling is v-prediction:
+    LegacyDDPMDiscretization has betas whose square roots are equally spaced, and VScaling is v-prediction:
     x0 = x / (sigma^2 + 1) - v sigma / (sigma^2 + 1)^0.5.
     """
     denoiser = model_config.get("denoiser_config", {})
@@ -124,7 +124,7 @@ def noise_config(model_config: Mapping = MappingProxyType({})) -> dict:
 
 
 def with_noise(model_config: Mapping, noise: Mapping) -> dict:
-    """Returns the config with the noise of a scheduler's config: the inverse of ``noise_config``."""
+    """Return a copy of NeMo's config with a scheduler config's ``noise`` entries: the inverse of ``noise_config``."""
     denoiser, usual = model_config["denoiser_config"], noise_config()
     stated = {each: noise[name] for each, name in IN_SCHEDULER.items() if noise.get(name, usual[name]) != usual[name]}
     module = denoiser["scaling_config"]["_target_"].rpartition(".")[0]
@@ -136,7 +136,7 @@ def with_noise(model_config: Mapping, noise: Mapping) -> dict:
 
 
 def unet_config(model_config: Mapping) -> dict:
-    """Returns the arguments of ``UNet2DConditionModel`` for NeMo's ``unet_config`` (openaimodel.UNetModel)."""
+    """Return the arguments of ``UNet2DConditionModel`` for NeMo's ``unet_config`` (openaimodel.UNetModel)."""
     unet = model_config["unet_config"]
     channels = [unet["model_channels"] * factor for factor in unet["channel_mult"]]
     attends = [2**level in unet["attention_resolutions"] for level in range(len(channels))]
@@ -159,7 +159,7 @@ def unet_config(model_config: Mapping) -> dict:
 
 
 def vae_config(model_config: Mapping) -> dict:
-    """Returns the arguments of ``AutoencoderKL`` for NeMo's ``first_stage_config``."""
+    """Return the arguments of ``AutoencoderKL`` for NeMo's ``first_stage_config``."""
     vae = model_config["first_stage_config"]["ddconfig"]
     levels = len(vae["ch_mult"])
     return {
@@ -176,7 +176,7 @@ def vae_config(model_config: Mapping) -> dict:
 
 
 def text_config(shape: TextShape, activation: str) -> dict:
-    """Returns the arguments of ``CLIPTextConfig``. The markers are the last two ids of the vocabulary."""
+    """Return the arguments of ``CLIPTextConfig``. Start and end marker are the last two ids of the vocabulary."""
     return {
         **dict(zip(TEXT_SIZES, astuple(shape), strict=False)),
         "num_attention_heads": shape.width // CLIP_HEAD_WIDTH,
@@ -189,7 +189,7 @@ def text_config(shape: TextShape, activation: str) -> dict:
 
 
 def build_modules(model_config: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
-    """Builds the four networks with fresh weights, by their names in ``StableDiffusionXLPipeline``."""
+    """Build the four networks, newly initialized, by their names in ``StableDiffusionXLPipeline``."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -202,11 +202,11 @@ def build_modules(model_config: Mapping, clip1: TextShape, clip2: TextShape) -> 
 
 
 def scheduler(model_config: Mapping = MappingProxyType({})):
-    """Returns diffusers' Euler sampler, changed to compute like NeMo's EulerEDMSampler on LegacyDDPMDiscretization.
+    """Return diffusers' Euler sampler, changed to compute like NeMo's EulerEDMSampler on LegacyDDPMDiscretization.
 
-    NeMo truncates timesteps where diffusers' trailing spacing rounds them, so for most numbers of steps some differ by
-    one. The first noise has standard deviation sqrt(1 + sigma^2) instead of sigma, 0.23 % more. The noise levels are
-    those of the config's denoiser; NeMo's own script has SDXL's for every config, which a denoiser of others never saw.
+    NeMo truncates timesteps where diffusers' trailing spacing rounds them, so some timesteps differ by 1 for most step
+    counts. The initial noise has standard deviation sqrt(1 + sigma^2) instead of sigma, 0.23 % more. The noise levels
+    are the config's; NeMo's own script uses SDXL's levels for every config, even where training used different levels.
     """
     import numpy as np
     from diffusers import EulerDiscreteScheduler
@@ -225,19 +225,19 @@ def scheduler(model_config: Mapping = MappingProxyType({})):
 
 
 def tokenizers(clip1: TextShape, clip2: TextShape) -> tuple:
-    """Returns the tokenizers of both encoders. CLIP-L pads with its end marker, OpenCLIP with "!", which has id 0."""
+    """Return the tokenizers of both text encoders. CLIP-L pads with its end marker, OpenCLIP with "!" (id 0)."""
     return clip_tokenizer(clip1.vocab_size), clip_tokenizer(clip2.vocab_size, "!")
 
 
 def diffusers_scheduler(model_config: Mapping):
-    """Returns the Euler sampler of SDXL base's folder, which diffusers' ``from_single_file`` takes too."""
+    """Return the Euler sampler of SDXL base's folder, also the default of diffusers' ``from_single_file``."""
     from diffusers import EulerDiscreteScheduler
 
     return EulerDiscreteScheduler(**noise_config(model_config), timestep_spacing="leading", steps_offset=1)
 
 
 def edm_scheduler(lowest: float, highest: float, model_config: Mapping):
-    """Returns the sampler of EDM's v-prediction between two noise levels, as diffusers documents it for CosXL."""
+    """Return EDM's Euler sampler with v-prediction and these limits of noise, as diffusers documents it for CosXL."""
     from diffusers import EDMEulerScheduler
 
     levels = {"sigma_min": lowest, "sigma_max": highest, "sigma_data": 1.0, "sigma_schedule": "exponential"}
@@ -245,7 +245,7 @@ def edm_scheduler(lowest: float, highest: float, model_config: Mapping):
 
 
 def diffusers_called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
-    """Returns ``StableDiffusionXLPipeline`` with ``networks`` (by component) and its own conditioning."""
+    """Build ``StableDiffusionXLPipeline`` from ``networks`` by component, with diffusers' own text conditioning."""
     from diffusers import StableDiffusionXLPipeline
 
     names = {"tokenizer": tokenizers[0], "tokenizer_2": tokenizers[1], "scheduler": sampler}
@@ -254,17 +254,17 @@ def diffusers_called(networks: Mapping, tokenizers: Sequence, sampler) -> Pipeli
 
 
 def called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
-    """Returns the same pipeline with NeMo's conditioning.
+    """Build ``StableDiffusionXLPipeline`` from ``networks`` by component, with NeMo's text conditioning.
 
-    Without negative prompts NeMo's unconditional embedding is all zeros. Its context is padded to 80 tokens inside the
-    text engines.
+    Without negative prompts NeMo's unconditional embedding is all zeros. The context is padded to 80 tokens by the text
+    encoders' engines.
     """
     import torch
 
     call, names = diffusers_called(networks, tokenizers, sampler), ("text_encoder", "text_encoder_2")
 
     def embedded(texts: list[str]) -> tuple:
-        """Returns context [B, S, C] and pooled vector [B, P]."""
+        """Encode texts to the context [B, S, C] and the pooled vector [B, P]."""
         options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT_LENGTH}
         first, second = (
             networks[name](torch.tensor(tokenizer(texts, **options)["input_ids"]))
@@ -276,9 +276,9 @@ def called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
         prompt: list[str], second=None, device=None, images=1, guided=True, negative_prompt: list[str] | None = None,
         *_, **__,
     ) -> tuple:  # fmt: skip
-        """Returns context and unconditional context, pooled vector and unconditional one, as diffusers' method does.
+        """Return context, unconditional context, pooled and unconditional pooled vector, as diffusers' method does.
 
-        The pipeline with ControlNets gives arguments by their places.
+        The ControlNet pipeline passes positional arguments.
         """
         context, pooled = embedded(prompt)
         if negative_prompt is None:
@@ -292,10 +292,10 @@ def called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
 
 @dataclass(frozen=True, slots=True)
 class SdxlPipeline:
-    """How images are made with SDXL's networks."""
+    """Padding, sampler and pipeline with which images are made from SDXL's networks."""
 
     tokens: int  # of the context that the UNet reads
-    scheduler: Callable[[Mapping], Any]  # of a model_config
+    scheduler: Callable[[Mapping], Any]  # model_config -> the sampler
     called: Callable[[Mapping, Sequence, Any], PipelineCall]  # with networks by component, tokenizers and the scheduler
 
 

@@ -1,4 +1,4 @@
-"""The text encoders of all families as parts: CLIP and OpenCLIP, and T5's encoder.
+"""Text encoders of all families as parts: CLIP and OpenCLIP, and T5's encoder.
 
 | part          | inputs                                        | outputs                                              |
 |---------------|-----------------------------------------------|------------------------------------------------------|
@@ -21,8 +21,8 @@ from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.models.parts import Contract, Part, SharedInput
 from sd_quant.models.roles import Row, inputs_by_place, inputs_of_transformer
 
-# A norm with a gain makes what a block reads, or the values, of which an attention's output is a weighted mean. CLIP's
-# blocks, then T5's.
+# Inputs of CLIP's blocks, then of T5's. The producer is a norm with a gain, or the linear of the values, because an
+# attention's output is a weighted mean of values.
 INPUTS: tuple[Row, ...] = (
     ("self_attn.", ("q_proj", "k_proj", "v_proj"), "layer_norm1", False),
     ("self_attn.", ("out_proj",), "self_attn.v_proj", False),
@@ -34,9 +34,9 @@ INPUTS: tuple[Row, ...] = (
 
 
 def inputs_of_part(network: nn.Module, layers: Iterable[str]) -> list[SharedInput]:
-    """Returns the inputs of the linears among the ``layers`` of a text encoder, an autoencoder or an unknown network.
+    """Return the tensors that linears among the ``layers`` of a text encoder, autoencoder or unknown network read.
 
-    A module that makes an input is known of CLIP and T5, and of the autoencoder's attention.
+    ``SharedInput.producer`` is known for CLIP, T5 and the autoencoder's attention.
     """
     modules = dict(network.named_modules())
     linears = [name for name in layers if isinstance(modules[name], nn.Linear)]
@@ -50,21 +50,21 @@ def inputs_of_part(network: nn.Module, layers: Iterable[str]) -> list[SharedInpu
 
 
 def padded(hidden: Tensor, tokens: int) -> Tensor:
-    """Returns ``hidden`` [B, 77, C], padded with zeros to [B, tokens, C] (NeMo, encoders/modules.py)."""
+    """Pad ``hidden`` [B, 77, C] with zeros to [B, tokens, C], as NeMo does (encoders/modules.py)."""
     return F.pad(hidden, (0, 0, 0, tokens - hidden.shape[1])) if tokens > hidden.shape[1] else hidden
 
 
 class ClipPart(nn.Module):
-    """A CLIP text encoder with outputs named as in transformers; hidden_states are those before the last layer.
+    """A CLIP text encoder with outputs named as in transformers.
 
-    They are padded to ``tokens`` with zeros.
+    hidden_states is the output of the last layer but one, padded with zeros to ``tokens``.
     """
 
     def __init__(self, text_encoder: nn.Module, outputs: tuple[str, ...], tokens: int = 0):
         super().__init__()
         self.text_encoder, self.outputs, self.tokens = text_encoder, outputs, tokens
         last = f"encoder.layers.{text_encoder.config.num_hidden_layers - 1}"
-        self.unread = (last,) if outputs == ("hidden_states",) else ()  # layers that the graph has not
+        self.unread = (last,) if outputs == ("hidden_states",) else ()  # layers that the graph lacks
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
         places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # CLIP's buffer would be a constant
@@ -76,14 +76,14 @@ class ClipPart(nn.Module):
 
 
 class TextOutput(SimpleNamespace):
-    """A text encoder's outputs for diffusers' pipelines: as attributes, and those in ``first`` by index too."""
+    """A text encoder's outputs for diffusers' pipelines: all as attributes, the outputs in ``first`` by index too."""
 
     def __getitem__(self, index: int) -> Tensor:
         return self.first[index]
 
 
 def text_answer(outputs: Mapping[str, Tensor], first: tuple[str, ...]) -> TextOutput:
-    """Returns ``outputs`` for diffusers' pipelines, which read those named in ``first`` by index."""
+    """Convert ``outputs`` for diffusers' pipelines, which read the outputs named in ``first`` by index."""
     attributes: dict[str, Any] = dict(outputs)
     if "hidden_states" in attributes:  # pipelines take the last but one of all layers' states
         attributes["hidden_states"] = (attributes["hidden_states"], None)
@@ -91,9 +91,9 @@ def text_answer(outputs: Mapping[str, Tensor], first: tuple[str, ...]) -> TextOu
 
 
 def clip_part(component: str, *outputs: str, names: tuple[str, ...] = (), tokens: int = 0) -> Part:
-    """Returns a CLIP text encoder as a part. ``outputs`` are transformers' names; pipelines read the last by index.
+    """Return a CLIP text encoder as a part. ``outputs`` are transformers' names; pipelines read the last by index.
 
-    ``names``, if given, are the graph's names of them. Hidden states are padded to ``tokens``.
+    ``names`` are the graph's names of these outputs, by default the same. Hidden states are padded to ``tokens``.
     """
     names, ids = names or outputs, "input_ids"
     contract = Contract({ids: ("batch", CONTEXT_LENGTH)}, names, {ids: torch.int32}, torch.float16)
@@ -116,9 +116,9 @@ class T5Part(nn.Module):
 
 
 def t5_part(component: str, tokens: int, masked: bool = False) -> Part:
-    """Returns T5's encoder as a part that reads ``tokens`` tokens; ``masked`` adds the attention mask to its inputs.
+    """Return T5's encoder as a part that reads ``tokens`` tokens; ``masked`` adds the attention mask to its inputs.
 
-    In fp32, because T5's feed-forward overflows in fp16 (transformers keeps ``wo`` in fp32 for that reason).
+    The part is in fp32: T5's feed-forward overflows in fp16 (transformers keeps ``wo`` in fp32 for the same reason).
     """
     inputs, outputs = ("input_ids", "attention_mask") if masked else ("input_ids",), ("last_hidden_state",)
     contract = Contract(

@@ -1,10 +1,10 @@
-"""The transformers with joint attention of text and image (Stable Diffusion 3 and Flux) as a part."""
+"""Transformers with joint attention of text and image (Stable Diffusion 3 and Flux) as parts."""
 
 from torch import Tensor, nn
 
 
 class TransformerPart(nn.Module):
-    """The transformer with diffusers' inputs. Flux's also reads positions of tokens, and possibly guidance."""
+    """A transformer with diffusers' inputs. Flux also takes positions of tokens (ids), and its dev version guidance."""
 
     def __init__(self, transformer: nn.Module):
         super().__init__()

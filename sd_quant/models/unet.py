@@ -26,17 +26,17 @@ INPUTS: tuple[Row, ...] = (
 
 
 def shared_inputs(linears: Iterable[str]) -> list[SharedInput]:
-    """Returns the inputs of the UNet's linears in ``INPUTS``, by diffusers' names."""
+    """Return the tensors that the UNet's linears in ``INPUTS`` read, each with its linears by diffusers' names."""
     return inputs_by_place(linears, INPUTS)
 
 
 def guidance_embedding(unet: Mapping) -> dict[str, tuple]:
-    """Returns the input of a UNet of this config that was distilled to read the guidance scale, if it is one (LCM)."""
+    """Return the shape of the guidance scale's embedding, an input of distilled UNets (LCM); {} for any other UNet."""
     return {"timestep_cond": ("batch", unet["time_cond_proj_dim"])} if unet.get("time_cond_proj_dim") else {}
 
 
 class UnetFamily(Family):
-    """A family whose denoiser is such a UNet."""
+    """A family whose denoiser is diffusers' UNet2DConditionModel."""
 
     EXCLUDED = EXCLUDED
     shared_inputs, attentions = staticmethod(shared_inputs), staticmethod(attention_heads)

@@ -1,1 +1,1 @@
-"""A pipeline that no file describes: its networks, calls, layers and graphs are found by running it and looking on."""
+"""Pipelines without a family module of their own: networks, calls and layers are recorded by running the pipeline."""

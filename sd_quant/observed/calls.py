@@ -1,10 +1,10 @@
-"""The calls of a network by its pipeline, compared: which tensors it takes, with which axes, and what stays the same.
+"""Signature of a network (tensor inputs, dynamic axes, constants), found by comparing recorded calls by its pipeline.
 
-Arguments are nested: lists of tuples, dictionaries. Each tensor among them becomes an input with a name of its own;
-whatever holds no tensor (None, flags, numbers, tuples of sizes) stays as it was observed and is part of the graph. An
-axis that was equal in all calls is a number, all others have names, one for each sequence of sizes, after what it
-follows: the batch, the size of the images, the text. The road not taken is to read a signature or a documentation of
-the network: neither says which axes of two tensors agree.
+Arguments are nested: lists of tuples, dictionaries. Each tensor among them becomes a named input. An argument without
+tensors (None, flags, numbers, tuples of sizes) is a constant of the graph, with its recorded value. An axis of one
+length in all calls is static; every other axis is dynamic, with one name for each sequence of lengths, after what
+changes it: the batch, the size of the images, the text. Alternative not taken: reading the network's signature or
+documentation, which do not say which axes of two tensors agree.
 """
 
 import json
@@ -42,20 +42,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs and outputs of a network in the calls that were compared."""
+    """Inputs and outputs of a network, common to all of its recorded calls."""
 
-    arguments: Tree  # of the calls' arguments
+    arguments: Tree  # structure of the calls' arguments
     inputs: dict[str, Shape]  # of each tensor; a string is a dynamic axis
     dtypes: dict[str, str]  # of the tensors, as torch calls them
     example: dict[str, int]  # sizes of the dynamic axes in one of the calls
     outputs: Tree = field(default_factory=dict)
     results: tuple[str, ...] = ()  # names of the outputs' tensors
-    outside: dict[str, list[Tree]] = field(default_factory=dict)  # of modules whose outputs are inputs, by their paths
-    notes: tuple[str, ...] = ()  # sentences about what is not as it was given
+    outside: dict[str, list[Tree]] = field(default_factory=dict)  # by path, outputs of modules computed outside
+    notes: tuple[str, ...] = ()  # sentences about arguments and outputs that were converted or left out
 
 
 def restored(kind: Any, value: Any) -> Any:
-    """Returns a value of this type from its form after ``asdict`` and JSON, which turns tuples into lists."""
+    """Build a value of type ``kind`` from its ``asdict`` form after JSON, which turns tuples into lists."""
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
@@ -71,13 +71,13 @@ def restored(kind: Any, value: Any) -> Any:
 
 
 def identifier(path: Sequence[object]) -> str:
-    """Returns a plain name for a place in nested arguments: ("img_shapes", 0, 1) -> img_shapes_0_1."""
+    """Return an identifier for a path in nested arguments: ("img_shapes", 0, 1) -> img_shapes_0_1."""
     name = re.sub(r"\W+", "_", "_".join(str(key) for key in path), flags=re.ASCII)
     return name if name[:1].isalpha() else f"x_{name}"
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Returns the keys and values of a container; None for anything else."""
+    """Return the keys and values of a container; None for anything else."""
     if isinstance(value, Mapping):
         return list(value.items())
     if is_distribution(value):
@@ -86,12 +86,12 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def is_distribution(value: Any) -> bool:
-    """Whether a value is a distribution of latents, described by one tensor, as an autoencoder's encoder returns it."""
+    """Whether a value is a latent distribution with one tensor ``parameters``, as an autoencoder's encoder returns."""
     return isinstance(getattr(value, "parameters", None), Tensor)
 
 
 def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
-    """Yields the tensors in a nested value with their paths."""
+    """Yield the tensors in a nested value with their paths."""
     if isinstance(value, Tensor):
         yield path, value
     for key, child in children(value) or ():
@@ -99,9 +99,9 @@ def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
 
 
 def encoded(value: Any, path: Sequence[object]) -> Any:
-    """Returns a value without tensors for JSON, with tuples apart from lists.
+    """Convert a value without tensors for JSON; a tuple becomes {"tuple": [...]}, a dictionary {"dict": {...}}.
 
-    Raises ArtifactError for anything but None, flags, numbers, texts and containers of them.
+    Raises ArtifactError for a value of any type except None, bool, int, float, str, and containers of these.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -118,7 +118,7 @@ def encoded(value: Any, path: Sequence[object]) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Returns the value of ``encoded``."""
+    """Convert the result of ``encoded`` back to the original value."""
     if isinstance(value, list):
         return [decoded(each) for each in value]
     if isinstance(value, Mapping):
@@ -128,7 +128,7 @@ def decoded(value: Any) -> Any:
 
 
 def tree_of(value: Any, leaf: Callable[[Any, tuple], Tree], path: tuple = ()) -> Tree:
-    """Returns the structure of a nested value.
+    """Return the structure of a nested value as a tree for JSON.
 
     A container of tensors becomes {"list" | "tuple" | "dict": children}; a tensor, and a value without any tensor,
     becomes ``leaf(value, path)``.
@@ -143,9 +143,9 @@ def tree_of(value: Any, leaf: Callable[[Any, tuple], Tree], path: tuple = ()) ->
 
 
 def output_class(name: str) -> type:
-    """Returns the class with a name of ``class_of``, which may come from a hostile file.
+    """Return the class that ``name`` (``module:name``, see ``class_of``) means; the name may come from a hostile file.
 
-    Raises SdQuantError unless it is a class of outputs of diffusers or transformers.
+    Raises SdQuantError for a class other than the model outputs of diffusers and transformers.
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
     from diffusers.utils import BaseOutput
@@ -161,13 +161,13 @@ def output_class(name: str) -> type:
 
 
 def class_of(value: Any) -> dict[str, str]:
-    """Returns the class of an output with attributes, as ``module:name``; nothing for a plain dictionary."""
+    """Return {"class": "module:name"} for a dataclass or latent distribution; an empty dictionary for other values."""
     kind = type(value)
     return {"class": f"{kind.__module__}:{kind.__qualname__}"} if is_dataclass(value) or is_distribution(value) else {}
 
 
 def leaves(tree: Tree, path: tuple = ()) -> Iterator[tuple[tuple, Tree]]:
-    """Yields the leaves of a tree with their paths."""
+    """Yield the leaves of a tree of ``tree_of`` with their paths."""
     for kind in ("list", "tuple", "dict"):
         if kind in tree:
             for key, child in tree[kind].items() if kind == "dict" else enumerate(tree[kind]):
@@ -177,7 +177,7 @@ def leaves(tree: Tree, path: tuple = ()) -> Iterator[tuple[tuple, Tree]]:
 
 
 def rebuilt(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the nested value of a ``tree`` with these ``tensors``, complex ones as reals, and its constants."""
+    """Build the value that ``tree`` describes from its constants and ``tensors`` by name (complex: reals [..., 2])."""
     if "list" in tree:
         return [rebuilt(each, tensors) for each in tree["list"]]
     if "tuple" in tree:
@@ -192,14 +192,14 @@ def rebuilt(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Returns a leaf's kind in words."""
+    """Describe a leaf in words, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.ndim} axes in {str(value.dtype).removeprefix('torch.')}"
     return "None" if value is None else f"{type(value).__name__} {value!r:.80}"
 
 
 def structure_of(arguments: Mapping[str, Any]) -> str:
-    """Returns a text that is equal for calls with tensors and constants in the same places."""
+    """Return a text that is equal for calls with tensors and constants in the same places."""
 
     def leaf(value: Any, path: tuple) -> Tree:
         return {"kind": kind_of(value) if value is None or isinstance(value, Tensor) else "constant"}
@@ -208,20 +208,20 @@ def structure_of(arguments: Mapping[str, Any]) -> str:
 
 
 def one_structure(calls: Sequence[Call]) -> list[int]:
-    """Returns the numbers of the calls with the structure of the first one."""
+    """Return the indices of the calls that have the same structure as the first call."""
     structures = [structure_of(call.arguments) for call in calls]
     return [number for number, structure in enumerate(structures) if structure == structures[0]]
 
 
 def at(value: Any, path: Sequence[Any]) -> Any:
-    """Returns the value at a path in a nested value."""
+    """Return the value at a path in a nested value."""
     for key in path:
         value = value[key]
     return value
 
 
 def changes_between_steps(calls: Sequence[Call], values: Sequence[Any]) -> bool:
-    """Whether the ``values``, one of each call, change between the steps of a run."""
+    """Whether the ``values``, one for each call, change between the denoising steps of a run."""
     seen: dict[str, dict[int, list]] = {}
     for call, value in zip(calls, values, strict=True):
         seen.setdefault(call.run, {}).setdefault(call.step, []).append(value)
@@ -229,11 +229,11 @@ def changes_between_steps(calls: Sequence[Call], values: Sequence[Any]) -> bool:
 
 
 def signature_of(calls: Sequence[Call], extra: Mapping[str, Sequence[Tensor]] | None = None) -> Signature:
-    """Returns the signature of calls of one structure (``one_structure``), without outputs.
+    """Return the signature, without outputs, of calls with the same structure (see ``one_structure``).
 
-    ``extra`` are more inputs, by name the tensor of each call.
-    Raises ArtifactError for an argument that is no tensor and changes between steps, unless it is a number that a
-    network takes as a tensor, too (a timestep, a guidance scale): it becomes a tensor without axes.
+    ``extra`` holds further inputs: by name, one tensor for each call. A number that changes between steps becomes a
+    scalar tensor if ``SCALAR`` matches its name (a timestep, a guidance scale).
+    Raises ArtifactError for any other argument that is not a tensor and changes between steps.
     """
     first, notes, tensors = calls[0].arguments, list[str](), dict[str, list[Tensor]]()
 
@@ -267,7 +267,7 @@ def signature_of(calls: Sequence[Call], extra: Mapping[str, Sequence[Tensor]] | 
 
 
 def as_reals(tensor: Tensor) -> Tensor:
-    """Returns a complex tensor [...] as reals [..., 2]; any other as it is."""
+    """Return a complex tensor [...] as reals [..., 2]; a real tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -278,9 +278,9 @@ def differing(values: Sequence[Any]) -> str:
 def named_axes(
     shapes: Mapping[str, Sequence[tuple[int, ...]]], runs: Sequence[str]
 ) -> tuple[dict[str, Shape], dict[str, tuple[int, ...]]]:
-    """Returns shapes with names for the axes that differ between calls, and the sizes of each name in the calls.
+    """Return each tensor's shape, with a name for each axis that differs between calls, and each name's sizes.
 
-    ``shapes`` are those of each tensor in the calls, ``runs`` the runs of the calls.
+    ``shapes`` holds, by tensor, its shape in each call; ``runs`` holds the pipeline run of each call.
     """
     names: dict[tuple[int, ...], str] = {}
 
@@ -298,16 +298,16 @@ def named_axes(
 
 
 def followed(sizes: Sequence[int], runs: Sequence[str]) -> str:
-    """Returns what an axis with these ``sizes`` in the calls of ``runs`` follows: a word of FOLLOWS, or tokens."""
+    """Return what changes an axis with these ``sizes`` in calls of these ``runs``: a word of FOLLOWS, or "tokens"."""
     of_base = {size for size, run in zip(sizes, runs, strict=True) if run == runs[0]}
     differ = {run for size, run in zip(sizes, runs, strict=True) if {size} != of_base}
     return FOLLOWS.get(differ.pop(), "tokens") if len(differ) == 1 else "tokens"
 
 
 def example_of(axes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Returns different sizes to trace with, all above 1, for which a tracer makes a graph of its own.
+    """Return sizes of the dynamic axes for tracing: distinct, and above 1 where possible, as tracers specialize 1.
 
-    They are those of one call, with the largest batch of all where no other axis depends on the batch.
+    The sizes are those of one call, with the largest batch of all calls where no other axis depends on the batch.
     """
     calls = [dict(zip(axes, sizes, strict=True)) for sizes in zip(*axes.values(), strict=True)]
     if "batch" in axes and not any(name.startswith("tokens") for name in axes):
@@ -316,9 +316,9 @@ def example_of(axes: Mapping[str, Sequence[int]]) -> dict[str, int]:
 
 
 def given_tensors(signature: Signature, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the inputs by name from the arguments of a call.
+    """Return the input tensors by name from the arguments of a call.
 
-    Raises SdQuantError for a call with another structure or another constant than observed.
+    Raises SdQuantError for a call whose structure or constants differ from the recorded calls.
     """
     tensors: dict[str, Tensor] = {}
     expected = signature.arguments["dict"]
@@ -361,7 +361,7 @@ def shown(value: Any) -> str:
 
 
 def with_outputs(signature: Signature, output: Any) -> Signature:
-    """Returns the signature with the structure of an output, noting what is neither tensor nor constant: a cache."""
+    """Add the structure of ``output`` to a signature, without values (caches) that are neither tensor nor constant."""
     results: dict[int, str] = {}  # by the tensor's identity: an encoder returns its last hidden state twice
     notes = list(signature.notes)
 
@@ -381,5 +381,5 @@ def with_outputs(signature: Signature, output: Any) -> Signature:
 
 
 def result_tensors(output: Any) -> tuple[Tensor, ...]:
-    """Returns the tensors of an output in the order of ``Signature.results``."""
+    """Return the distinct tensors of an output in the order of ``Signature.results``."""
     return tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())

@@ -1,4 +1,4 @@
-"""An observed pipeline of diffusers as a checkpoint, with found facts in the place of a family's stated ones."""
+"""Checkpoint of any diffusers pipeline, with facts recorded by running it where a family's module would state them."""
 
 import inspect
 import json
@@ -28,7 +28,7 @@ SMALL_WEIGHT = 65_536  # numbers of a weight that a pipeline may read itself, su
 
 @dataclass(frozen=True)
 class ObservedPart:
-    """One network of the pipeline: how it is called and exported."""
+    """One network of the pipeline, with the signature of its recorded calls and its exported graph."""
 
     component: str
     signature: Signature
@@ -39,7 +39,7 @@ class ObservedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation(Facts):
-    """Facts about a pipeline, its parts and its layers; the content of ``observed.json``."""
+    """Facts about a pipeline, its parts and layers, recorded by running it; the content of ``observed.json``."""
 
     pipeline: str  # the class
     size: tuple[int, int]  # width and height of the images with which it was observed
@@ -51,29 +51,29 @@ class Observation(Facts):
         return asdict(self)
 
     def that_miss(self, run: str) -> list[str]:
-        """Returns the exported parts whose graphs do not serve a run of the pipeline."""
+        """Return the exported parts whose graphs do not serve a ``run`` that the pipeline itself can make."""
         made = run not in self.fixed and (run != "batch" or self.style.batched)
         return [name for name, part in self.parts.items() if made and not part.rung.cause and run not in part.runs]
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Observation":
-        """Returns the observation of ``to_json`` after a passage through JSON."""
+        """Build the observation from the parsed JSON of ``to_json``."""
         return restored(Observation, values)
 
 
 def why_refused(rung: Rung) -> str | None:
-    """The reason against exporting a part, or None. Quantized graphs hold the rest of their weights in fp16."""
+    """Return why a part is not exported, or None. A need for fp32 weights is a reason: quantized graphs have fp16."""
     return rung.cause or next((note for note in rung.notes if note.startswith(IN_FP32)), None)
 
 
 class ObservedFamily(Observed):
-    """A family of one observed pipeline."""
+    """The family of a single pipeline, with facts recorded by running it."""
 
     def __init__(
         self, observation: Observation, denoiser: str, networks: Mapping[str, str], excluded: tuple[str, ...],
         shares_steps: bool = False,
     ):  # fmt: skip
-        """``shares_steps``: whether images may take a share of the steps, by their ``strength``."""
+        """``shares_steps``: whether the pipeline may run only a share of the steps (``strength`` of image-to-image)."""
         self.SOME_STEPS = shares_steps or len(observation.denoisers) > 1
         self.PIPELINES, self.NETWORKS = (observation.pipeline,), dict(networks)
         self.DENOISER, self.DENOISERS, self.GUIDES = denoiser, observation.denoisers, observation.samples_per_image > 1
@@ -84,7 +84,7 @@ class ObservedFamily(Observed):
 
     @property
     def layers(self) -> ObservedLayers:
-        """Those of the denoiser, or of another that is in its place (``models.checkpoint.InPlace``)."""
+        """Layers of the denoiser, or of another denoiser in its place (``models.checkpoint.InPlace``)."""
         return self.by_denoiser.get(self.DENOISER, self.by_denoiser[self.own])
 
     def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:
@@ -110,10 +110,10 @@ class ObservedFamily(Observed):
 
 @dataclass(frozen=True)
 class ObservedCheckpoint(Folder):
-    """An opened folder of any pipeline that was observed."""
+    """Checkpoint of any diffusers pipeline, whose networks, calls and layers were recorded by running it."""
 
-    arguments: dict[str, Any]  # further ones of the pipeline's call
-    excluded: tuple[str, ...]  # patterns of layers
+    arguments: dict[str, Any]  # further arguments of the pipeline's call
+    excluded: tuple[str, ...]  # patterns of layer names
     denoiser: str  # the part that is quantized
     observation: Observation
     reopen: Callable[[], Checkpoint]
@@ -139,11 +139,11 @@ class ObservedCheckpoint(Folder):
         return with_dtypes(found, self.dtypes, self.components)
 
     def build(self) -> dict[str, nn.Module]:
-        """Builds the networks, with parameters on the meta device and real buffers."""
+        """Build the networks, with parameters on the meta device and real buffers."""
         return {name: self.build_one(name) for name in self.configs}
 
     def build_one(self, component: str) -> nn.Module:
-        """Builds the network of one component likewise."""
+        """Build the network of one component, with parameters on the meta device and real buffers."""
         prepared = self.observation.prepared.get(component, [])
         return network_of(self.described[component].kind, self.configs[component], prepared)
 
@@ -156,5 +156,5 @@ class ObservedCheckpoint(Folder):
         return PipelineCall(self.family, pipe, observed.denoisers, self.arguments, observed.style, observed.outputs)
 
     def __reduce__(self):
-        """Pickles how the folder was opened; another process opens it again."""
+        """Pickle the function that opens the folder; the other process opens the folder again."""
         return self.reopen, ()

@@ -1,4 +1,4 @@
-"""Where the tensors of a tape come from and go to: from which layers, through which attentions, to which layers."""
+"""Data flow in the recorded run (tape) of a network: which layers and attentions each tensor comes from and goes to."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Flow:
-    """Facts about the layers of a tape."""
+    """Facts about the layers of a network, computed from the tape of one run."""
 
     network: nn.Module
     tape: Tape
@@ -79,7 +79,7 @@ class Flow:
         return uses
 
     def layer_of(self, operation: Operation) -> str | None:
-        """The Linear or Conv2d whose whole weight this operation multiplies by."""
+        """Return the name of the Linear or Conv2d whose whole weight this operation multiplies by, or None."""
         if not is_layer(operation) or len(operation.operands) < 2:
             return None
         name = (parameter(operation.operands[1]) or "").removesuffix(".weight")
@@ -87,7 +87,7 @@ class Flow:
 
     @cached_property
     def behind(self) -> tuple[dict[Value, bool], dict[Value, bool]]:
-        """Whether a value comes from a layer, and whether from an attention."""
+        """By value, whether it is computed from a layer's output, and whether from an attention's output."""
         layer, attention = dict[Value, bool](), dict[Value, bool]()
         for operation in self.tape.operations:
             values = list(operation.values())
@@ -98,7 +98,7 @@ class Flow:
         return layer, attention
 
     def attends(self, operation: Operation, layer: Mapping[Value, bool]) -> bool:
-        """Whether the operation is an attention, given which values come from a layer."""
+        """Whether the operation is an attention: a fused one, or a product of two values that come from a ``layer``."""
         if ATTENTION.fullmatch(operation.kind):
             return True
         made = [value for value in operation.values() if layer.get(value, False)]
@@ -106,12 +106,12 @@ class Flow:
 
     @cached_property
     def attended(self) -> list[Operation]:
-        """All attentions, in order."""
+        """All attention operations, in order."""
         return [operation for operation in self.tape.operations if self.attends(operation, self.behind[0])]
 
     @cached_property
     def ahead(self) -> dict[Value, bool]:
-        """Whether another layer reads what a value becomes; only of values that reach the network's output."""
+        """By value that reaches the network's output, whether any layer lies between the value and that output."""
         found = dict.fromkeys(self.tape.returned, False)
         for operation in reversed(self.tape.operations):
             outputs = [output for output in self.tape.outputs[operation] if output in found]
@@ -122,14 +122,14 @@ class Flow:
         return found
 
     def one_row(self, name: str) -> bool:
-        """Whether a layer reads no more vectors of channels than there are images, whenever it is called."""
+        """Whether every call of a layer reads at most one vector of channels for each sample, so no tokens."""
         layer = self.layers[name]
         width = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
         return all(prod(call.input.shape) <= width * self.tape.samples for call in self.calls[name])
 
     @cached_property
     def token_wise(self) -> set[Value]:
-        """Values that reach the network's output without a layer of one row an image on the way."""
+        """Values with a path to the network's output on which every layer reads tokens (not ``one_row``)."""
         narrow = {call.operation for name, calls in self.calls.items() if self.one_row(name) for call in calls}
         found = set(self.tape.returned)
         for operation in reversed(self.tape.operations):
@@ -139,7 +139,7 @@ class Flow:
 
     @cached_property
     def queries(self) -> set[str]:
-        """Layers whose output becomes query, key or value of an attention."""
+        """Layers whose output becomes query, key or value of an attention with no other layer between."""
         met, found = set[Value](), set[str]()
         attentions = set(self.attended)
         waiting = [value for operation in self.attended for value in list(operation.values())[:3]]  # the next is a mask
@@ -157,7 +157,7 @@ class Flow:
 
     @cached_property
     def feed_forward(self) -> set[str]:
-        """Linears with only an activation, and gates, between them, both those in front and those behind."""
+        """Linears of feed-forwards: pairs with only an activation (and gates) between the first and the second."""
         found = set[str]()
         for name, calls in self.calls.items():
             for call in calls:
@@ -166,7 +166,7 @@ class Flow:
         return found
 
     def activated(self, value: Value) -> set[str]:
-        """The linears of whose outputs alone a value is an activation."""
+        """Return the linears from whose outputs a value is computed by an activation and gates alone; else nothing."""
         found, activation, waiting, met = set[str](), False, [value], set[Value]()
         while waiting:
             current = waiting.pop()
@@ -185,7 +185,7 @@ class Flow:
 
     @cached_property
     def content(self) -> set[str]:
-        """Inputs with content, not times or sizes: the text, and those of three axes or more."""
+        """Inputs of the network that hold image or text, not times or sizes: text, or tensors of three axes or more."""
         return {name for name, value in self.tape.inputs.items() if len(value.shape) > 2 or self.of_text(name)}
 
     def is_text(self, value: Value) -> bool:
@@ -193,7 +193,7 @@ class Flow:
         return bool(value.depends) and all(self.of_text(name) for name in value.depends)
 
     def of_text(self, name: str) -> bool:
-        """Whether an input is one of the text's, or nested in one."""
+        """Whether an input of the network is one of the arguments ``text``, or nested in one."""
         return any(name == each or name.startswith(f"{each}.") for each in self.text)
 
 
@@ -205,7 +205,7 @@ def is_layer(operation: Operation) -> bool:
 
 
 def parameter(value: Any, through: Sequence[str] = COPIES) -> str | None:
-    """Returns the name of the parameter or buffer behind a value, through casts, copies or other ``through``."""
+    """Return the name of the parameter or buffer that a value is, perhaps after operations ``through``; else None."""
     while isinstance(value, Value) and value.operation is not None and value.operation.kind in through:
         value = value.operation.operands[0]
     known = isinstance(value, Value) and value.operation is None and not value.depends

@@ -1,19 +1,19 @@
-"""From recorded calls of a network to an ONNX graph in its place that was verified on each of them, or a refusal.
+"""Export of a network to ONNX, verified on recorded calls; a ladder of remedies is tried until a graph is right.
 
-    rung = climb(build, calls, weights)  # refuses a network that cannot be exported, and raises nothing for it
-    rung.cause                           # None, or the sentence for which it is refused
+    rung = climb(build, calls, weights)  # a network that cannot be exported gives a refusal, not an exception
+    rung.cause                           # None, or the sentence that says why the network is refused
     part = part_of(component, rung.signature, rung, build)  # a Part as families write it by hand
     trace(lambda: part.wrap(build()), part.contract)        # ONNX, weights as named inputs after the contract's own
 
 ``build`` returns the network with its parameters on the meta device and its buffers real, in evaluation mode or not
 (``empty.without_weights``); ``weights`` maps the network's own names of parameters to tensors. The graph's names of
-weights are those with ``network.`` in front. Weights that modules share may be in the mapping under one name
-(``empty.reader`` finds them).
+weights are these names with ``network.`` in front. A weight that modules share may be in the mapping under only one
+of its names (``empty.reader`` finds it).
 
-Each rung changes the network more than the one before, and the first that serves all calls in one runtime is taken.
-A graph serves a call if a fresh session of the runtime returns outputs of the network's own shapes, within
-``TOLERANCE`` of their norm. The road not taken is a best effort: graphs that a tracer returned without complaint gave
-the old size's shape for a new size.
+Each rung changes the network more than the previous rung; the first rung that serves all calls in one runtime is
+taken. A graph serves a call if a fresh session of the runtime returns outputs of the network's own shapes, with an
+error of at most ``TOLERANCE`` of their norm. Alternative not taken: trusting every graph that a tracer returns; some
+returned the traced size's shape for a new size.
 """
 
 import logging
@@ -63,9 +63,9 @@ from sd_quant.observed.sizes import (
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
-TOLERANCE = 1e-4  # largest error of an output, of its norm, in fp32
+TOLERANCE = 1e-4  # largest error of an output, relative to its norm, in fp32
 ROUNDED = 5e-2  # likewise, with weights in fp16 or bf16
-LARGE = 150_000_000  # parameters; of larger networks a copy with two blocks a list is verified, with random weights
+LARGE = 150_000_000  # parameters; a larger network is verified as a copy with two blocks a list and random weights
 BLOCKS = 2
 IN_FP32 = "weights stay in fp32"  # begins a note
 POSITION = re.compile(r"(^|_)(ids|pos|positions?|rotary|rope|freqs?|cos|sin|coords?|grid)(_|$)")  # names of inputs
@@ -75,10 +75,10 @@ Build = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Case:
-    """A network, with weights to verify its graph with."""
+    """A network with weights, and its outputs for recorded calls, against which its graph is verified."""
 
-    build: Build  # without weights
-    network: nn.Module  # with them
+    build: Build  # the network without weights
+    network: nn.Module  # with weights
     read: Read  # the weights
     method: str
     calls: Sequence[Call]
@@ -87,32 +87,32 @@ class Case:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How often each module of sizes alone is called, by its path."""
+        """Number of calls of each module whose outputs depend on sizes alone, by module path."""
         return of_sizes_alone(self.build, self.method, self.calls)
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Which kinds of numbers the network computes with."""
+        """Whether the network computes complex or fp64 numbers."""
         with torch.no_grad(), Numbers() as numbers:
             run(self.network, self.method, self.calls[0].arguments)
         return numbers
 
     @cached_property
     def known(self) -> dict[str, int]:
-        """How often each module without weights is called that no weight has a part in, by its path."""
+        """Number of calls of each module without weights whose inputs depend on no weight, by module path."""
         seen = known_without_weights(self.build, self.method, self.calls[0].arguments)
         return {path: len(outputs) for path, outputs in seen.items() if holds_tensors(outputs)}
 
     @cached_property
     def seen(self) -> list[Outputs]:
-        """What these modules return in each call."""
+        """Outputs of the modules in ``counts`` and ``known``, for each recorded call."""
         paths = {**self.counts, **self.known}
         return [look(self.network, self.method, call.arguments, list(paths)) for call in self.calls]
 
     def signature(self, remedies: tuple[str, ...], numbers: Sequence[int]) -> Signature:
-        """The signature of the calls with these ``numbers`` and remedies.
+        """Return the signature of the calls with the indices ``numbers``, after these ``remedies``.
 
-        Raises ArtifactError where a remedy changes nothing, or does not serve all calls.
+        Raises ArtifactError where the remedies change nothing, or are not enough for all of the calls.
         """
         trees, extra = {}, dict[str, list[Tensor]]()
         paths = (self.counts if SIZES in remedies else {}) | (self.known if KNOWN in remedies else {})
@@ -151,11 +151,11 @@ def climb(
     threads: int | None = None,
     large: int = LARGE,
 ) -> Rung:
-    """Returns the first rung of the ladder whose graph serves the ``calls`` in at least one runtime.
+    """Return the first rung of the ladder whose graph serves the ``calls`` in at least one runtime, or a refusal.
 
-    After all rungs for all calls come those for the calls of one batch size, of one image size, of both.
-    ``calls`` of another structure than the first call's are not served; ``Rung.serves`` tells which are. ``dtype`` is
-    that of the exported weights; the graph is verified in fp32, and in ``dtype`` for one call.
+    All rungs are tried for all calls, then for the calls of one batch size, of one image size, and of both. Calls
+    whose structure differs from the first call's are not served; ``Rung.serves`` lists the calls that are. Weights are
+    exported in ``dtype``; the graph is verified in fp32 for all these calls, and in ``dtype`` for one call.
     """
     try:
         structure = one_structure(calls)
@@ -199,10 +199,10 @@ def climb(
 
 
 def in_dtype(case: Case, rung: Rung, dtype: torch.dtype, threads: int | None) -> Rung:
-    """Returns the rung with weights in ``dtype`` if its graph computes one call so, otherwise in fp32.
+    """Return the rung with weights in ``dtype`` if its graph then computes one call within ``ROUNDED``, else in fp32.
 
-    Inputs of one number a sample, positions, and tables from outside stay in fp32 if the network takes them so;
-    otherwise all inputs are in ``dtype``. Buffers stay in fp32 likewise, and products get inputs of other dtypes.
+    First buffers and the inputs of ``kept_single`` stay in fp32, then all inputs are in ``dtype``; where both fail,
+    buffers are in ``dtype`` too, and at last the inputs of linears and convolutions are cast to their weights' dtype.
     """
     if dtype == torch.float32:
         return rung
@@ -218,7 +218,7 @@ def in_dtype(case: Case, rung: Rung, dtype: torch.dtype, threads: int | None) ->
 
 
 def kept_single(signature: Signature) -> tuple[str, ...]:
-    """Returns the inputs that keep fp32: one number a sample, positions, and what is computed outside of the graph."""
+    """Return the float inputs that stay in fp32: one number a sample, positions, and tensors computed outside."""
     given = {leaf.get("tensor") for _, leaf in leaves(signature.arguments)}
     return tuple(
         name
@@ -229,7 +229,7 @@ def kept_single(signature: Signature) -> tuple[str, ...]:
 
 
 def case_of(build: Build, calls: Sequence[Call], weights: Mapping[str, Tensor], method: str, large: int) -> Case:
-    """Returns the network to verify with the outputs that it gives for the ``calls``.
+    """Build the network to verify, with weights, and compute its outputs for the ``calls``.
 
     Raises ArtifactError for a network that fails, or whose outputs are not finite.
     """
@@ -260,7 +260,7 @@ def case_of(build: Build, calls: Sequence[Call], weights: Mapping[str, Tensor], 
 def outcome(
     case: Case, numbers: Sequence[int], rung: Rung, runtimes: Sequence[str], threads: int | None, tolerance: float
 ) -> tuple[dict[str, Verified], dict[str, str]]:
-    """Returns how each runtime computes the calls with these numbers, or the cause why not, both by runtime."""
+    """Export a graph, run the calls ``numbers`` in each runtime; return successes and causes of failure by runtime."""
     part = part_of("", rung.signature, rung, case.build)
     try:
         with redirect_stderr(StringIO()):  # torch prints the whole graph of a network that it cannot export
@@ -291,9 +291,9 @@ def outcome(
 
 
 def verify(engine: Engine, part: Part, calls: Sequence[tuple[Call, Sequence[Tensor]]], tolerance: float) -> Verified:
-    """Returns how an engine computes calls whose outputs are known.
+    """Run ``calls`` with known outputs in an engine, and return their number and the largest relative error.
 
-    Raises ArtifactError for an output of another shape, or with other numbers, and what the runtime raises.
+    Raises ArtifactError for an output of another shape or with an error above ``tolerance``.
     """
     worst = 0.0
     for call, expected in calls:
@@ -310,13 +310,13 @@ def verify(engine: Engine, part: Part, calls: Sequence[tuple[Call, Sequence[Tens
 
 
 def error_of(output: Tensor, reference: Tensor) -> float:
-    """Returns the norm of the difference, of the reference's."""
+    """Return the norm of the difference relative to the norm of the reference."""
     difference = (output.double() - reference.double()).norm().item()
     return difference / (reference.double().norm().item() or 1.0) if difference else 0.0
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns the first cause of an error in one line."""
+    """Return the original cause (last ``__cause__`` with a text) of an error in one line."""
     chain = [error]
     while chain[-1].__cause__ is not None and chain[-1].__cause__ not in chain:  # torch makes rings of them
         chain.append(chain[-1].__cause__)

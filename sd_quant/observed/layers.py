@@ -1,20 +1,20 @@
-"""Roles of a denoiser's layers, and which linears read the same tensor, from one watched call and without names.
+"""Roles of a denoiser's layers, and which linears read the same tensor, found from one recorded call, not from names.
 
-``models.roles`` says the same of six families by the names of their layers. Here the rules are about what happened:
+``models.roles`` derives the same facts from layer names for six families. Here the rules are about the data flow:
 
 | role     | a layer whose                                                                                             |
 |----------|-----------------------------------------------------------------------------------------------------------|
-| excluded | place is at an edge of the network, or that sees no token, see ``_reason``                                |
+| excluded | place is at an edge of the network, or input holds no tokens, see ``_reason``                             |
 | conv     | kind is Conv2d                                                                                            |
 | qkv      | output becomes query, key or value of an attention before another layer reads it                          |
-| ffn      | output reaches another linear through an activation (and gates) alone, or that other linear               |
+| ffn      | output reaches a second linear through an activation (and gates) alone; the second linear, too            |
 | linear   | output does something else                                                                                |
 
 An attention is a call of scaled_dot_product_attention, or any product of two tensors that both come from layers.
 
-A modulation, which makes shifts and scales from the time, sees one row an image: a thousandth of the work, and the
-layers that suffer most from coarse numbers. All are excluded, in every network. ModelOpt and Quark exclude those of
-Flux, but not those of Stable Diffusion 3, where they hold a third of the weights: there the family's own rule is kept.
+A modulation, which computes shifts and scales from the timestep, reads one vector an image: a thousandth of the work,
+and the layers that suffer most from quantization. All modulations are excluded, in every network. ModelOpt and Quark
+exclude Flux's, but not Stable Diffusion 3's, a third of its weights: there the rule of ``models.sd3`` is kept.
 
 Linears share an input if they read the same object: equal slices or views of one tensor are different tensors.
 """
@@ -64,7 +64,7 @@ class ObservedLayers:
 def observed_layers(
     network: nn.Module, arguments: Mapping[str, Any], text: Collection[str], method: str = "forward"
 ) -> ObservedLayers:
-    """Returns the roles and inputs of the layers of ``network``, as seen in one call with ``arguments``.
+    """Return the roles and shared inputs of the layers of ``network``, found in one call with ``arguments``.
 
     ``arguments`` as in ``tape.noted``, with more than one token of image and of text for each image. ``text`` names the
     arguments that are computed from the prompt alone, masks too, by name or by the start of a nested one:
@@ -96,7 +96,7 @@ def _roles(flow: Flow) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _reason(flow: Flow, name: str) -> str | None:
-    """Why a layer is excluded; None for a layer that may be quantized."""
+    """Return why a layer is excluded; None for a layer that may be quantized."""
     calls, (layer, attention) = flow.calls.get(name, []), flow.behind
     if getattr(flow.layers[name], "groups", 1) != 1:
         return GROUPED
@@ -128,14 +128,14 @@ def _reason(flow: Flow, name: str) -> str | None:
 
 
 def _is_skip(flow: Flow, call: Call) -> bool:
-    """Whether a layer's bare output is added to what other layers made of the tensor that it reads."""
+    """Whether a layer projects a skip connection: its output is added to what other layers compute from its input."""
     additions = [each for each in flow.tape.readers.get(call.output, ()) if each.kind in ("add", "sub")]
     others = [value for each in additions for value in each.values() if value is not call.output]
     return any(_made_beside(other, call) for other in others)
 
 
 def _made_beside(value: Value, call: Call) -> bool:
-    """Whether layers made ``value`` from the tensor that ``call`` reads, and not from what the call makes."""
+    """Whether other layers computed ``value`` from the input of ``call``, by a path that avoids the call itself."""
     source = call.input
     earliest = -1 if source.operation is None else source.operation.place  # nothing before can be made from it
     met, waiting = set[tuple[Value, bool]](), [(value, False)]
@@ -153,7 +153,7 @@ def _made_beside(value: Value, call: Call) -> bool:
 
 
 def _shared_inputs(flow: Flow) -> list[SharedInput]:
-    """The inputs of all linears, in the network's order, and each behind those of the module that produces it."""
+    """Return the inputs of all linears in network order; an input comes after the inputs of its own producer."""
     order = {name: index for index, name in enumerate(flow.layers)}
     linears = [name for name, layer in flow.layers.items() if isinstance(layer, nn.Linear)]
     groups, found = defaultdict[Value, list[Call]](list), list[SharedInput]()
@@ -175,10 +175,10 @@ def _shared_inputs(flow: Flow) -> list[SharedInput]:
 
 
 def _runs(calls: Iterable[Call]) -> Iterator[list[Call]]:
-    """Calls with no other layers' between them.
+    """Split calls that read one tensor into runs without calls of other layers between, usually one run a block.
 
-    Every block reads the text. One vector for all would be a compromise between all blocks, so every block has its own,
-    for one multiplication of few rows. So has every block of whatever no module absorbs.
+    All blocks read the text. One vector of channel factors for all would be a compromise, so each block has a vector,
+    for one multiplication of few tokens. The same holds for any tensor whose factors no module absorbs.
     """
     run: list[Call] = []
     for call in sorted(calls, key=lambda call: call.place):
@@ -190,7 +190,7 @@ def _runs(calls: Iterable[Call]) -> Iterator[list[Call]]:
 
 
 def _producers_first(inputs: Sequence[SharedInput]) -> list[SharedInput]:
-    """The same inputs; an input that a linear produces stands behind what that linear reads."""
+    """Sort the inputs so that an input that a linear produces comes after the input of that linear."""
     read_by = {reader: shared for shared in inputs for reader in shared.readers}
     ordered, placed = list[SharedInput](), set[tuple[str, ...]]()
     for shared in inputs:
@@ -205,9 +205,9 @@ def _producers_first(inputs: Sequence[SharedInput]) -> list[SharedInput]:
 
 
 def _attentions(flow: Flow, text: Collection[str]) -> dict[str, Heads]:
-    """The heads of diffusers' attentions if all are as ``quantization.attention`` assumes.
+    """Return the heads of diffusers' attentions if all compute what ``quantization.attention`` assumes; else nothing.
 
-    A mask may be added to the scores where the key's linear is among those that read the ``text``.
+    An attention mask is allowed where the linear of the keys is in ``text``, the linears that read the text.
     """
     called = defaultdict[str, list[Operation]](list)
     for operation in flow.attended:
@@ -220,9 +220,9 @@ def _attentions(flow: Flow, text: Collection[str]) -> dict[str, Heads]:
 
 
 def _is_plain(attention: Any, calls: Sequence[Operation], cross: bool) -> bool:
-    """Whether one product was computed, of queries and keys without norms or with an RMSNorm.
+    """Whether an attention is one scaled_dot_product_attention of queries and keys without norms or with RMSNorm.
 
-    Without a mask, unless it is a cross-attention.
+    A mask is allowed only in a cross-attention (``cross``).
     """
     norms = {type(getattr(attention, name, None)).__name__ for name in ("norm_q", "norm_k")}
     one = len(calls) == 1 and calls[0].kind == "scaled_dot_product_attention"

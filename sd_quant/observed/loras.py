@@ -1,10 +1,10 @@
-"""LoRAs of a pipeline of any class, by the names that diffusers' own loader of that class gives to layers.
+"""LoRAs for pipelines of any class, with layer names converted by diffusers' own loader of that class.
 
 ``lora_state_dict`` of the class renames, joins, cuts and scales what trainers have stored; nothing here knows a family.
-It gets tensors without numbers that record what is done with them, so that factors are read when their layer is, and
-whatever it leaves out of a file is seen. No file is opened by it, and nothing is fetched.
-The roads not taken are ``load_lora_weights`` and ``fuse_lora``, which need all weights in memory and PEFT, and drop
-what does not fit with a warning, and a table of names for each class.
+The loader gets meta tensors that record its operations, so that the factors of a layer are read only with that layer,
+and tensors of the file that the loader ignores are noticed. The loader opens no file and downloads nothing.
+Alternatives not taken: ``load_lora_weights`` and ``fuse_lora``, which need all weights in memory and PEFT, and drop
+what does not fit with a warning; and a table of names for each class.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,15 +31,15 @@ from sd_quant.process import confined
 
 
 class Recorded(Tensor):
-    """A tensor without numbers that remembers how they are computed of a file's, and of which."""
+    """A meta tensor that records how its numbers are computed, and from which tensors of a file."""
 
     source: LazyTensor
-    keys: frozenset[str]  # of the file's tensors that it is computed of
-    asked: set[str]  # the keys of those whose numbers were asked for at once, such as alphas
+    keys: frozenset[str]  # names of the file's tensors from which it is computed
+    asked: set[str]  # names of the file's tensors whose numbers the loader needed at once, such as alphas
 
     @staticmethod
     def of(plain: Tensor, source: LazyTensor, keys: frozenset[str], asked: set[str]) -> "Recorded":
-        """Returns ``plain``, on the meta device, as one."""
+        """Convert ``plain``, a tensor on the meta device, to a ``Recorded``."""
         made = plain.as_subclass(Recorded)
         made.source, made.keys, made.asked = source, keys, asked
         return made
@@ -73,16 +73,16 @@ class Recorded(Tensor):
 
 
 def computed(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Returns what ``func`` makes of arguments whose tensors are read first."""
+    """Read the lazy tensors among the arguments, call ``func`` and return its result."""
     args, kwargs = pytree.tree_map_only(LazyTensor, lambda each: each.read(), (args, kwargs))
     return func(*args, **kwargs)
 
 
 def with_loras(checkpoint: ObservedCheckpoint, loras: Iterable[tuple]) -> ObservedCheckpoint:
-    """Returns the checkpoint with LoRAs in its weights; reads none of them.
+    """Return the checkpoint with LoRAs added to its weights; no weight is read yet.
 
-    ``loras`` are a path, a strength and the denoiser that it changes, None for the only one. Raises ConfigError for a
-    LoRA that does not fit, or says no denoiser of several, ArtifactError for a damaged one.
+    Each of ``loras`` is (path, strength, denoiser), None for the only denoiser. Raises ConfigError for a LoRA that does
+    not fit, or that names no denoiser where there are several; ArtifactError for a damaged file.
     """
     updates = []
     for path, strength, denoiser in loras:
@@ -95,12 +95,12 @@ def with_loras(checkpoint: ObservedCheckpoint, loras: Iterable[tuple]) -> Observ
 
 
 def reopened(reopen: Callable[[], Any], loras: Iterable[tuple]) -> ObservedCheckpoint:
-    """Opens the checkpoint again, ``with_loras``."""
+    """Open the checkpoint again by ``reopen``, and add the LoRAs (``with_loras``)."""
     return with_loras(reopen(), loras)
 
 
 def names_for(checkpoint: ObservedCheckpoint, path: Path, denoiser: str | None) -> dict[str, list[list[Place]]]:
-    """Returns the names of the layers that a LoRA of ``denoiser`` may change. Raises ConfigError, as ``with_loras``."""
+    """Map layer names in a LoRA of ``denoiser`` to places of weights. Raises ConfigError for an unknown denoiser."""
     kind, denoisers = checkpoint.kind, checkpoint.observation.denoisers
     loadable = getattr(kind, "_lora_loadable_modules", denoisers)
     able = [each for each in denoisers if each in loadable] or [checkpoint.denoiser]
@@ -120,10 +120,10 @@ def names_for(checkpoint: ObservedCheckpoint, path: Path, denoiser: str | None) 
 def in_diffusers_names(
     checkpoint: ObservedCheckpoint, path: Path, names: Mapping[str, Any], tensors: Mapping[str, Readable]
 ) -> Mapping[str, Readable]:
-    """Returns a file's tensors under diffusers' names of layers, as its loader of this class of pipelines has them.
+    """Return a LoRA's tensors under diffusers' names of layers, converted by the pipeline class's ``lora_state_dict``.
 
-    They stay as they are where all are ``names`` already. Raises ConfigError for tensors that it leaves out and that
-    are not zero, ArtifactError for those that it does not understand.
+    Tensors are returned unchanged where all layers are in ``names`` already, or the class has no such loader. Raises
+    ConfigError for tensors that the loader ignores and that are not zero, ArtifactError for names it does not know.
     """
     kind = cast(Any, checkpoint.kind)
     if all(split_key(key)[0] in names for key in tensors) or not hasattr(kind, "lora_state_dict"):

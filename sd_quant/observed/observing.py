@@ -1,7 +1,7 @@
-"""Opens the folder of any pipeline: watches it, climbs the ladder with each network, and finds the roles of its layers.
+"""Opening of any diffusers pipeline: run it, record its networks' calls, export each network, find its layers' roles.
 
-The observation is cached under a hash of the folder's files, the request and this code, so that a job, its helpers and
-the jobs of a sweep observe once.
+The result is cached under a hash of the folder's files, the request and this code, so that a job, its helpers and the
+jobs of a sweep run and export the pipeline only once.
 """
 
 import json
@@ -40,8 +40,8 @@ from sd_quant.source import source_digest
 
 LOG = logging.getLogger(__name__)
 PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "onnx", "onnx-ir", "onnxscript")
-GRAIN = 64  # pixels, of which every side is a multiple that a large network is observed with
-SMALL = 200_000_000  # parameters; smaller networks compute while they are watched, others have no weights in memory
+GRAIN = 64  # pixels; the sides of the images with which large networks are recorded are multiples of it
+SMALL = 200_000_000  # parameters; networks above it are recorded on the meta device, without weights in memory
 MOST_OTHER = 2**30  # bytes of a component that is no network
 OF = ("batch", "width*height", "width", "height", "batch*width*height", "batch*width", "batch*height")
 GRAINS = (1, 4, 8, 16, 32, 64)  # pixels along a side of a latent, or of a token
@@ -50,12 +50,12 @@ GRAINS = (1, 4, 8, 16, 32, 64)  # pixels along a side of a latent, or of a token
 def open_observed(
     path: Path, asked: Asked, excluded: tuple[str, ...], denoiser: str | None, cache: Cache, dtypes: Dtypes = None
 ) -> ObservedCheckpoint:
-    """Opens and observes the folder of a pipeline; of networks with more than ``SMALL`` parameters it reads no weight.
+    """Open the folder of a pipeline and run it to record its structure, or take the recording from the ``cache``.
 
-    It is observed as it is ``asked``, but with noise for what images show. ``excluded`` are patterns of layers,
-    ``denoiser`` is the part that is quantized, None for the first, ``dtypes`` are those of exported weights. Raises
-    ConfigError for a pipeline that is not opened here, ArtifactError for a folder that is damaged or incomplete, and
-    for a pipeline that fails, with the cause.
+    The request is ``asked``, with noise in place of images' contents. Networks above ``SMALL`` parameters run without
+    weights. ``excluded`` are patterns of layer names, ``denoiser`` is the part to quantize (None: the first), and
+    ``dtypes`` are those of exported weights. Raises ConfigError for an unsupported pipeline or unknown ``denoiser``,
+    ArtifactError for a damaged or incomplete folder, and for a pipeline that fails, with the cause.
     """
     folder = open_folder(path, images=any(map(has_images, asked.called.values())))
     weights, kind = folder.components, folder.kind.__name__
@@ -89,7 +89,7 @@ def open_observed(
 
 
 def observe(folder: Folder, asked: Asked) -> Observation:
-    """Returns what was observed. Raises what ``watch`` raises."""
+    """Run the pipeline and record its structure. Raises ArtifactError if the pipeline fails or has no denoiser."""
     started, described, configs, weights = time.perf_counter(), folder.described, folder.configs, folder.components
     networks = {
         name: filled(network_of(described[name].kind, config), weights[name]) for name, config in configs.items()
@@ -134,7 +134,7 @@ def observe(folder: Folder, asked: Asked) -> Observation:
 
 
 def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:
-    """Returns the rung, or a refusal of a graph for texts of one length alone: prompts differ in length."""
+    """Return the rung; a refusal if its graph serves texts of one length alone, because prompts differ in length."""
     alike = one_structure(calls)
     served = {calls[number].run for number in rung.serves}
     missed = any(calls[number].run == "prompt" and number not in rung.serves for number in alike)
@@ -145,7 +145,7 @@ def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:
 
 
 def hash_of(folder: Path) -> str | None:
-    """Returns the hash of all files of a tokenizer, a scheduler or a processor. Raises ArtifactError for large ones."""
+    """Hash all files of a tokenizer, scheduler or processor. Raises ArtifactError above ``MOST_OTHER`` bytes."""
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if size > MOST_OTHER:
         raise ArtifactError(f"{folder} holds {size} bytes of files, expected at most {MOST_OTHER}; fetch it again")
@@ -153,24 +153,24 @@ def hash_of(folder: Path) -> str | None:
 
 
 def is_small(weights: Weights) -> bool:
-    """Whether a network computes while it is watched, with its weights in memory and in the cache's key."""
+    """Whether a network has at most ``SMALL`` parameters: it runs with its weights, which are in the cache's key."""
     return sum(math.prod(tensor.shape) for tensor in weights.tensors.values()) <= SMALL
 
 
 def smaller(side: int) -> int:
-    """Returns a smaller side in pixels for observing a large network; a graph for all sizes serves the asked one."""
+    """Return a smaller side in pixels to record a large network with; its graph for all sizes serves ``side`` too."""
     return min(side, max(GRAIN, side // 8 // GRAIN * GRAIN))
 
 
 def filled(network: nn.Module, weights: Weights) -> nn.Module:
-    """Returns a small network with its weights, a large one without."""
+    """Load the weights of a small network (``is_small``); return a large network unchanged."""
     if is_small(weights):
         with_small_weights(network, weights, math.inf)
     return network
 
 
 def chosen(calls: Sequence[Call]) -> list[Call]:
-    """Returns one call of each run, and a second one of the first run, of another step."""
+    """Return the first call of each run; of the base run the first call of each denoising step."""
     first: dict[tuple[str, int], Call] = {}
     for call in calls:
         first.setdefault((call.run, call.step if call.run == "base" else 0), call)
@@ -178,7 +178,7 @@ def chosen(calls: Sequence[Call]) -> list[Call]:
 
 
 def text_of(calls: Sequence[Call]) -> set[str]:
-    """Returns the arguments that hold the text: in floating point, and the same in two steps."""
+    """Return the names of arguments that hold text embeddings: float tensors that are equal in two denoising steps."""
     base = [call for call in calls if call.run == "base"]
     other = next((call for call in base if call.step != base[0].step), base[0])
     return {
@@ -190,9 +190,9 @@ def text_of(calls: Sequence[Call]) -> set[str]:
 
 
 def axes_of(part: Part, watched: Watched, calls: Sequence[Call], asked: Asked, samples: int) -> dict[str, Axis]:
-    """Returns the size of each dynamic axis as a formula of the samples in a call and the image's size.
+    """Return the size of each dynamic axis as a formula of the batch and the image's width and height.
 
-    ``samples`` are those of one image in a call.
+    ``samples`` is the number of samples in the batch for each image.
     """
     found: dict[str, list[int]] = {}
     runs = []
@@ -214,11 +214,11 @@ def axes_of(part: Part, watched: Watched, calls: Sequence[Call], asked: Asked, s
 
 
 def axis_of(sizes: Sequence[int], runs: Sequence[Mapping[str, int]]) -> Axis:
-    """Returns the formula of an axis with these ``sizes`` in ``runs`` of a batch, a width and a height.
+    """Fit a formula to the ``sizes`` of an axis in ``runs``, each with a batch, a width and a height.
 
-    Calls are timed, and plans are built, for images that were never made. All axes of diffusers' networks are
-    proportional to the batch, the image's width, height or area, or a product of these, perhaps behind a fixed number
-    of tokens of text. The simplest formula that fits all is taken. Where none fits, the axis has the first size.
+    Calls are timed, and TensorRT plans built, for sizes that were never run. All axes of diffusers' networks are
+    proportional to the batch, the image's width, height or area, or a product of these, perhaps after a fixed number
+    of text tokens. The simplest formula that fits all runs is returned; where no formula fits, the first size.
     """
     bases = {of: [math.prod(run[name] for name in of.split("*")) for run in runs] for of in OF}
     proportional = [(of, Fraction(sizes[0], base[0])) for of, base in bases.items()]

@@ -1,10 +1,10 @@
-"""The folder of any diffusers pipeline, opened by the class names that it states, which stay data.
+"""Safe opening of the folder of any diffusers pipeline: no code that the folder names is imported or executed.
 
-A component's class is looked up by name in the public namespaces of diffusers and transformers and has to be a network,
-a scheduler, a tokenizer or a processor of theirs; a network of transformers has to be of a kind that the pipeline's
-signature names, as have the configurations in its own. So nothing is imported or executed that the folder chooses.
-Sizes are bounded before anything is allocated: networks are built without weights, first on the meta device, and what
-they compute is confined to a time and a memory, without sockets. The road not taken is diffusers' own
+A component's class is looked up by name in the public namespaces of diffusers and transformers and must be a network,
+scheduler, tokenizer or processor of these libraries. A network of transformers must be of a kind that the pipeline's
+signature names, and so must each configuration nested in the network's configuration.
+Sizes are bounded before anything is allocated: networks are built without weights, first on the meta device, and their
+constructors run with a limit of time and memory, without sockets. Alternative not taken: diffusers' own
 ``from_pretrained``, which imports what the folder names and reads all weights.
 """
 
@@ -83,7 +83,7 @@ class Component:
 
 
 def read_index(path: Path) -> tuple[type, dict[str, Any]]:
-    """Returns the pipeline's class and the content of model_index.json.
+    """Return the pipeline's class and the content of model_index.json.
 
     Raises ConfigError for remote code, a class that the installed diffusers lacks and media that are not images,
     ArtifactError for a damaged index, ResourceError for a package that the class needs.
@@ -115,12 +115,11 @@ def read_index(path: Path) -> tuple[type, dict[str, Any]]:
 
 
 def components_of(path: Path, kind: type, index: Mapping[str, Any], images: bool = False) -> dict[str, Component]:
-    """Returns the components that the pipeline is made of by name, without those that it may lack.
+    """Return the pipeline's components by name, without optional safety checkers and watermarks.
 
-    Those that read images are among them where it is given ``images``.
-
-    Raises ConfigError for a class that is none of diffusers' or transformers' networks, schedulers, tokenizers and
-    processors; ArtifactError where the index has no network at all or no scheduler.
+    Optional encoders of images are left out, too, unless the pipeline is given ``images``.
+    Raises ConfigError for a class other than the networks, schedulers, tokenizers and processors of diffusers and
+    transformers; ArtifactError where the index has no network at all or no scheduler.
     """
     taken, found = inspect.signature(kind.__init__).parameters, {}
     unwanted = NOT_WANTED if images else (*NOT_WANTED, *OF_IMAGES)
@@ -139,14 +138,14 @@ def components_of(path: Path, kind: type, index: Mapping[str, Any], images: bool
 
 
 def needed(kind: type) -> set[str]:
-    """Returns the components that the class's constructor needs."""
+    """Return the names of the components that the constructor of pipeline class ``kind`` requires."""
     optional = set(getattr(kind, "_optional_components", ()))
     parameters = inspect.signature(kind.__init__).parameters.values()
     return {each.name for each in parameters if each.default is each.empty} - optional
 
 
 def public_class(path: Path, component: str, library: str, name: str) -> tuple[str, type]:
-    """Returns the library and the class of this name. Raises ConfigError where there is none of an accepted kind."""
+    """Return library and class of a component. Raises ConfigError for a missing class or one of no accepted kind."""
     import diffusers
     import transformers
 
@@ -174,7 +173,7 @@ def public_class(path: Path, component: str, library: str, name: str) -> tuple[s
 
 
 def check_named(path: Path, component: Component, annotation: str) -> None:
-    """Raises ConfigError for a network of transformers of a kind that the pipeline's signature does not name.
+    """Raise ConfigError for a network of transformers of a kind that the pipeline's signature does not name.
 
     Constructors of some kinds download what a configuration tells them, or loop for hours.
     """
@@ -192,12 +191,12 @@ def check_named(path: Path, component: Component, annotation: str) -> None:
 
 
 def package_of(kind: type) -> str:
-    """Returns the name of the package of transformers' models that a class is in, empty for others."""
+    """Return the package of a class in ``transformers.models``, such as "clip"; "" for a class from elsewhere."""
     return "".join(re.findall(r"^transformers\.models\.(\w+)", kind.__module__))
 
 
 def packages_in(config: Any) -> Iterator[tuple[str, str]]:
-    """Yields names in a configuration of transformers, at any depth: model types with packages, and ``ELSEWHERE``."""
+    """Yield (name, package) of each model type in a transformers configuration, at any depth, and of ``ELSEWHERE``."""
     import transformers
 
     for key, value in children(config) or ():
@@ -209,7 +208,7 @@ def packages_in(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def check_reach(file: Path, kind: Any, config: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for a configuration with one of another kind inside, or with a network on a hub."""
+    """Raise ArtifactError if a configuration nests another of an unexpected kind, or names a network on a hub."""
     own = {*ENCODERS, package_of(kind), *(package for _, package in packages_in(kind.config_class().to_dict()))} - {""}
     with refusing(f"{file} is nested too deeply", RecursionError):
         if named := [stated for stated, package in packages_in(config) if package not in own]:
@@ -220,7 +219,7 @@ def check_reach(file: Path, kind: Any, config: Mapping[str, Any]) -> None:
 
 
 def accepted_classes() -> dict[str, tuple[type, ...]]:
-    """Returns the accepted classes of components by library: no pipelines, no classes that choose another by a file."""
+    """Return the accepted base classes of components by library: no pipelines, and no Auto classes."""
     import diffusers
     import transformers
 
@@ -237,7 +236,7 @@ def accepted_classes() -> dict[str, tuple[type, ...]]:
 
 
 def check_numbers(file: Path, content: Mapping[str, Any], most: int) -> None:
-    """Raises ArtifactError for NaN, infinity and whole numbers above ``most``, those of a base of angles excepted."""
+    """Raise ArtifactError for NaN, infinity and integers above ``most``, except in entries for rotary bases (theta)."""
     with refusing(f"{file} is nested too deeply", RecursionError):
         for number in numbers_in({key: value for key, value in content.items() if "theta" not in key}):
             if (isinstance(number, int) and abs(number) > most) or not math.isfinite(number):
@@ -247,9 +246,9 @@ def check_numbers(file: Path, content: Mapping[str, Any], most: int) -> None:
 
 
 def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = (), device: str = "cpu") -> nn.Module:
-    """Builds a network of this class with parameters on the meta device and the buffers that it computes.
+    """Build a network of this class with parameters on the meta device and real buffers on ``device``.
 
-    ``prepared`` are methods of it that are called, such as ``enable_tiling``. Buffers are on the ``device``.
+    ``prepared`` names methods to call on a network of diffusers after construction, such as ``enable_tiling``.
     """
     with torch.device(device), without_weights():
         if hasattr(kind, "from_config"):
@@ -270,14 +269,14 @@ def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = 
 
 
 def with_small_weights(network: nn.Module, weights: Mapping[str, Tensor], most: float) -> None:
-    """Gives a network its weights of at most ``most`` numbers each, in fp32."""
+    """Load those weights of a network that have at most ``most`` numbers each, in fp32."""
     small = {name for name, each in network.state_dict().items() if each.numel() <= most and name in weights}
     network.load_state_dict({name: weights[name].float() for name in small}, assign=True, strict=False)
     network.requires_grad_(False)
 
 
 def check_tables(network: nn.Module) -> None:
-    """Raises ValueError for a network whose constructor computes more than ``MOST_TABLES`` bytes, buffers or not."""
+    """Raise ValueError if a network's buffers and other constructed tensors exceed ``MOST_TABLES`` bytes."""
     held = [each for module in network.modules() for each in pytree.tree_leaves(vars(module))]
     tables = [each for each in held if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
     if (size := sum(each.numel() * each.itemsize for each in tables)) > MOST_TABLES:
@@ -285,7 +284,7 @@ def check_tables(network: nn.Module) -> None:
 
 
 def open_networks(path: Path, components: Mapping[str, Component]) -> tuple[dict[str, dict], dict[str, Weights]]:
-    """Returns the configuration and the weights of each network; reads no weight. Raises ArtifactError."""
+    """Return configuration and lazily read weights of each network. Raises ArtifactError for a damaged folder."""
     configs, weights = {}, {}
     for name, component in components.items():
         if not component.is_network:
@@ -319,13 +318,13 @@ class Folder:
     components: dict[str, Weights]  # of the networks
 
     def pipeline(self, networks: Mapping[str, Any]) -> Any:
-        """Returns diffusers' pipeline with these networks by component."""
+        """Build diffusers' pipeline from these networks by component, and the folder's other components."""
         others = {name: open_other(self.path, each) for name, each in self.described.items() if not each.is_network}
         return pipeline_of_components(self.kind, self.index, {**others, **networks})
 
 
 def open_folder(path: Path, images: bool = False) -> Folder:
-    """Opens the folder of a pipeline, which is given ``images`` or not; reads no weight. Raises SdQuantError."""
+    """Open the folder of a pipeline, to be called with ``images`` or not. Raises SdQuantError if it cannot be used."""
     check_kind(path, OBSERVED)
     kind, index = read_index(path)
     described = components_of(path, kind, index, images)
@@ -333,7 +332,7 @@ def open_folder(path: Path, images: bool = False) -> Folder:
 
 
 def open_other(path: Path, component: Component) -> Any:
-    """Returns a scheduler, tokenizer or processor, read from the folder, never from a hub. Raises ArtifactError."""
+    """Read a scheduler, tokenizer or processor from the folder, never a hub. Raises ArtifactError for damaged files."""
     folder = path / component.name
     configs = {name: read_json(folder, name) for name in files_in(folder) if name in CONFIGS}
     for each in folder.iterdir():
@@ -362,9 +361,9 @@ def open_other(path: Path, component: Component) -> Any:
 
 @contextmanager
 def without_videos() -> Iterator[None]:
-    """In the block a processor is made without its part for videos, which needs torchvision and which no pipeline uses.
+    """Build processors in this context without their video processor, which needs torchvision and no pipeline uses.
 
-    Qwen's processors read the images that Qwen-Image-Edit starts from, and are made of that part, too.
+    Qwen's processors, which read the input images of Qwen-Image-Edit, would otherwise construct a video processor too.
     """
     from transformers import ProcessorMixin
     from transformers.models.auto import video_processing_auto
@@ -380,9 +379,9 @@ def without_videos() -> Iterator[None]:
 
 
 def check_classes(file: Path, config: Any) -> None:
-    """Raises ArtifactError where a configuration names something of transformers that is no tokenizer or processor.
+    """Raise ArtifactError if a configuration names an object of transformers that is no accepted class.
 
-    transformers calls whatever function of it a processor's configuration names.
+    transformers calls any of its own functions that a processor's configuration names. See ``accepted_classes``.
     """
     import transformers
 

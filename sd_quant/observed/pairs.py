@@ -1,8 +1,8 @@
-"""Complex numbers as pairs of reals, and fp64 as fp32, while a network is traced: runtimes have neither.
+"""Tracing with pairs of real tensors for complex numbers, and fp32 for fp64: the runtimes support neither type.
 
 Rotary embeddings multiply complex numbers. In ``RealNumbers`` torch's functions return a ``Pair`` where they would
-return a complex tensor, and compute with pairs by their real parts, so that the network's own code stays as it is. The
-road not taken is a rewritten rotary embedding for each network.
+return a complex tensor, and compute with real and imaginary parts, so that the network's own code stays as it is.
+Alternative not taken: a rewritten rotary embedding for each network.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ class Pair:
         return computed(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        """A method of tensors, or an attribute that both parts share."""
+        """Return a method of Tensor that computes with the pair, or an attribute that both of its parts share."""
         if name.startswith("__"):
             raise AttributeError(name)
         found = getattr(self.real, name)
@@ -98,12 +98,12 @@ class Pair:
 
 
 def imag_of(value: Any) -> Any:
-    """Returns the imaginary part, 0 for a real tensor, which has none."""
+    """Return the imaginary part of a value; 0 for a real tensor."""
     return 0 if isinstance(value, Tensor) else value.imag
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a nested value with its leaves changed."""
+    """Apply ``change`` to each leaf of nested lists, tuples and dictionaries, and return the result."""
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         values = [mapped(each, change) for each in value]
         return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
@@ -113,9 +113,9 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def computed(func: Callable, args: Sequence, kwargs: Mapping) -> Any:
-    """Returns what torch's ``func`` returns for arguments with a pair among them.
+    """Compute torch's ``func`` for arguments that contain a ``Pair``.
 
-    Raises NotImplementedError for a function that pairs do not have.
+    Raises NotImplementedError for a function without a form for pairs.
     """
     name = getattr(func, "__name__", "")
     if name == "__get__":  # of an attribute, such as Tensor.real
@@ -149,7 +149,7 @@ def computed(func: Callable, args: Sequence, kwargs: Mapping) -> Any:
 
 
 class RealNumbers(TorchFunctionMode):
-    """In this mode complex tensors are pairs, and tensors that would be fp64 are fp32."""
+    """Torch function mode in which a ``Pair`` takes the place of each complex tensor, and fp32 that of fp64."""
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
@@ -177,13 +177,13 @@ class RealNumbers(TorchFunctionMode):
 
 
 def evenly_spaced(start: Any, end: Any, steps: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    """Returns ``torch.linspace``, whose number of steps torch's exporter takes for a constant."""
+    """Compute ``torch.linspace`` for a dynamic number of steps, which torch's exporter would make a constant."""
     places = torch.arange(steps, dtype=torch.float32, device=device)
     return (start + places * ((end - start) / (steps - 1))).to(dtype or torch.float32)
 
 
 class Numbers(TorchFunctionMode):
-    """Note whether a network computes complex numbers, and whether ``RealNumbers`` changes any of its numbers."""
+    """Torch function mode that notes whether a network computes complex numbers, or what ``RealNumbers`` changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,14 +201,14 @@ class Numbers(TorchFunctionMode):
 
 
 def flat(value: Any) -> list[Any]:
-    """Returns the leaves of a nested value."""
+    """Return the leaves of a nested value."""
     found: list[Any] = []
     mapped(value, found.append)
     return found
 
 
 def real(value: Any) -> Any:
-    """Returns a complex tensor as a pair, fp64 as fp32, and their dtypes likewise; anything else as it is."""
+    """Convert a complex tensor to a ``Pair``, fp64 to fp32, and dtypes likewise; return any other value unchanged."""
     if isinstance(value, torch.dtype):
         return NARROWER.get(value, value)
     if not isinstance(value, Tensor):
@@ -219,7 +219,7 @@ def real(value: Any) -> Any:
 
 
 def with_real_constants(network: nn.Module) -> nn.Module:
-    """Replace the complex and fp64 tensors that a constructor left in ``network``, in place. Returns the network."""
+    """Replace the complex and fp64 tensors among a network's buffers and attributes, in place. Returns the network."""
     for module in network.modules():
         for name, buffer in list(module._buffers.items()):
             changed = real(buffer)

@@ -1,7 +1,7 @@
-"""An observed network as a part, made from its signature, where a family's module writes a part by hand.
+"""Export description (``Part``) of any network, derived from its recorded calls, not written by hand as in a family.
 
-The graph's module takes one tensor an input, puts the arguments of the observed calls together and calls the network
-itself, unchanged but for its remedies. The road not taken is a copy of each class's forward with simpler arguments.
+The traced module takes one tensor for each input, rebuilds the arguments of the recorded calls and calls the network
+itself, changed only by its remedies. Alternative not taken: a copy of each class's forward with simpler arguments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +23,18 @@ from sd_quant.observed.sizes import Outside, given_outputs, named_tensors, run
 PREFIX = "network."  # of weights' names
 PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional.conv3d}  # of (input, weight, ...)
 REALS = "reals"  # the remedy of pairs.py
-SIZES = "sizes"  # modules of sizes alone are computed outside of the graph
-KNOWN = "known"  # likewise modules without weights that no weight has a part in
-BUFFERS = "buffers"  # in floating point are in the dtype of the weights, as after ``module.to(dtype)``
-INPUTS = "inputs"  # of linears and convolutions are cast to the dtype of their weights, which autocast does elsewhere
+SIZES = "sizes"  # modules whose outputs depend on sizes alone are computed outside of the graph
+KNOWN = "known"  # likewise modules without weights whose inputs depend on no weight
+BUFFERS = "buffers"  # float buffers are in the dtype of the weights, as after ``module.to(dtype)``
+INPUTS = "inputs"  # inputs of linears and convolutions are cast to the dtype of their weights, as by autocast
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The success of a runtime with recorded calls."""
+    """A runtime's agreement with a network on recorded calls."""
 
     calls: int
-    error: float  # the largest of all outputs' errors, of their norm
+    error: float  # the largest error of an output, relative to its norm
 
     def __str__(self) -> str:
         return f"{self.calls} calls within {self.error:.1g}"
@@ -42,14 +42,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Rung:
-    """The graph that takes a network's place, or why there is none."""
+    """The exported graph of a network and the remedies it needs, or the cause why the network is not exported."""
 
     name: str  # of the rung, or "refused"
     signature: Signature | None = None
     method: str = "forward"
     remedies: tuple[str, ...] = ()  # what is changed in the network while it is traced
     verified: dict[str, Verified] = field(default_factory=dict)  # by runtime
-    refused: dict[str, str] = field(default_factory=dict)  # runtimes, of a refusal rungs, that do not serve it: causes
+    refused: dict[str, str] = field(default_factory=dict)  # causes of failure by runtime; of a refusal, by rung
     serves: tuple[int, ...] = ()  # numbers of the recorded calls
     weights: str = "float32"  # dtype of the exported weights, see ``ladder.climb``
     single: tuple[str, ...] = ()  # inputs that stay in fp32
@@ -58,7 +58,7 @@ class Rung:
 
 
 class InputsAsWeights(TorchFunctionMode):
-    """Casts the input of a linear or a convolution to the dtype of its weight."""
+    """Torch function mode that casts the input of a linear or a convolution to the dtype of its weight."""
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
@@ -69,7 +69,7 @@ class InputsAsWeights(TorchFunctionMode):
 
 
 class ObservedNetwork(nn.Module):
-    """A network with one tensor an input; its outputs are a tuple."""
+    """A network that takes one tensor for each input of its signature, and returns a tuple of tensors."""
 
     def __init__(self, network: nn.Module, signature: Signature, rung: Rung):
         super().__init__()
@@ -94,9 +94,9 @@ class ObservedNetwork(nn.Module):
 def inputs_of(
     signature: Signature, outside: Outside | None, contract: Contract, given: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Returns the contract's inputs from a call's arguments.
+    """Return the graph's input tensors from the arguments of a call by the pipeline.
 
-    Raises SdQuantError for a call with another structure or constant than observed.
+    Raises SdQuantError for a call whose structure or constants differ from the recorded calls.
     """
     tensors = given_tensors(signature, given)
     if outside is not None:
@@ -105,10 +105,10 @@ def inputs_of(
 
 
 def part_of(component: str, signature: Signature, rung: Rung, build: Callable[[], nn.Module] | None = None) -> Part:
-    """Returns the network of a ``signature`` as a part. Everything in it can be pickled if ``build`` can.
+    """Return the ``Part`` of a network with this ``signature``. The part can be pickled if ``build`` can.
 
-    Inputs in floating point are in the dtype of the weights, those in ``rung.single`` in fp32. ``build`` returns the
-    network without weights; it is needed where some inputs are computed outside of the graph.
+    Float inputs are in the dtype of the weights, except those in ``rung.single``, which are in fp32. ``build`` returns
+    the network without weights, and is needed where some inputs are computed outside of the graph.
     """
     outside, weights = None, getattr(torch, rung.weights)
     if signature.outside:

@@ -1,11 +1,10 @@
-"""Which module can absorb a factor of each channel of a tensor that linears read.
+"""Search for the module that can absorb a factor for each channel (as in SmoothQuant) of a tensor that linears read.
 
-A norm with a weight, a linear whose first rows are the channels (also through attention, of which they are the values,
-and through a gate), or a linear that makes a shift and a scale of them. It may absorb the factor only if nothing but
-the tensor's readers would see it. The search walks back from the tensor, number by number, not by kinds of block:
-through reshapes, slices, products and attention, and looks at all readers of each tensor on the way. An unknown
-operation ends it. The road not taken is a list of patterns of blocks, which is complete until somebody writes another
-block.
+Candidates are a norm with a weight; a linear whose first outputs are the channels, also through a gate, or through an
+attention whose values they are; and a linear that computes a shift and a scale of the channels (a modulation). A module
+may absorb the factors only if no other layer would see them. The search walks back from the tensor, element by element,
+through reshapes, slices, products and attention, and checks every operation that reads a tensor on the way. An unknown
+operation ends the search. Alternative not taken: a list of block patterns, which new kinds of blocks make incomplete.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch import Tensor
 from sd_quant.observed.flow import COPIES, MOVES, PERMUTATIONS, RESHAPES, Flow, parameter
 from sd_quant.observed.tape import Operation, Value
 
-# The channel of each number of a tensor, -1 of numbers of no channel. An axis that makes no difference has one place.
+# The channel index of each element of a tensor, -1 for elements of no channel. Axes that do not matter have length 1.
 Channels = Tensor
-# Operands of which a factor of each channel is a factor of the result's, one of two factors after the other, and the
-# axis that is summed over or mixed, which may not tell channels apart.
+# By operation, (operand, axis): factors of the operand's channels are factors of the result's channels. The axis is
+# summed over or mixed, so channels must not differ along it. Where two operands are named, either may have the factors.
 FACTORS: dict[str, tuple[tuple[int, int | None], ...]] = {
     "mul": ((0, None), (1, None)), "div": ((0, None),), "scaled_dot_product_attention": ((2, -2),),
     "matmul": ((1, -2), (0, -1)), "bmm": ((1, -2), (0, -1)),
@@ -31,9 +30,10 @@ FACTORS: dict[str, tuple[tuple[int, int | None], ...]] = {
 
 
 def producer_of(flow: Flow, value: Value, readers: set[Operation]) -> tuple[str | None, tuple[int, int] | None]:
-    """Returns the module that can absorb a factor of each channel of ``value``, and the chunks of a modulation.
+    """Return the module that can absorb a factor for each channel of ``value``, and its chunks if it is a modulation.
 
-    Channels are the last axis; ``readers`` are the linears. Both are as in ``SharedInput``, and None if there is none.
+    Channels are the last axis; ``readers`` are the linears that read ``value``. The results are ``producer`` and
+    ``modulation`` of ``SharedInput``; None where there is no such module.
     """
     channels = torch.arange(value.shape[-1]).reshape([1] * (len(value.shape) - 1) + [-1])
     found = _Search(flow).modulation(value, channels, readers)
@@ -50,7 +50,7 @@ class _Search:
     flow: Flow
 
     def alone(self, value: Value, channels: Channels, readers: set[Operation]) -> bool:
-        """Whether nothing but ``readers``, each once, reads these channels of a value."""
+        """Whether no operation except ``readers``, each of them once, reads these channels of a value."""
         if value in self.flow.tape.returned:
             return False
         for operation in self.flow.tape.readers.get(value, ()):
@@ -60,7 +60,7 @@ class _Search:
         return True
 
     def uncopied(self, value: Any, channels: Channels, readers: set[Operation]) -> tuple[Value, Operation] | None:
-        """The tensor of which a value is a copy, and what made it; None if others read these channels, or none did."""
+        """Return the tensor that a value copies, and the operation that made it; None if other operations read it."""
         while isinstance(value, Value) and value.operation is not None and self.alone(value, channels, readers):
             if value.operation.kind not in COPIES:
                 return value, value.operation
@@ -70,9 +70,9 @@ class _Search:
     def origin(
         self, value: Value, channels: Channels, readers: set[Operation], moves_only: bool = False
     ) -> tuple[str, int] | None:
-        """The norm or linear whose outputs, from the first one that is returned, are these channels.
+        """Return the norm or linear whose outputs are these channels, and the index of the first of these outputs.
 
-        Only multiplications by other numbers may lie between, with ``moves_only`` not even those.
+        Between them may be multiplications by other tensors; with ``moves_only`` only copies, views and slices.
         """
         operation = value.operation
         if operation is None or not self.alone(value, channels, readers):
@@ -88,12 +88,12 @@ class _Search:
         return None
 
     def once(self, module: str) -> bool:
-        """Whether weight and bias of a module are each read by one operation."""
+        """Whether a single operation reads the weight of a module, and no other operation reads its bias."""
         uses = [self.flow.weight_uses.get(f"{module}.{name}", []) for name in ("weight", "bias")]
         return len(uses[0]) == 1 and len(uses[1]) <= 1 and all(use in uses[0] for use in uses[1])
 
     def norm(self, value: Value, operation: Operation, channels: Channels, readers: set[Operation]) -> str | None:
-        """The module that multiplied all these channels by its weight, and added its bias, in the last operations."""
+        """Return the norm whose weight and bias were the last to scale and shift all these channels, or None."""
         operands, groups = operation.operands, operation.kind == "group_norm"
         axis = 1 if groups else len(value.shape) - 1
         if _places(value, channels, axis) != range(value.shape[axis]):
@@ -122,7 +122,7 @@ class _Search:
     def modulation(
         self, value: Value, channels: Channels, readers: set[Operation]
     ) -> tuple[str, tuple[int, int]] | None:
-        """The linear whose chunks (shift, scale) made ``value`` as ``x * (1 + scale) + shift``, and the two chunks."""
+        """Return the linear of a modulation, ``x * (1 + scale) + shift``, and its chunks (shift, scale), or None."""
         found = self.uncopied(value, channels, readers)
         if found is None or found[1].options:
             return None
@@ -145,9 +145,9 @@ class _Search:
     def chunks(
         self, value: Value, channels: Channels, added: tuple[Value, Operation], multiplied: tuple[Value, Operation]
     ) -> tuple[str, tuple[int, int]] | None:
-        """The linear and the chunks of the shift that is ``added``, and of the scale in the factor, 1 + scale.
+        """Return the linear that computes both shift and scale, and the index of each of these chunks in its outputs.
 
-        Both operands are given with their readers.
+        ``added`` is the shift, ``multiplied`` the factor 1 + scale, each with the operation that reads it.
         """
         (shift, addition), (factor, reader) = added, multiplied
         of_shift, of_factor = (_fitted(channels, each.shape) for each in (shift, factor))
@@ -176,7 +176,7 @@ class _Search:
 
 
 def _misses(operation: Operation, channels: Channels) -> bool:
-    """Whether an operation takes a part of a tensor that has nothing in common with these channels."""
+    """Whether an operation (slice or select) takes a part of a tensor that holds none of these channels."""
     if operation.kind == "select" or (operation.kind == "slice" and operation.options["step"] == 1):
         axis, start, length = _part(operation)
         return channels.shape[axis] > 1 and bool((channels.narrow(axis, start, length) < 0).all())
@@ -184,13 +184,13 @@ def _misses(operation: Operation, channels: Channels) -> bool:
 
 
 def _part(operation: Operation) -> tuple[int, int, int]:
-    """The axis, the start and the length of a part."""
+    """Return axis, start and length of the part that a slice or select takes."""
     options = operation.options
     return options["axis"], options.get("start", options.get("index")), options.get("length", 1)
 
 
 def _places(value: Value, channels: Channels, axis: int) -> range | None:
-    """Where channels are along an axis, all in order; None if another axis tells them apart, or any is elsewhere."""
+    """Return the range of the channels along an axis, in order; None if out of order, or not along this axis alone."""
     if channels.numel() != channels.shape[axis]:
         return None
     row = channels.flatten().expand(value.shape[axis])
@@ -200,7 +200,7 @@ def _places(value: Value, channels: Channels, axis: int) -> range | None:
 
 
 def _back(value: Value, operation: Operation, channels: Channels, moves_only: bool) -> Iterator[tuple[Value, Channels]]:
-    """Each operand of which a factor of these channels is a factor of its own channels, and where they are in it."""
+    """Yield each operand where a factor for each channel would have the same effect, with its elements' channels."""
     operands = operation.operands
     if operation.kind in MOVES and isinstance(operands[0], Value):
         before = _before(operation, value, operands[0], channels)
@@ -214,7 +214,7 @@ def _back(value: Value, operation: Operation, channels: Channels, moves_only: bo
 
 
 def _before(operation: Operation, value: Value, source: Value, channels: Channels) -> Channels | None:
-    """The channels of ``source``, of which ``value`` is a copy, a view or a part; None if they are not apart there."""
+    """Map ``channels`` of ``value`` to the tensor ``source`` that ``operation`` moves or cuts; None if mixed."""
     kind, rank = operation.kind, len(source.shape)
     if kind in COPIES:
         return channels if value.shape == source.shape else None
@@ -240,9 +240,9 @@ def _before(operation: Operation, value: Value, source: Value, channels: Channel
 
 
 def _fitted(channels: Channels, shape: Sequence[int], mixed: int | None = None) -> Channels | None:
-    """The channels of a tensor of ``shape`` with the same last axes; None if they are not apart there.
+    """Return the channels of a tensor of ``shape``, aligned as in broadcasting; None if the shape cannot hold them.
 
-    Axes that tell channels apart have to be there, in their length, without ``mixed`` among them.
+    Each axis along which channels differ must exist with the same length, and must not be the axis ``mixed``.
     """
     missing, not_apart = channels.ndim - len(shape), None if mixed is None else channels.ndim + mixed
     for axis, length in enumerate(channels.shape):
@@ -252,7 +252,7 @@ def _fitted(channels: Channels, shape: Sequence[int], mixed: int | None = None) 
 
 
 def _thin(channels: Channels) -> Channels:
-    """The same channels with one place along each axis that makes no difference."""
+    """Reduce each axis along which all elements have the same channel to length 1."""
     for axis, stride in enumerate(channels.stride()):
         first = channels.narrow(axis, 0, 1)
         if stride == 0 or bool((channels == first).all()):

@@ -1,13 +1,13 @@
-"""What a network computes of sizes alone, computed by torch outside of the graph.
+"""Modules whose outputs depend on tensor sizes alone (position tables), computed by torch outside of the graph.
 
-Tables of positions depend on the size of the image and the length of the text, and some networks compute them in fp64,
-by Python's numbers, or from arguments that are numbers of rows and columns. A module without weights whose outputs stay
-the same with other numbers of the same shapes needs no place in the graph: its outputs are inputs of the graph.
+Tables of positions depend on the size of the image and the length of the text. Some networks compute them in fp64, with
+Python numbers, or from arguments that count rows and columns. A module without weights whose outputs stay the same for
+other numbers of the same shapes needs no place in the graph: its outputs become inputs of the graph.
 
-At full size they are computed without weights: a network whose parameters are on the meta device is run until the last
-of them. Whatever depends on a weight has no numbers then, and everything else has its own. The roads not taken are a
-table of positional embeddings by class, and to freeze decisions by the inputs' numbers (``if mask.all()``) as they were
-observed: of all pipelines HunyuanVideo 1.5 alone had a graph of use by that.
+At full size such modules are computed without weights: a network with parameters on the meta device runs until the last
+of the modules returns. Tensors that depend on weights have no numbers then, all other tensors do. Alternatives not
+taken: a table of positional embeddings by class; and freezing decisions that code makes by the inputs' numbers (``if
+mask.all()``) as recorded, which gave a useful graph for HunyuanVideo 1.5 alone.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,16 +37,16 @@ from sd_quant.observed.pairs import mapped
 
 ATEN = torch.ops.aten
 INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
-KEPT = 8  # results that are remembered
-Outputs = dict[str, list[Any]]  # of each call of a network's modules, by their paths
+KEPT = 8  # most results in the cache
+Outputs = dict[str, list[Any]]  # by module path, the output of each call of the module
 
 
 class Enough(Exception):
-    """Ends a run whose modules of interest have returned."""
+    """Raised to end a network's run as soon as the modules of interest have returned."""
 
 
 class WithoutNumbers(TorchDispatchMode):
-    """Operations with a meta tensor return meta tensors, all others compute on the CPU, whatever device is named."""
+    """Dispatch mode: operations with a meta tensor return meta tensors, all other operations compute on the CPU."""
 
     def __torch_dispatch__(
         self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
@@ -65,13 +65,13 @@ class WithoutNumbers(TorchDispatchMode):
 
 
 def places(index: Tensor | None) -> Sequence[Tensor | None]:
-    """Returns the indices that a mask stands for where its numbers are known; any other index as it is."""
+    """Convert a boolean mask with known numbers to the indices that it selects; return any other index unchanged."""
     is_mask = index is not None and index.dtype == torch.bool and not index.is_meta
     return index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]
 
 
 def weightless(network: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules that have no parameter, by their paths, without those inside of others of them."""
+    """Return the outermost modules without parameters, by their paths."""
     found: dict[str, nn.Module] = {}
     for path, module in network.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in found)
@@ -84,7 +84,7 @@ def weightless(network: nn.Module) -> dict[str, nn.Module]:
 def replaced_calls(
     network: nn.Module, paths: Iterable[str], call: Callable[[str, Callable, tuple, dict], Any]
 ) -> Iterator[None]:
-    """Let ``call`` compute the modules at ``paths``: it gets the path, the module's own forward, and the arguments."""
+    """Replace the forward of the modules at ``paths`` in this context by ``call(path, own forward, args, kwargs)``."""
     modules = {path: network.get_submodule(path) for path in paths}
     for path, module in modules.items():
         forward = partial(call, path, module.forward)
@@ -97,7 +97,7 @@ def replaced_calls(
 
 
 def look(network: nn.Module, method: str, arguments: Mapping[str, Any], paths: Collection[str]) -> Outputs:
-    """Returns what a network computes in the modules at ``paths``."""
+    """Run a network, and return the outputs of its modules at ``paths``."""
     seen = Outputs()
 
     def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
@@ -114,7 +114,7 @@ def run(network: nn.Module, method: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two nested values are equal."""
+    """Whether two nested values are equal in structure, shapes, dtypes and numbers."""
     found, expected = children(first), children(second)
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
@@ -125,7 +125,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def other_numbers(value: Any, seed: int = 0) -> Any:
-    """Returns nested arguments with other numbers in their tensors, of the same shapes and dtypes."""
+    """Return nested arguments with other numbers in their tensors, of the same shapes and dtypes."""
     generator = torch.Generator().manual_seed(seed)
 
     def change(leaf: Any) -> Any:
@@ -145,11 +145,11 @@ def other_numbers(value: Any, seed: int = 0) -> Any:
 
 
 def of_sizes_alone(build: Callable[[], nn.Module], method: str, calls: Sequence[Call]) -> dict[str, int]:
-    """Returns the modules of sizes alone by their paths, and how often each is called.
+    """Return the paths of the modules whose outputs depend on sizes alone, and how often each module is called.
 
-    Their outputs hold tensors, and are the same in all steps of the first run, with other numbers, and with other
-    weights. Weights are random, because a weight of 0 lets an output look constant. ``build`` returns the network
-    without weights.
+    Outputs of such modules hold tensors, and are equal in all steps of the first run, with other numbers, and with
+    other weights. Weights are random, because weights of 0 make outputs look constant. ``build`` returns the network
+    without weights. Nothing is returned for a network that fails with other numbers.
     """
     network, other = (
         with_weights(each, reader(each, random_weights(each, seed))) for seed, each in enumerate((build(), build()))
@@ -173,7 +173,7 @@ def shapes_of(call: Call) -> list[tuple]:
 
 
 def input_trees(outputs: Mapping[str, Sequence[Any]]) -> dict[str, list[dict]]:
-    """Returns the structure of each module's outputs for JSON, with a name for each tensor."""
+    """Return the structure of each module's outputs as trees for JSON (``tree_of``), with a name for each tensor."""
 
     def named(path: str, number: int, output: Any) -> dict:
         def leaf(value: Any, inner: tuple) -> dict:
@@ -188,9 +188,9 @@ def input_trees(outputs: Mapping[str, Sequence[Any]]) -> dict[str, list[dict]]:
 
 
 def named_tensors(trees: Mapping[str, Sequence[dict]], outputs: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
-    """Returns the tensors of the modules' outputs by the names in their trees.
+    """Return the tensors of the modules' outputs by their names in ``trees``.
 
-    Raises ArtifactError for outputs of another structure, or with another constant among them.
+    Raises ArtifactError for outputs whose tensors or constants are not where the trees have them.
     """
     tensors: dict[str, Tensor] = {}
     for path, of_calls in trees.items():
@@ -205,7 +205,7 @@ def named_tensors(trees: Mapping[str, Sequence[dict]], outputs: Mapping[str, Seq
 
 
 def known_without_weights(build: Callable[[], nn.Module], method: str, arguments: Mapping[str, Any]) -> Outputs:
-    """Returns the outputs of modules without weights whose arguments depend on no weight."""
+    """Return the outputs of the modules without weights whose arguments depend on no weight; {} if the run fails."""
     network, seen = build().eval(), Outputs()
 
     def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
@@ -227,10 +227,10 @@ def known_without_weights(build: Callable[[], nn.Module], method: str, arguments
 
 
 class Outside:
-    """Computes some of a network's modules without weights. Can be pickled if ``build`` can.
+    """Callable that computes some modules of a network without its weights. Can be pickled if ``build`` can.
 
-    ``build`` returns the network with its parameters on the meta device. ``counts`` says how often each module is
-    called, by its path. With ``of_sizes`` they depend on sizes alone, and their outputs are remembered.
+    ``build`` returns the network with its parameters on the meta device. ``counts`` is the number of calls by module
+    path. With ``of_sizes`` the modules depend on sizes alone, so that outputs are cached by the arguments' shapes.
     """
 
     def __init__(self, build: Callable[[], nn.Module], method: str, counts: Mapping[str, int], of_sizes: bool = True):
@@ -242,9 +242,9 @@ class Outside:
         return self.__dict__ | {"network": None, "known": {}}
 
     def __call__(self, arguments: Mapping[str, Any]) -> Outputs:
-        """Returns the modules' outputs in a call with these nested ``arguments``.
+        """Return the modules' outputs in a call with these nested ``arguments``.
 
-        Raises SdQuantError where they depend on weights.
+        Raises SdQuantError for modules that depend on weights, ArtifactError for fewer calls than in ``counts``.
         """
         key = repr(mapped(dict(arguments), lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf))
         if not self.of_sizes or key not in self.known:
@@ -278,7 +278,7 @@ class Outside:
 
 
 def with_numbers(value: Any) -> Any:
-    """Returns zeros for a tensor without numbers. A module of sizes alone does not look at them."""
+    """Return zeros for a meta tensor, any other value unchanged. Modules of sizes alone ignore the numbers."""
     return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) and value.device == META else value
 
 
@@ -286,7 +286,7 @@ def with_numbers(value: Any) -> Any:
 def given_outputs(
     network: nn.Module, trees: Mapping[str, Sequence[dict]], tensors: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Let the modules of ``trees`` return these ``tensors`` instead of computing anything, in this context."""
+    """Make the modules of ``trees`` return these ``tensors`` in this context, instead of computing anything."""
     calls = dict.fromkeys(trees, 0)
 
     def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:

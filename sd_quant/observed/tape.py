@@ -1,14 +1,14 @@
-"""Notes every operation of one run of a network: which tensors it was made from, and by which module.
+"""Recording (tape) of all ATen operations in one run of a network: the tensors each reads, and the module that calls.
 
-A torch dispatch mode sees each operation, whatever Python did to get there. In inference mode torch does not take
-linears, norms and attention apart before the mode sees them, so a tape of Flux has 100 operations a block, not 300.
-Tensors on the meta device have shapes and no content, so a network of any size is noted in seconds and without memory.
-The tape holds no tensor: values stand for tensors and are found by weak references, so that an id is not used twice.
+A torch dispatch mode sees each operation, whatever Python code led to it. In inference mode torch does not decompose
+linears, norms and attention before the mode sees them, so a tape of Flux has 100 operations a block, not 300. Tensors
+on the meta device have shapes and no content, so a network of any size is recorded in seconds and without memory. The
+tape holds no tensor: a ``Value`` stands for each tensor and is found by weak reference, so that no id is used twice.
 
-The road not taken is the exported graph: torch.export forgets which tensors were one in Python (it merges equal slices
-and views), and does not trace networks that a tape notes without difficulty.
+Alternative not taken: torch.export, which forgets which tensors were one object in Python (it merges equal slices and
+views), and does not trace some networks that a tape records without difficulty.
 
-A tensor that is changed in place is another value afterwards, and so is every view of it.
+A tensor that is changed in place becomes a new value, and so does every view of it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SHAPE_OF_FIRST_ONLY = ("type_as", "view_as", "expand_as", "reshape_as")  # the s
 
 
 class NotObservable(SdQuantError):
-    """A network could not be run to be observed."""
+    """Raised when a network fails in the run that should be recorded."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # a repr would hold the whole run, many times over
 class Value:
-    """One tensor between two changes of it."""
+    """One tensor between two in-place changes of its content."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,9 +57,9 @@ class Value:
 class Operation:
     """One call of a function of torch's ATen library.
 
-    ``kind`` is the function's name without variants and without the "_" of changes in place: "linear", "add".
-    Parts of a tensor have one of two forms: "slice" with the options axis, start, length and step, and "select", which
-    drops the axis, with axis and index. "changed" made a view's new value when the tensor behind it was changed.
+    ``kind`` is the function's name without overload and without the "_" of in-place variants: "linear", "add".
+    Functions that take parts of a tensor are recorded as "slice", with the options axis, start, length and step, or as
+    "select", which drops the axis, with axis and index. "changed" makes a view's new value when its base was changed.
     """
 
     kind: str
@@ -69,13 +69,13 @@ class Operation:
     place: int  # in the run
 
     def values(self) -> Iterator[Value]:
-        """Yields every value that the operation reads, once for each reading."""
+        """Yield every value among the operation's arguments, as often as it occurs."""
         yield from _leaves((self.operands, tuple(self.options.values())), Value)
 
 
 @dataclass(frozen=True, repr=False)
 class Tape:
-    """All operations of one run, in order."""
+    """The recording of one run: all operations in order, and the values that they read and make."""
 
     operations: tuple[Operation, ...]
     outputs: Mapping[Operation, tuple[Value, ...]]
@@ -87,13 +87,13 @@ class Tape:
 
 
 def noted(network: nn.Module, arguments: Mapping[str, Any], method: str = "forward") -> Tape:
-    """Returns the tape of one call of ``network`` with ``arguments`` by parameter name, tensors on any device.
+    """Record one call of ``network`` with ``arguments`` by parameter name, tensors on any device.
 
-    Tensors are moved to the parameters' device. Nested dicts, lists and tuples give their tensors names such as
-    ``added_cond_kwargs.text_embeds`` and ``x.0``. The network is neither trained nor changed, but what it caches of
-    the run, such as tables of positions, are inference tensors.
-    A network without weights whose code decides by a tensor's content, or has tensors beside its parameters, is run
-    again with all numbers that no weight has a part in.
+    Tensors are moved to the parameters' device. Tensors nested in dicts, lists and tuples have names such as
+    ``added_cond_kwargs.text_embeds`` and ``x.0``. The network is not changed, except that tensors it caches during the
+    run, such as tables of positions, are inference tensors.
+    A network on the meta device that fails, because its code reads a tensor's content or has tensors other than its
+    parameters, is run again with real numbers in all tensors that depend on no weight.
     Raises NotObservable, which names module and line, when the network does not run.
     """
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
@@ -107,7 +107,7 @@ def noted(network: nn.Module, arguments: Mapping[str, Any], method: str = "forwa
 
 
 def _noted(network: nn.Module, arguments: Mapping[str, Any], method: str, device: torch.device) -> Tape:
-    """The tape of one call with tensors on the ``device``."""
+    """Record one call of ``network`` with its tensors on ``device``. Raises NotObservable when the call fails."""
     mode = _Noting(network)
     with torch.inference_mode(), torch.device(device):
         given = {name: _placed(value, name, device, mode) for name, value in arguments.items()}
@@ -120,7 +120,7 @@ def _noted(network: nn.Module, arguments: Mapping[str, Any], method: str, device
 
 
 def _placed(value: Any, name: str, device: torch.device, mode: _Noting) -> Any:
-    """``value`` with its tensors on ``device``, each an object of its own that ``mode`` knows as an input."""
+    """Move a nested argument's tensors to ``device``, each as a new object that ``mode`` registers as an input."""
     if isinstance(value, Tensor):
         tensor = value.to(device).detach()
         mode.know(tensor, name, frozenset((name,)))
@@ -134,7 +134,7 @@ def _placed(value: Any, name: str, device: torch.device, mode: _Noting) -> Any:
 
 @contextmanager
 def _module_names(network: nn.Module, stack: list[str]) -> Iterator[None]:
-    """While it is open, ``stack`` holds the names of the modules that are being called, the innermost last."""
+    """Keep ``stack`` filled, in this context, with the names of the modules being called, the innermost last."""
 
     def push(name: str) -> Callable:
         return lambda module, inputs: stack.append(name)
@@ -151,7 +151,7 @@ def _module_names(network: nn.Module, stack: list[str]) -> Iterator[None]:
 
 @contextmanager
 def autocast_of_meta() -> Iterator[None]:
-    """While it is open, torch.autocast of the meta device, which torch does not know, does nothing."""
+    """Make torch.autocast do nothing for the meta device, which it does not support, in this context."""
     known = torch.autocast
 
     def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ def _sentence(network: nn.Module, modules: Sequence[str], error: Exception) -> s
 
 @dataclass(eq=False, repr=False)
 class _Noting(TorchDispatchMode):
-    """The dispatch mode. It is filled while the network runs, and ``tape`` makes what others see of it."""
+    """Dispatch mode that records operations while a network runs; its ``tape`` returns the finished recording."""
 
     network: nn.Module
     modules: list[str] = field(default_factory=list)
@@ -287,9 +287,9 @@ class _Noting(TorchDispatchMode):
 
 
 def _samples(answer: Any) -> int:
-    """The length of the first list or tensor in what a network returned, of which tuples and dicts are only wrappers.
+    """Return the batch size: the length of the first list or tensor in a network's output, tuples and dicts unpacked.
 
-    A tensor of two axes or fewer has no axis of samples: it holds the tokens of one.
+    A tensor of two axes or fewer has no batch axis (it holds the tokens of one sample) and counts as 1.
     """
     while not isinstance(answer, Tensor | list):
         if isinstance(answer, Mapping):
@@ -318,7 +318,7 @@ def _leaves(tree: Any, kind: type) -> Iterator[Any]:
 def _parts(
     kind: str, operands: tuple, options: Mapping[str, Any], made: Sequence[Tensor]
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """The form and the place of each part of the first operand, in the order of the operation's outputs."""
+    """Yield kind ("slice" or "select") and options of the part of the first operand that each output is, in order."""
     shape = operands[0].shape
     position = 1 if kind in ("slice", "select", "narrow", "unbind") else 2
     axis = options.get("dim", operands[position] if len(operands) > position else 0) % len(shape)

@@ -1,14 +1,13 @@
-"""Runs a pipeline for two steps with its networks watched: which are called, how, and in which step.
+"""Recording of the calls that a pipeline makes of its networks, with arguments and denoising step, in two-step runs.
 
-The pipeline is diffusers' own, so what it passes to its networks is what it would pass in earnest. A network with real
-weights computes; one whose parameters are on the meta device is run there for the shapes of its outputs, and the
-pipeline gets small random numbers of these shapes. So a pipeline of any size is watched in seconds and without weights
-in memory. The road not taken is to read how each class of pipelines calls its networks, which takes a file for each
-family.
+The pipeline is diffusers' own, so its networks get the arguments that they get in real use. A network with real weights
+computes; a network with parameters on the meta device is run there for the shapes of its outputs, and the pipeline gets
+random numbers of these shapes. So a pipeline of any size is recorded in seconds and without weights in memory.
+Alternative not taken: reading how each class of pipelines calls its networks, which takes a file for each family.
 
-Five runs tell what follows what: ``base``, another size (``larger``), another batch (``batch``), another text
-(``prompt``), and texts of unequal length (``mixed``). A pipeline that takes one prompt alone has three of them. Images
-that a pipeline is given are of the size of the run's; one more run for each tells whether its own shape counts.
+Five runs show which axis depends on what: ``base``, another size (``larger``), another batch (``batch``), another text
+(``prompt``), and texts of unequal length (``mixed``). A pipeline of one prompt a call has three: base, larger, prompt.
+Input images are resized to the run's size; one more run for each tells whether the network keeps the image's own shape.
 """
 
 import inspect
@@ -37,7 +36,7 @@ from sd_quant.observed.tape import autocast_of_meta
 
 LOG = logging.getLogger(__name__)
 STEPS = 2
-BATCH = 5  # images of the run with several, a number that no other axis is likely to have
+BATCH = 5  # prompts of the run ``batch``, a number that no other axis is likely to have
 MOVING = ("frames", "video")  # kinds of results that have an axis of frames
 KINDS = ("images", "image", *MOVING)
 SHORT, LONG = "a red cat", "a red bicycle in front of a blue door, and a cat that looks at both of them"
@@ -47,13 +46,13 @@ STYLES = (Style(), Style(each=False), Style(batched=False, each=False))
 
 @dataclass
 class Log:
-    """All events of a run, in order: ("step", None) of the scheduler, or (component and method, call)."""
+    """All events of a run, in order: ("step", None) for a scheduler step, ("component.method", Call) for a call."""
 
     run: str
     events: list[tuple[str, Any]] = field(default_factory=list)
     step: int = 0
     made: list[tuple[str, Any]] = field(default_factory=list)  # what networks returned in this step
-    conditioning: set[str] = field(default_factory=set)  # networks of whose outputs another takes one in a later step
+    conditioning: set[str] = field(default_factory=set)  # networks whose outputs another network takes in a step
 
     def next_step(self, result: Any) -> None:
         self.events.append(("step", None))
@@ -61,17 +60,17 @@ class Log:
         self.made.clear()
 
     def takes(self, name: str, arguments: Any) -> None:
-        """Note the networks whose outputs are among another's arguments, by address, which is unique in a step."""
+        """Add to ``conditioning`` the networks whose outputs are among the ``arguments`` of ``name``, by address."""
         given = memory_of(arguments) if self.step else set()  # texts are encoded before the first
         self.conditioning |= {other for other, made in self.made if other != name and given & memory_of(made)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """How a pipeline calls its networks."""
+    """Recorded facts about how a pipeline calls its networks."""
 
-    denoisers: tuple[str, ...]  # components that are called in each step, or in the steps of one half
-    conditioners: tuple[str, ...]  # likewise, whose outputs go into a denoiser and not to the scheduler: a ControlNet
+    denoisers: tuple[str, ...]  # components that are called in each step, or in some of the steps
+    conditioners: tuple[str, ...]  # components called in the steps whose outputs go into a denoiser: ControlNets
     samples_per_image: int  # in one call of a denoiser
     calls_a_step: int  # of the denoisers
     style: Style  # in which it takes prompts and noise
@@ -83,24 +82,24 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched(Facts):
-    """Calls of the networks of a pipeline."""
+    """Recorded calls of a pipeline's networks, and facts about them."""
 
     calls: dict[str, list[Call]]  # by ``part_name``, of the runs in which nothing but sizes and texts differ
-    answers: dict[str, Any]  # what each returned first
-    methods: dict[str, str]  # "forward", or "decode" and "encode" of an autoencoder
-    components: dict[str, str]  # whose methods these are
+    answers: dict[str, Any]  # likewise, the output of the first call
+    methods: dict[str, str]  # likewise, "forward", or "decode" or "encode" of an autoencoder
+    components: dict[str, str]  # likewise, the component that has the method
     sizes: dict[str, tuple[int, int]]  # width and height of each run
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for images, for the time that a pipeline is watched."""
+    """The request for images with which a pipeline is recorded."""
 
     width: int  # in pixels
     height: int
     scale: float  # of guidance
     arguments: Mapping[str, Any]  # further ones of the pipeline's call, which all images have
-    examples: Mapping[str, Any] = field(default_factory=dict)  # likewise, of which each image has its own
+    examples: Mapping[str, Any] = field(default_factory=dict)  # further arguments that differ between images
 
     @property
     def called(self) -> dict[str, Any]:
@@ -109,9 +108,9 @@ class Asked:
 
 
 def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
-    """Returns the five runs around images of this size by name, as requests of which the first that works counts.
+    """Return the runs by name, with the requests to try for each run until one works; three for one prompt a call.
 
-    The other size is larger, or smaller where the network has no more positions.
+    The size of run ``larger`` is larger than this size, or smaller where the network has no more positions.
     """
     grains = [grain for grain in (64, 32, 16, 8) if width % grain == height % grain == 0]
     others = [(width + grain, height + 2 * grain) for grain in grains[:1]]
@@ -127,7 +126,7 @@ def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
 
 
 class Stand(EngineNetwork):
-    """A network of a pipeline that notes the calls of its ``methods`` in ``log``."""
+    """Stand-in for a network of a pipeline that records the calls of its ``methods`` in ``log``."""
 
     def __init__(self, name: str, network: nn.Module, methods: Sequence[str]):
         super().__init__(network, dict.fromkeys(methods))  # type: ignore[arg-type]
@@ -151,10 +150,10 @@ class Stand(EngineNetwork):
 
 
 def shapes_of_output(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Returns the output of a network without weights, on the meta device.
+    """Return the output of a network without weights, as tensors on the meta device.
 
-    Everything is on the meta device first, which takes no time. Code that asks for numbers gets those that no weight
-    has a part in: a text encoder asks whether a mask has gaps.
+    All tensors are on the meta device at first, which takes no time. Where the network's code needs numbers (a text
+    encoder asks whether a mask has gaps), it runs again with real numbers in all tensors that depend on no weight.
     """
     try:
         with on_meta(network):
@@ -170,7 +169,7 @@ def to_meta(values: Any) -> Any:
 
 
 def partial_random(values: Any) -> Any:
-    """Returns nested values with small random numbers in place of tensors without numbers; one tensor stays one."""
+    """Replace meta tensors in nested values by random floats or integer zeros; a tensor that occurs twice stays one."""
     drawn: dict[int, Any] = {}
 
     def draw(value: Any) -> Any:
@@ -189,7 +188,7 @@ def partial_random(values: Any) -> Any:
 
 @contextmanager
 def on_meta(network: nn.Module) -> Iterator[None]:
-    """In the block the buffers of a network are on the meta device, and tensors that it makes too."""
+    """Put the buffers of a network, and new tensors by default, on the meta device in this context."""
     with ExitStack() as stack:
         for module in network.modules():
             stack.enter_context(mock.patch.dict(module._buffers, to_meta(dict(module._buffers))))
@@ -198,9 +197,9 @@ def on_meta(network: nn.Module) -> Iterator[None]:
 
 
 def watch(make: Callable[[Mapping[str, nn.Module]], Any], networks: Mapping[str, nn.Module], asked: Asked) -> Watched:
-    """Runs the pipeline that ``make`` builds of watched networks, five times for two steps.
+    """Run the pipeline that ``make`` builds from recording stand-ins of ``networks``, in five runs of two steps.
 
-    Raises ArtifactError for a pipeline that no network denoises for, or that fails, with the cause.
+    Raises ArtifactError for a pipeline that fails, with the cause, or has no denoiser; ConfigError for no images.
     """
     methods = {  # beside ``forward``: an autoencoder's
         name: ["decode", "encode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
@@ -214,7 +213,7 @@ def watch(make: Callable[[Mapping[str, nn.Module]], Any], networks: Mapping[str,
     prepared = dict[str, list[str]]()
 
     def tried(run: Run, style: Style, arguments: Mapping[str, Any] = called) -> bool:
-        """Makes the images of a run, and notes what happened. Returns whether the pipeline has not failed."""
+        """Make the images of a run and store its log or failure. Return whether the pipeline succeeded."""
         nonlocal outputs
         log = Log(run.name)
         for stand in stands.values():
@@ -293,30 +292,30 @@ def watch(make: Callable[[Mapping[str, nn.Module]], Any], networks: Mapping[str,
 
 
 def steps_for(pipe: Any, arguments: Mapping[str, Any]) -> int:
-    """Returns the number of steps for a call that takes ``STEPS``: with images a share, by their ``strength``."""
+    """Return the number of steps to ask for so that ``STEPS`` are made: image-to-image makes the share ``strength``."""
     stated = inspect.signature(type(pipe).__call__).parameters.get("strength")
     strength = arguments.get("strength", 1 if stated is None else stated.default)
     return math.ceil(STEPS / strength) if isinstance(strength, float) and 0 < strength < 1 else STEPS
 
 
 def part_name(component: str, method: str) -> str:
-    """Returns the part's name of a component's method: the component's own, but for an autoencoder's encoder."""
+    """Return the part's name for a method of a component: the component's name, with "_encoder" for ``encode``."""
     return component if method != "encode" else VAE_ENCODER if component == "vae" else f"{component}_encoder"
 
 
 def sizes_are_asked_for(pipe: Any) -> bool:
-    """Whether a pipeline's call takes a size; otherwise that of the given image counts."""
+    """Whether a pipeline's call has the parameters width and height; otherwise the input image's size counts."""
     return {"width", "height"} <= inspect.signature(type(pipe).__call__).parameters.keys()
 
 
 def rows_of(log: Log, network: str) -> list[tuple[int, ...]]:
-    """Returns the shapes of one sample in the first call of a network."""
+    """Return the shape of each tensor, without its first axis, in the first call of a network."""
     first = next(call for name, call in log.events if name == network)
     return [tuple(tensor.shape[1:]) for _, tensor in tensors_in(first.arguments)]
 
 
 def unequal(style: Style, logs: Mapping[str, Log], failures: Mapping[str, str]) -> str | None:
-    """Returns why prompts of unequal length, or several prompts at all, cannot be in one batch; None where they can."""
+    """Return why prompts of unequal length, or several prompts at all, cannot be in one batch; None where they can."""
     if not style.batched:
         return "this pipeline takes one prompt at a time"
     if style.keeps:
@@ -327,7 +326,7 @@ def unequal(style: Style, logs: Mapping[str, Log], failures: Mapping[str, str]) 
 
 
 def unlike(one: Log, other: Log) -> str | None:
-    """Returns a sentence about a network with other arguments in the ``other`` run; None without one."""
+    """Return a sentence about a network whose arguments differ in structure between two runs; None if all agree."""
     first = {name: call for name, call in reversed(one.events) if name != "step"}
     for name, call in other.events:
         if name != "step" and structure_of(call.arguments) != structure_of(first[name].arguments):
@@ -336,7 +335,7 @@ def unlike(one: Log, other: Log) -> str | None:
 
 
 def kind_of(pipe: Any, result: Any) -> str:
-    """Returns the name of the images among a result, one of KINDS. Raises ConfigError where there are none."""
+    """Return the attribute of a result that holds images, one of KINDS. Raises ConfigError for one without images."""
     for kind in KINDS:
         if getattr(result, kind, None) is not None:
             return kind
@@ -346,9 +345,9 @@ def kind_of(pipe: Any, result: Any) -> str:
 
 
 def denoisers_of(log: Log) -> list[str]:
-    """Returns the networks called between two steps of the scheduler, or last before the first, but for conditioners.
+    """Return the networks called between scheduler steps, or last before the first step, except conditioners.
 
-    The road not taken is to follow outputs up to the scheduler: guidance makes new tensors of them.
+    Alternative not taken: following outputs up to the scheduler; guidance makes new tensors of them.
     """
     names = [name for name, _ in log.events]
     steps = [index for index, name in enumerate(names) if name == "step"]
@@ -361,11 +360,11 @@ def denoisers_of(log: Log) -> list[str]:
 
 
 def memory_of(values: Any) -> set[int]:
-    """Returns the addresses of all tensors among these values."""
+    """Return the storage addresses of all tensors in nested values."""
     tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
     return {each.untyped_storage().data_ptr() for each in tensors} - {0}
 
 
 def batch_of(arguments: Mapping[str, Any]) -> int:
-    """Returns the length of the first tensor with samples."""
+    """Return the batch size: the length of the first tensor with two axes or more; 1 without such a tensor."""
     return next((len(tensor) for _, tensor in tensors_in(arguments) if tensor.ndim > 1), 1)
