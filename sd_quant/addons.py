@@ -25,7 +25,7 @@ def points(addon: str, name: str) -> list[EntryPoint]:
 
 
 def loaded(addon: str, name: str, needing: str) -> Any:
-    """Return the object of an entry point. Raises ResourceError, beginning with ``needing``, if it cannot be loaded."""
+    """Return the object of an entry point. Raises ResourceError, with ``needing``, if missing or not importable."""
     found, install = points(addon, name), f"pip install 'sd-quant[{addon}]'"
     if not found:
         raise ResourceError(f"{needing} needs the add-on {addon}, which is not installed; install it with: {install}")

@@ -140,7 +140,7 @@ class Cache:
             self.trim(spared=entries[name])
 
     def leave_out(self, error: OSError) -> None:
-        """Warn that the cache is not used, because of ``error`` in its own files. Raises an error in other files."""
+        """Warn that the cache is not used because of ``error``; raise ``error`` if of a file outside the cache."""
         if not Path(str(error.filename)).is_relative_to(self.directory):
             raise error
         LOG.warning("the cache %s cannot be used (%s): this is made without it", self.directory, error.strerror)

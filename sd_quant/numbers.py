@@ -18,7 +18,7 @@ def up_to(number: int, multiple: int) -> int:
 
 
 def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float | None:
-    """Return ||output - reference|| / ||reference|| in float64, None for NaN. Raises ArtifactError if shapes differ."""
+    """Return ||output - reference|| / ||reference||, or None if not finite. Raises ArtifactError if shapes differ."""
     if reference.shape != output.shape:
         raise ArtifactError(
             f"an output of shape {list(output.shape)} was compared with a reference of {list(reference.shape)}, "

@@ -77,7 +77,7 @@ class Lasting:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End the process with this exit code, without the seconds that freeing its memory object by object takes."""
+    """End the process with this exit code, skipping the release of its memory, which may take seconds."""
     with suppress(OSError):  # a full disk
         sys.stdout.flush()
         sys.stderr.flush()

@@ -101,7 +101,7 @@ class DiffusersCheckpoint(OpenedFiles):
         return controlled_call(call, networks, self.controlnets)
 
     def scheduler(self):
-        """Return the folder's scheduler. Raises ArtifactError for an invalid config or a class not of diffusers."""
+        """Return the folder's scheduler. Raises ArtifactError for an invalid config or a class foreign to diffusers."""
         import diffusers
 
         name = class_in(self.index, "scheduler")
@@ -121,7 +121,7 @@ class DiffusersCheckpoint(OpenedFiles):
             return kind.from_config(config)
 
     def tokenizers(self) -> dict[str, Any]:
-        """Return the tokenizers by component. Raises ConfigError for unsupported, ArtifactError for missing ones."""
+        """Return the tokenizers by component. Raises ConfigError if unsupported, ArtifactError if invalid."""
         import transformers
 
         tokenizers = {}
@@ -226,7 +226,7 @@ def pipeline_of_components(kind: type, index: Mapping[str, Any], components: Map
 
 
 def names_a_class(value: object) -> bool:
-    """Whether an entry of an index describes a component: a library and a class, or two nulls."""
+    """Return whether an index entry describes a component: [library, class], or two nulls."""
     return isinstance(value, list) and len(value) == 2 and all(each is None or isinstance(each, str) for each in value)
 
 
@@ -310,7 +310,7 @@ def empty_networks(described: Iterable[tuple[str, Mapping]]) -> list[nn.Module]:
 
 
 def network_config(folder: Path, kind: str, *rows: str) -> dict:
-    """Return a checked config. Raises ArtifactError if invalid, ConfigError by ``SERVED``; ``rows`` are more keys."""
+    """Return a checked config. Raises ArtifactError if invalid, ConfigError if ``rows`` of ``SERVED`` exclude it."""
     config, file = read_json(folder, "config.json"), folder / "config.json"
     check_depths(folder, config)
     check_entries(folder, config, usual := usual_entries(kind))

@@ -131,7 +131,7 @@ class Update:
         return values
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``up`` [out, rank] times ``factor``, ``down`` [rank, in], fp32. Raises ConfigError for a DoRA etc."""
+        """Return ``factor * up`` [out, rank], ``down`` [rank, in], fp32. Raises ConfigError for other updates."""
         if self.tensors.keys() != {"down", "up"}:
             raise ConfigError(
                 f"model.loras names {self.path}, whose update of {self.place.layer!r} is a whole weight or a DoRA, "
@@ -154,7 +154,7 @@ class AdaptedTensor:
         return tuple(self.source.shape)
 
     def read(self) -> torch.Tensor:
-        """Raises ArtifactError for values that are not finite."""
+        """Return the updated weight, fp32. Raises ArtifactError for values that are not finite."""
         weight = self.source.read().float()
         for update in self.updates:
             weight = update.applied(weight)
@@ -174,7 +174,7 @@ def fused(checkpoint: Opened, loras: Iterable[tuple], family: str = "this checkp
 
 
 def updated(checkpoint: Any, updates: Iterable[Update]) -> Any:
-    """Return an opened checkpoint of any kind with these updates in its weights; a changed weight is fp32."""
+    """Return an opened checkpoint of any kind with these updates added to its weights; changed weights become fp32."""
     by_parameter: dict[tuple[str, str], list[Update]] = {}
     for update in updates:
         by_parameter.setdefault((update.place.component, update.place.layer + update.place.kind), []).append(update)

@@ -93,7 +93,7 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
 
 
 def scheduler_entries(path: Path) -> dict:
-    """Return a folder's scheduler config, defaults included. Raises ArtifactError for a scheduler without betas."""
+    """Return a folder's scheduler config, defaults included. Raises ArtifactError for a scheduler that has no betas."""
     import diffusers
 
     described = read_json(path, INDEX).get("scheduler")
@@ -108,7 +108,7 @@ def scheduler_entries(path: Path) -> dict:
 
 
 def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
-    """Return NeMo's config of SDXL base, with sizes from diffusers' configs. Raises KeyError etc. for other ones."""
+    """Return NeMo's config of SDXL with diffusers' sizes. Raises KeyError, TypeError or the like if unsuitable."""
     config = sdxl_base_config()
     widths, kinds = unet["block_out_channels"], unet["down_block_types"][:MAX_DEPTH]
     depth = unet["transformer_layers_per_block"]

@@ -116,7 +116,7 @@ def without_controlnets(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn.Module, Weights]:
-    """Open a folder's network; reads no weight. Raises ConfigError for another class than ``kind``."""
+    """Open a folder's network; reads no weight. Raises ConfigError if not a ``kind``, ArtifactError if damaged."""
     if (found := read_json(folder, "config.json").get("_class_name", kind)) != kind:
         raise ConfigError(
             f"{knob} names {folder}, which is of {str(found)[:100]}, expected {kind}; give one of it, or use "

@@ -42,7 +42,7 @@ from sd_quant.names.sgm import PREFIXES, UNET, nemo_key, sgm_key
 LOG = logging.getLogger(__name__)
 PREDICTION, ARCHITECTURE = "modelspec.prediction_type", "modelspec.architecture"  # entries of metadata
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}  # that the first states
-DESCRIPTION = f"sd_quant.{CONFIG}"  # an entry of files of ours
+DESCRIPTION = f"sd_quant.{CONFIG}"  # an entry of metadata in files that ``convert`` writes
 ZERO_SNR, EDM = "rescale_betas_zero_snr", "edm_vpred.sigma_"
 NO_PART = {  # of SDXL: what to do with tensors whose names begin so
     "cond_stage_model.": "the text encoder of Stable Diffusion 1 or 2, which a merge left, so take it out",

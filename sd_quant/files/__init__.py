@@ -52,7 +52,7 @@ STAND_INS = {  # placeholders of files that were not downloaded, by their first 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that is renamed to ``path`` at the end, or removed on failure. Raises ResourceError."""
+    """Yield a temporary path, then rename it to ``path`` or, on failure, remove it. Raises ResourceError if full."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent)
     temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")
@@ -72,7 +72,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def temporary_folder(directory: Path) -> TemporaryDirectory:
-    """Return a temporary folder in ``directory``. What a killed process leaves, a later one removes."""
+    """Return a temporary folder in ``directory``, after removing those of dead processes."""
     remove_abandoned(directory)
     return TemporaryDirectory(dir=directory, prefix=f"{TEMPORARY}{HOST}-{os.getpid()}-")
 
@@ -174,7 +174,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def check_room(path: Path, needed: float, what: str = "") -> None:
-    """Raises ResourceError if the disk of ``path`` has fewer than ``needed`` bytes free; ``what`` says what for."""
+    """Raises ResourceError if the disk of ``path`` has fewer than ``needed`` bytes free; ``what`` names their use."""
     folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(folder).free
     if needed > free:

@@ -73,7 +73,7 @@ def image_files(knob: str, path: Path) -> list[Path]:
 
 
 def mask_files(knob: str, path: Path, images: Sequence[Path]) -> list[Path]:
-    """Return each image's mask: one file for all, or the one of its name in a folder. Raises ConfigError if missing."""
+    """Return each image's mask: one file for all, or the folder's file of that name. Raises ConfigError if missing."""
     files = image_files(knob, path)
     if not path.is_dir():
         return files * len(images)

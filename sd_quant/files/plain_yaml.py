@@ -58,7 +58,7 @@ def load_yaml(text: bytes) -> object:
 def count(node: yaml.Node, known: dict[int, int]) -> int:
     """Return the number of nodes in ``node``, itself included and aliases expanded; ``known`` caches counts by id.
 
-    Raises ValueError for more than ``MAX_NODES``, a node inside itself, a tag, a key that is no text or a duplicate.
+    Raises ValueError for more than ``MAX_NODES``, a node inside itself, another tag, a key that is no text or twice.
     """
     if id(node) in known:
         if not known[id(node)]:

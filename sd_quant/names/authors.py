@@ -82,7 +82,7 @@ KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def told_family(names: Iterable[str]) -> str | None:
-    """Return a denoiser's family by its original or diffusers' names, such as ``a Flux transformer``, or None."""
+    """Return a denoiser's family by its original or diffusers' tensor names, as ``a Flux transformer``, or None."""
     words = [name.removeprefix(PREFIX) for name in names]
     found = {mark for _, marks in KINDS for mark in marks if any(word.startswith(mark) for word in words)}
     return next((kind for kind, marks in KINDS if found.issuperset(marks)), None)
@@ -112,7 +112,7 @@ def places_in(
     shapes: Mapping[str, Shape],
     multiples: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Places, list[str]]:
-    """Return where each parameter of ``network`` that a file has lies in it, and the file's unknown names.
+    """Locate the parameters of ``network`` in a file; return their places and the file's names that are unknown.
 
     ``needed`` are the parameters' shapes by diffusers' name, ``shapes`` the file's by name without the prefix, sides
     padded to ``multiples``. Raises ArtifactError for the denoiser of another family or size.
@@ -143,7 +143,7 @@ def places_in(
 
 
 def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
-    """Return where each parameter of ``network`` lies in a checkpoint with original names, without the prefix."""
+    """Map each parameter of ``network`` to slices of tensors with original names, without the prefix."""
     if type(network).__name__ == "UNet2DConditionModel":
         keys = sgm_names(needed)
         return {name: (Rows(keys[name], 0, _rows(shape), _rows(shape)),) for name, shape in needed.items()}
@@ -189,7 +189,7 @@ def _rows(shape: Shape) -> int:
 
 
 def _ends_in_shift_and_scale(network: nn.Module, name: str) -> bool:
-    """Return whether a parameter yields (scale, shift) in diffusers and (shift, scale) in the original code."""
+    """Return whether diffusers' parameter gives (scale, shift) where the original one gives (shift, scale)."""
     owner, _, _ = name.rpartition(".linear.")
     return bool(owner) and type(network.get_submodule(owner)).__name__ == "AdaLayerNormContinuous"
 
