@@ -1,9 +1,9 @@
-"""Add-ons: distributions of their own, ``addons/`` of the repository, that bring what is not about quantization.
+"""Load add-ons: separate distributions, in ``addons/`` of the repository, for work other than quantization.
 
-The core knows them by name alone. An add-on lists what it has as entry points, in a group that says for which version
-of this interface they are, so one of another version is refused before its code runs. Nothing of an add-on is imported
-before it is used, and what goes wrong in it is one sentence. The road not taken is a plugin that is called at every
-step: an add-on is asked, and a run without it has the same record.
+The core knows them by name alone. An add-on lists what it provides as entry points, in a group named after a version of
+this interface, so that an add-on of another version is refused before its code runs. An add-on is imported only when
+used, and its failures become one sentence. Alternative not taken: plugins with hooks at every step. An add-on is called
+explicitly, and a run without it has the same record.
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ from typing import Any
 from sd_quant.errors import ResourceError, SdQuantError, of_the_machine
 from sd_quant.text import one_line
 
-INTERFACE = 1  # of what ``loaded`` gives, by the names of entry points; docs/extending.md lists them
+INTERFACE = 1  # version of the objects that entry points provide; docs/extending.md lists them
 
 
 def points(addon: str, name: str) -> list[EntryPoint]:
-    """The add-on's entry points of this name, whatever their interface; none where it is not installed."""
+    """Return the add-on's entry points of this name, of any interface version; an empty list if not installed."""
     return [point for point in entry_points(name=name) if point.group.startswith(f"sd_quant.{addon}.")]
 
 
 def loaded(addon: str, name: str, needing: str) -> Any:
-    """The object behind an entry point. Raises ResourceError, whose sentence begins with ``needing``, without it."""
+    """Return the object of an entry point. Raises ResourceError, with ``needing``, if missing or not importable."""
     found, install = points(addon, name), f"pip install 'sd-quant[{addon}]'"
     if not found:
         raise ResourceError(f"{needing} needs the add-on {addon}, which is not installed; install it with: {install}")
@@ -45,7 +45,7 @@ def loaded(addon: str, name: str, needing: str) -> Any:
 
 @contextmanager
 def at_work(addon: str) -> Iterator[None]:
-    """Raises SdQuantError, one sentence, in place of any exception of an add-on's code."""
+    """Raises SdQuantError, with one sentence, in place of any exception of an add-on's code in the block."""
     try:
         yield
     except SdQuantError:
@@ -58,7 +58,7 @@ def at_work(addon: str) -> Iterator[None]:
 
 
 def code_of(addon: str) -> Path | None:
-    """The folder of an add-on's code, on which its results depend; None where it is not installed. Imports nothing."""
+    """Return the folder of an add-on's code, on which its results depend; None if not installed. Imports nothing."""
     names = {point.module.partition(".")[0] for point in entry_points(group=f"sd_quant.{addon}.{INTERFACE}")}
     specs = filter(None, map(find_spec, sorted(names)))
     return next((Path(spec.submodule_search_locations[0]) for spec in specs), None)

@@ -1,10 +1,10 @@
-"""Keep results that runs share, as folders of files under a hash of everything that the files depend on.
+"""Cache results that runs share, as folders of files under a hash of everything that the files depend on.
 
-A run gets hard links to an entry's files: it stays whole when the entry is removed, and needs no disk of its own until
-then. An entry is made in a temporary folder and renamed, under a lock that ends with its process. Its hashes are
-checked whenever it is used, and a damaged entry is made again. When one is made and the cache is above its limit, the
-least recently used entries go. Where its own files cannot be read or written, a result is made without it. The road
-not taken is joblib.Memory, which pickles results and hashes arguments, not files.
+A run gets hard links to an entry's files: they stay valid when the entry is removed, and take no disk space until then.
+An entry is made in a temporary folder and renamed, under a lock that ends with its process. Its file hashes are checked
+at every use, and a damaged entry is made again. When an entry is made and the cache exceeds its limit, the least
+recently used entries are removed. If the cache itself cannot be read or written, results are made without it.
+Alternative not taken: joblib.Memory, which pickles results and hashes arguments, not files.
 """
 
 import fcntl
@@ -31,13 +31,13 @@ READ_ONLY = 0o444  # runs link to the same files
 
 
 def locked(path: Path, waiting: str = "") -> AbstractContextManager[int]:
-    """Hold the lock file ``path`` in the block. A wait is logged: ``waiting``, and then its seconds."""
+    """Hold the lock file ``path`` in the block. A wait is logged with the text ``waiting``, then with its duration."""
     return first_free([path], waiting)
 
 
 @contextmanager
 def first_free(paths: Sequence[Path], waiting: str = "") -> Iterator[int]:
-    """Hold the first lock file that no other process holds, or after a wait the first; yield its number."""
+    """Hold the first lock file that no other process holds, else wait for the first one; yield its index."""
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(path) as file:
@@ -53,7 +53,7 @@ def first_free(paths: Sequence[Path], waiting: str = "") -> Iterator[int]:
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open or create a lock file. Raises ConfigError for a link, a folder, or a pipe, which would never open."""
+    """Open or create a lock file. Raises ConfigError for a link, a folder, a pipe or a device."""
     with suppress(IsADirectoryError):
         if not path.is_symlink():
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -64,7 +64,7 @@ def open_lock(path: Path) -> IO[str]:
 
 
 def lockable(folder: Path) -> bool:
-    """Whether processes can wait for each other in ``folder``; if not, a warning says that nothing is kept there."""
+    """Return whether lock files can be made in ``folder``; if not, warn that nothing is kept there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         open_lock(folder / ".lock").close()
@@ -84,18 +84,18 @@ def try_lock(file) -> bool:
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache in ``directory``, or none with None; ``limit_bytes`` bounds all entries together."""
+    """A cache in ``directory``, or no caching if None; ``limit_bytes`` limits all entries together."""
 
     directory: Path | None
     limit_bytes: float = 0
 
     def entry(self, kind: str, origin: Mapping[str, object]) -> Path:
-        """Return the folder of the entry for this ``origin``, which may not exist yet."""
+        """Return the folder of the entry for this ``origin``, whether it exists or not."""
         assert self.directory is not None
         return self.directory / kind / digest(json.dumps(origin, sort_keys=True))[:32]
 
     def holds(self, kind: str, origin: Mapping[str, object]) -> bool:
-        """Whether the cache has an entry for this ``origin``, which may be damaged."""
+        """Return whether the cache has an entry, perhaps a damaged one, for this ``origin``."""
         return self.directory is not None and os.path.exists(self.entry(kind, origin) / MANIFEST)
 
     def provide(self, kind: str, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> None:
@@ -110,8 +110,8 @@ class Cache:
     ) -> None:
         """Put the files of several entries, which ``make(name, folder)`` writes, into ``target/<name>``.
 
-        Processes that want the same entries, on one machine or on several that share the cache, divide them: each
-        makes one that nobody makes, and waits only where none is left. One that dies costs the entry that it made.
+        Processes that need the same entries, on one machine or on several that share the cache, divide the work: each
+        makes entries that no other makes, and waits only if none is left. One that dies loses only the entry it made.
         """
         left = list(origins)
         for name in left:
@@ -140,13 +140,13 @@ class Cache:
             self.trim(spared=entries[name])
 
     def leave_out(self, error: OSError) -> None:
-        """Warn that the cache is not used, because of an error of its own files. Raises any other."""
+        """Warn that the cache is not used because of ``error``; raise ``error`` if of a file outside the cache."""
         if not Path(str(error.filename)).is_relative_to(self.directory):
             raise error
         LOG.warning("the cache %s cannot be used (%s): this is made without it", self.directory, error.strerror)
 
     def trim(self, spared: Path) -> None:
-        """Remove unfinished entries, and the least recently used above the limit but ``spared`` and any in use."""
+        """Remove unfinished entries and, above the limit, the least recently used, except ``spared`` and any in use."""
         for abandoned in self.directory.glob("*/.*.part"):
             with suppress(OSError), open_lock(abandoned.with_suffix(".lock")) as lock:
                 if try_lock(lock):
@@ -167,7 +167,7 @@ class Cache:
 
 
 def put(entry: Path, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> bool:
-    """Link an entry's files into ``target``, under its lock, and return whether it was there; otherwise make it."""
+    """Link an entry's files into ``target``, its lock being held; make it if missing. Return whether it was there."""
     described = json.loads(json.dumps(origin))
     there = sound(entry, described)
     for name in there or fill(entry, described, make):
@@ -195,7 +195,7 @@ def folder_bytes(entry: Path) -> int:
 
 
 def fill(entry: Path, origin: object, make: Callable[[Path], object]) -> list[str]:
-    """Make an entry, which appears whole or not at all, and return the names of its files."""
+    """Make an entry, which appears as a whole or not at all, and return the names of its files."""
     temporary = entry.with_name(f".{entry.name}.part")
     for leftover in (temporary, entry):
         remove(leftover)
@@ -213,10 +213,10 @@ def fill(entry: Path, origin: object, make: Callable[[Path], object]) -> list[st
 
 
 def sound(entry: Path, origin: object) -> list[str]:
-    """Return the names of an entry's files if it is for this ``origin`` and each has its hash, else none.
+    """Return the names of an entry's files if it is for this ``origin`` and each file has its hash, else an empty list.
 
     A damaged entry is logged. Other users of the machine may write into the cache, so no link in an entry is followed,
-    and nothing but a regular file is opened.
+    and only regular files are opened.
     """
     if not os.path.lexists(entry):
         return []
@@ -236,14 +236,14 @@ def sound(entry: Path, origin: object) -> list[str]:
 
 
 def regular(path: Path, most: float = float("inf")) -> Path:
-    """Return ``path``. Raises ValueError unless it is a regular file of at most ``most`` bytes, no link and in none."""
+    """Return ``path``. Raises ValueError unless it is a regular file of at most ``most`` bytes, not via a link."""
     if path.parent.is_symlink() or not stat.S_ISREG((found := path.lstat()).st_mode) or found.st_size > most:
         raise ValueError(f"{path} is no regular file of at most {most} bytes")
     return path
 
 
 def link(source: Path, target: Path) -> None:
-    """Make ``target`` a hard link to the file, or a copy on another disk."""
+    """Make ``target`` a hard link to ``source``, or a copy where linking fails, as on another disk."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

@@ -1,6 +1,6 @@
-"""Choose torch's device, the current GPU or else the processor, and the number of threads.
+"""Choose torch's device, the current GPU or else the CPU, and the number of threads.
 
-The road not taken is a knob: CUDA_VISIBLE_DEVICES hides a GPU from everything that a job starts.
+Alternative not taken: a knob. CUDA_VISIBLE_DEVICES hides a GPU from everything that a job starts.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def best_device() -> torch.device:
 
 
 def threads() -> int:
-    """Return the number of threads of torch and of every other runtime on the processor: torch's own, within the cores.
+    """Return the number of CPU threads for torch and all other runtimes: torch's own, at most the available cores.
 
     OpenVINO and ONNX Runtime follow neither OMP_NUM_THREADS nor the container, so torch would have fewer than they.
     """
@@ -27,6 +27,6 @@ def threads() -> int:
 
 @contextmanager
 def full_precision() -> Iterator[torch.device]:
-    """Yield ``best_device()`` without TF32: in its ten bits SSIM, a small difference, would vary by machine."""
+    """Yield ``best_device()`` with TF32 off: with its ten bits SSIM, a small difference, would vary by machine."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield best_device()

@@ -13,7 +13,7 @@ from sd_quant.process import Lasting
 from sd_quant.text import escaped, one_line
 
 CANCELLED = 130
-UNDECIDED = 5  # of a gate whose criteria cannot be told, and of votes that do not count
+UNDECIDED = 5  # of a gate whose criteria cannot be decided, and of invalid votes
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = re.compile(r"no space left|os error 28\b|disk quota exceeded", re.IGNORECASE)
 MEMORY_WORDS = re.compile(  # the last four are about threads, graphs and libraries
@@ -21,12 +21,12 @@ MEMORY_WORDS = re.compile(  # the last four are about threads, graphs and librar
     r"|failed to serialize proto|arena alloc failed|failed to map segment",
     re.IGNORECASE,
 )
-TIME_WORDS = "timed-out too many times"  # of submitit, in a job that Slurm has told that its time is over
+TIME_WORDS = "timed-out too many times"  # of submitit, when a job's time on Slurm is over
 LONGEST = 1400  # characters of a sentence
 
 
 class SdQuantError(Exception):
-    """A job failed. A sentence that quotes foreign text stays one line, and keeps its end, which says what to do."""
+    """A job failed. The message is escaped to one line; if too long, its middle is cut, so that the advice stays."""
 
     exit_code = 1
 
@@ -48,13 +48,13 @@ class ArtifactError(SdQuantError):
 
 
 class ResourceError(SdQuantError):
-    """Not enough disk or memory, or a device or runtime that was asked for is missing."""
+    """Not enough disk, memory or time, or a requested device or runtime is missing."""
 
     exit_code = 4
 
 
 def of_the_machine(error: BaseException) -> ResourceError | None:
-    """Translate an error about disk, memory or time, in any library's words, with its notes; None for all others."""
+    """Translate any library's error about disk, memory or time, with its notes, to ResourceError; others to None."""
     if isinstance(error, ResourceError):
         return error
     chain: list[BaseException] = []
@@ -80,22 +80,22 @@ def of_the_machine(error: BaseException) -> ResourceError | None:
 
 
 def fail(sentence: str, code: int) -> int:
-    """Print the sentence and return the exit code."""
+    """Print the sentence to standard error and return the exit code."""
     print(f"error: {sentence}", file=sys.stderr)
     return code
 
 
 def is_cancelled(error: BaseException | None) -> bool:
-    """Whether an error is a KeyboardInterrupt, or was raised while one was handled, as torch's modes do as they end."""
+    """Return whether an error is a KeyboardInterrupt, or was raised while one was handled, as by torch's modes."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
 
 
 def exit_with_its_code(main: Callable[[], object], kept: str = "nothing half written is left") -> None:
-    """Run a command; an error is printed as its sentence and sets the exit code. A defect keeps its traceback.
+    """Run a command; a known error is printed as its sentence and sets the exit code, a defect keeps its traceback.
 
-    ``kept`` says what is left of a cancelled command. One whose output nobody reads any more goes on to its end.
+    ``kept`` says what a cancelled command leaves behind. A command whose output is no longer read runs to its end.
     """
     output = Lasting(sys.stdout)
     try:

@@ -4,7 +4,7 @@ An annotation states the type, the limits of the value, and the meaning, which `
 
     n_steps: Annotated[int, COUNT, "denoising steps of a calibration image"]
 
-An error is one sentence that begins with the knob's full name. Roads not taken: pydantic, which takes 0.2 s to
+An error is one sentence that begins with the knob's full name. Alternatives not taken: pydantic, which takes 0.2 s to
 import and whose error types (strict types, unions, unknown names) would need a table as long as ``read_value`` to
 become such sentences; OmegaConf's structured configs, whose errors take several lines.
 """
@@ -39,7 +39,7 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition on a value beyond its type. Null, where the type allows it, always passes."""
+    """A condition on a value in addition to its type. Null, where the type allows it, always passes."""
 
     holds: Callable[[Any], bool]
     expected: str | Callable[[], str]  # the words of an error
@@ -56,7 +56,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Only:
-    """Narrows the knob ``name`` of a section in one job."""
+    """An annotation of a section of knobs: in this job, the section's knob ``name`` has the additional ``limit``."""
 
     name: str
     limit: Limit
@@ -64,7 +64,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Called:
-    """The name of a knob on the command line where it differs from the field's: a shorthand such as ``alpha``."""
+    """An annotation with the knob's name on the command line, if not the field's: a shorthand such as ``alpha``."""
 
     name: str
 
@@ -82,12 +82,12 @@ SEED = Limit(lambda seed: 0 <= seed < SEEDS, "a whole number from 0 to 2^64 - 1"
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return the seed of an image: ``number`` behind the first one's ``seed``, and 0 behind the last that there is."""
+    """Return an image's seed: ``number`` after ``seed``, the first image's; it wraps around to 0 at 2^64."""
     return (seed + number) % SEEDS
 
 
 def one_of(choices: Collection | Callable[[], Collection], each: bool = False) -> Limit:
-    """Limit a value to ``choices``, as they are when it is checked: a table may get rows after the import."""
+    """Return a limit to ``choices``. A function is called at each check, because a table may grow after the import."""
     known = choices if callable(choices) else lambda: choices
 
     def expected() -> str:
@@ -104,11 +104,11 @@ def check(holds: bool, knob: str, value: object, expected: str) -> None:
 
 Unused = tuple[
     object, Mapping[str, object], str
-]  # a condition, knobs with the values at which they do nothing, and why
+]  # whether the rule holds, values at which its knobs do nothing, and why
 
 
 def check_unused(section: object, path: str, *rules: Unused) -> None:
-    """Raises ConfigError for a knob of ``section`` without effect by a rule that holds; ``path`` precedes its name."""
+    """Raises ConfigError for a knob of ``section`` that, by a rule, has no effect; ``path`` precedes its name."""
     for holds, values, because in rules:
         for name, idle in values.items() if holds else ():
             if (value := getattr(section, name)) != idle:
@@ -118,7 +118,7 @@ def check_unused(section: object, path: str, *rules: Unused) -> None:
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return up to three names that ``name`` may be a misspelling or a part of; the section matters less."""
+    """Return up to three known names of which ``name`` may be a misspelling or a part; its section matters less."""
     section, _, last = name.rpartition(".")
     found = []
     for other in known:
@@ -133,14 +133,14 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 
 def near(name: str, known: Collection[str]) -> str:
-    """Suggest the names that may be meant, or list the ``known`` ones if they are few."""
+    """Return a hint for an unknown name: similar names, or all ``known`` ones if they are few."""
     if close := nearest(name, known):
         return f"did you mean {' or '.join(close)}?"
     return f"known are {', '.join(sorted(known))}" if len(known) <= FEW else "none is like it; --help lists all"
 
 
 def fields_of(job: type) -> dict[str, tuple[Any, list]]:
-    """Return the type of every field of a dataclass, and whatever else its annotation states."""
+    """Return, for each field of a dataclass, its type and the other items of its annotation."""
     kinds, hints = typing.get_type_hints(job), typing.get_type_hints(job, include_extras=True)
     names = [field.name for field in dataclasses.fields(job)]
     return {name: (kinds[name], list(getattr(hints[name], "__metadata__", ()))) for name in names}
@@ -165,23 +165,23 @@ def read(job: type, mapping: Mapping, path: str = ""):
 
 
 def called(stated: Collection, usual: str) -> str:
-    """Return the name of a knob on the command line."""
+    """Return a knob's name on the command line, from its annotation: ``Called`` or the ``usual`` name."""
     return next((entry.name for entry in stated if isinstance(entry, Called)), usual)
 
 
 def only_of(stated: Collection) -> list[Only]:
-    """Return the knobs of a section that a job narrows."""
+    """Return the ``Only`` items of a section's annotation: limits that a job adds to knobs of the section."""
     return [entry for entry in stated if isinstance(entry, Only)]
 
 
 def in_a_list(kind, value: object) -> object:
-    """Wrap ``value`` into a list where ``kind`` accepts a list of such values but not a single one."""
+    """Return ``value`` wrapped in a list if ``kind`` accepts a list of such values but not a single one."""
     options = options_of(kind)
     return [value] if type(value) not in options and any(option == list[type(value)] for option in options) else value
 
 
 def read_value(kind, value: object, knob: str):
-    """Return ``value`` as ``kind``: a whole number becomes a float where one is expected, nothing else is converted."""
+    """Return ``value`` as ``kind``, whole numbers as floats where expected. Raises ConfigError for another type."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected a group of knobs")

@@ -1,4 +1,4 @@
-"""Arithmetic that several rooms share, without the packages of the metrics."""
+"""Arithmetic that several packages share, importable without the dependencies of the metrics."""
 
 import math
 
@@ -13,12 +13,12 @@ def finite(value: float) -> float | None:
 
 
 def up_to(number: int, multiple: int) -> int:
-    """Round ``number`` up to a multiple."""
+    """Round ``number`` up to the next multiple of ``multiple``."""
     return -(-number // multiple) * multiple
 
 
 def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float | None:
-    """Return ||output - reference|| / ||reference|| in float64, or None. Raises ArtifactError for other shapes."""
+    """Return ||output - reference|| / ||reference||, or None if not finite. Raises ArtifactError if shapes differ."""
     if reference.shape != output.shape:
         raise ArtifactError(
             f"an output of shape {list(output.shape)} was compared with a reference of {list(reference.shape)}, "

@@ -1,9 +1,9 @@
 """Resolve paths: of files that a user names, of files that ship with the project, of files to write.
 
 A relative path is resolved against the current folder, then against ``HOME``: the repository, or in an installed
-package ``shipped``, a copy of the repository's ``conf`` and ``checkpoints``. Output goes below the current folder. The
-road not taken is to work in the repository wherever the command is given: an installed package has none, and a path
-that the shell has completed would not be found.
+package ``shipped``, a copy of the repository's ``conf`` and ``checkpoints``. Output goes below the current folder.
+Alternative not taken: to resolve against the repository always. An installed package has none, and a path completed by
+the shell would not be found.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ GROUPS = [CONF]  # folders with groups of presets: ours, and those that the user
 
 
 def input_path(path: str | Path) -> Path:
-    """Return the absolute path, from ``HOME`` if it exists there and not from the current folder."""
+    """Return the absolute path: in the current folder, unless the file exists only in ``HOME``."""
     path = Path(path).expanduser()
     here, shipped = Path.cwd() / path, HOME / path
     return shipped if os.path.exists(shipped) and not os.path.exists(here) else here  # whatever their length
 
 
 def folder_name(text: str) -> str:
-    """Return ``text`` as the name of one folder: not a path, not hidden, and not the name of a file beside it."""
+    """Return ``text`` as a name for one folder: no path, not hidden, and without an ending such as ``.json``."""
     name = FILE_ENDING.sub(r"-\1", UNSAFE.sub("-", text).lstrip(".")) or "unnamed"
     if len(name) <= LONGEST_NAME:
         return name
@@ -39,12 +39,12 @@ def folder_name(text: str) -> str:
 
 
 def output_path(path: str | Path) -> Path:
-    """Return the absolute path, from the current folder."""
+    """Return the absolute path, relative to the current folder."""
     return Path.cwd() / Path(path).expanduser()
 
 
 def existing(knob: str, path: str, expected: str) -> Path:
-    """Return ``input_path(path)``. Raises ConfigError, with the folders that were searched, when it is missing."""
+    """Return ``input_path(path)``. Raises ConfigError, which names the folders searched, when it does not exist."""
     found = input_path(path)
     if not os.path.exists(found):
         raise ConfigError(f"{knob} names {path}, which does not exist{looked_in(path)}; give {expected}")
@@ -60,20 +60,20 @@ def existing_file(knob: str, path: str) -> Path:
 
 
 def looked_in(path: str | Path) -> str:
-    """Name the folders in which a relative path was looked for, as `` (looked in A and B)``."""
+    """Return the folders searched for a relative path, as `` (looked in A and B)``; empty for an absolute one."""
     if Path(path).expanduser().is_absolute():
         return ""
     return f" (looked in {' and '.join(dict.fromkeys(map(str, (Path.cwd(), HOME))))})"
 
 
 def lasting(path: str) -> str:
-    """Return the path for a record, which is read from other folders: absolute, unless it leads into ``HOME``."""
+    """Return the path for a record, readable from any folder: absolute, unless it is relative to ``HOME``."""
     found = input_path(path)
     return path if Path(path).is_absolute() or found == HOME / path else str(found)
 
 
 def shown(path: Path) -> str:
-    """Return the path for people: relative where it lies in the current folder."""
+    """Return the path for display: relative if it lies in the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

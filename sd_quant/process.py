@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 IMPORTED = time.monotonic()
-CONFINED: list[float] = []  # the blocks of ``confined`` that run
+CONFINED: list[float] = []  # the seconds of each ``confined`` block that runs
 REACHING = {f"socket.{name}" for name in ("connect", "getaddrinfo", "gethostbyname", "sendto", "sendmsg")}
 
 
 def reset_peak() -> bool:
-    """Set the peak of this process's memory back to its present size. False where the system cannot."""
+    """Reset this process's peak memory to its present size; return False where the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -54,7 +54,7 @@ def seconds_since_start() -> float:
 
 
 class Lasting:
-    """An output of text that goes on in silence when its reader is gone, as in ``quantize | head``."""
+    """A text stream that discards further output after its reader has closed, as in ``quantize | head``."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -77,7 +77,7 @@ class Lasting:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End the process with this exit code, without freeing its memory object by object, which takes seconds."""
+    """End the process with this exit code, skipping the release of its memory, which may take seconds."""
     with suppress(OSError):  # a full disk
         sys.stdout.flush()
         sys.stderr.flush()
@@ -104,7 +104,7 @@ def mapped_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Return the memory that is free without swapping, within the limits of the container and the process."""
+    """Return the bytes of memory free without swapping, within the limits of the container and the process."""
     bounds = [address_space_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError):  # not Linux
         told = Path("/proc/meminfo").read_text(encoding="ascii")
@@ -117,19 +117,19 @@ def available_memory_bytes() -> int:
 
 
 def affinity() -> list[int]:
-    """Return the numbers of the cores that this process may run on; empty where the system cannot bind processes."""
+    """Return the numbers of the cores that this process may run on; empty where the system has no core binding."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use, within the processor time of its container."""
+    """Return the number of cores that this process may use, within its container's CPU quota."""
     usable = len(affinity()) or os.cpu_count() or 1
     quota = quota_of_cgroup()
     return usable if quota is None else max(1, min(usable, int(quota)))
 
 
 def quota_of_cgroup() -> float | None:
-    """Return the container's processor time in cores, by cgroup 2 or 1; None without a limit."""
+    """Return the container's CPU quota in cores, by cgroup 2 or 1; None without a limit."""
     group = Path("/sys/fs/cgroup")
     try:
         limit, period = (group / "cpu.max").read_text(encoding="ascii").split()
@@ -144,7 +144,7 @@ def quota_of_cgroup() -> float | None:
 
 @contextmanager
 def without_output() -> Iterator[None]:
-    """Discard what is written to standard output in the block, by a library's compiled code too."""
+    """Discard standard output in the block, including that of compiled code."""
     sys.stdout.flush()
     kept = os.dup(1)
     with Path(os.devnull).open("wb") as nowhere:
@@ -159,7 +159,7 @@ def without_output() -> Iterator[None]:
 
 @cache
 def watch_sockets() -> None:
-    """Have Python ask before each connection, for the rest of this process, whether a block of ``confined`` runs."""
+    """Install an audit hook, for the rest of this process, that refuses connections while a ``confined`` block runs."""
 
     def refuse(event: str, _: object) -> None:
         if CONFINED and event in REACHING:
@@ -170,11 +170,11 @@ def watch_sockets() -> None:
 
 @contextmanager
 def confined(seconds: float, memory: float = math.inf) -> Iterator[None]:
-    """Close sockets in the block, and bound its processor time and mapped bytes: for libraries that read foreign files.
+    """Forbid network connections in the block and limit its CPU seconds and mapped bytes, for reading untrusted files.
 
-    It raises PermissionError, TimeoutError or MemoryError. Other threads are confined too, but not in time, which is
-    checked between steps of the interpreter. The road not taken is a child process: a fork breaks OpenMP's threads, and
-    a fresh one imports for seconds.
+    Raises PermissionError, TimeoutError or MemoryError. Other threads are confined too, except in time. Time is checked
+    between steps of the interpreter. Alternative not taken: a child process; a fork breaks OpenMP's threads, and a new
+    one takes seconds to import.
     """
 
     def too_long(*_: object) -> None:

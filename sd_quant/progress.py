@@ -1,8 +1,8 @@
 """Report the progress of long work: a bar on a terminal, lines in a log, and no long silence.
 
 Code that may take long wraps itself in ``working`` or ``progress``. While it runs and no line has been printed for
-QUIET seconds, a thread prints one: the work, how far it is, and an estimate of the time that is left. The road not
-taken is a line for each finished unit: one unit may take minutes.
+QUIET seconds, a thread prints one: the work, its progress, and an estimate of the remaining time. Alternative not
+taken: a line for each finished unit, because one unit may take minutes.
 """
 
 import logging
@@ -16,11 +16,11 @@ from typing import Any
 
 LOG = logging.getLogger(__name__)
 QUIET = 15.0  # seconds without a line, after which one is printed
-POLLED_EVERY = 1.0  # seconds between two looks of the thread at the clock
+POLLED_EVERY = 1.0  # seconds between two checks of the clock by the thread
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Format as ``14:03:59 export: 33.9 s``, with a level above INFO, in the place of a terminal's bar."""
+    """Log format such as ``14:03:59 export: 33.9 s``, with levels above INFO named; clears the progress bar."""
 
     last_line = 0.0  # on the clock of time.monotonic
 
@@ -38,7 +38,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class ConsoleFilter(logging.Filter):
-    """Keep off the console libraries' lines below a warning, and the error that is the command's last line."""
+    """Log filter that drops libraries' lines below WARNING, and the error that the command prints as its last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         ours = record.name.partition(".")[0] in ("sd_quant", "__main__")
@@ -46,7 +46,7 @@ class ConsoleFilter(logging.Filter):
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in the unit that a person would use."""
+    """Format seconds as seconds, minutes or hours."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
@@ -54,7 +54,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(eq=False)
 class Work:
-    """Work that goes on, of ``total`` units if these are known."""
+    """Work in progress, of ``total`` units if their number is known."""
 
     description: str
     total: int | None = None
@@ -63,7 +63,7 @@ class Work:
     started: float = field(default_factory=lambda: time.monotonic())
 
     def line(self) -> str:
-        """Describe the state, as ``calibrate: 3 of 10, about 84 s to go``."""
+        """Describe the progress, as ``calibrate: 3 of 10, about 84 s to go``."""
         taken = time.monotonic() - self.started
         if not self.total:
             return f"{self.description}: {duration(taken)} so far"
@@ -71,14 +71,14 @@ class Work:
         return f"{self.description}: {self.done} of {self.total}, {left or f'{duration(taken)} so far'}"
 
 
-GOING_ON: list[Work] = []  # of all threads, the innermost last
+GOING_ON: list[Work] = []  # work in progress in all threads, the innermost last
 CHANGES = threading.Lock()  # guards GOING_ON and ``watching``
 watching: threading.Thread | None = None
 
 
 @contextmanager
 def working(described: str | Work, total: int | None = None) -> Iterator[Work]:
-    """Report the block as work that goes on."""
+    """Report the block as work in progress."""
     global watching
     work = described if isinstance(described, Work) else Work(described, total)
     with CHANGES:
@@ -94,7 +94,7 @@ def working(described: str | Work, total: int | None = None) -> Iterator[Work]:
 
 
 def watch() -> None:
-    """Print a line after each silence of QUIET seconds, until no work goes on."""
+    """Print a line after each silence of QUIET seconds, until no work is in progress."""
     global watching
     said = time.monotonic()
     while True:
@@ -135,7 +135,7 @@ def progress(total: int, description: str) -> Iterator[Callable[[], object]]:
 
 
 def each(items: Sequence, description: str) -> Iterator:
-    """Yield the ``items`` and report them as work; one is finished when the next is asked for."""
+    """Yield the ``items`` and report progress; an item is finished when the next one is requested."""
     with progress(len(items), description) as advance:
         for item in items:
             yield item

@@ -1,8 +1,8 @@
 """Write commands that can be pasted into a shell.
 
-A command that is printed names the program that the user has called. One that is kept, in a card or a report, names
-``sd-quant``, because its reader may have no checkout. The road not taken is the path of this Python, which is right on
-one machine only.
+A command printed to the terminal names the program that the user has called. One that is stored, in a card or a report,
+names ``sd-quant``, because its reader may have no checkout. Alternative not taken: the path of this Python, which is
+right on one machine only.
 """
 
 import re
@@ -16,7 +16,7 @@ PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)\Z)(?:[a-z_/]|\.+/)[\w/.+-]*\
 
 
 def program(command: str) -> list[str]:
-    """Return the words that start ``command``: the checkout's script if the user has started one, else ``sd-quant``."""
+    """Return the words that start ``command``: the checkout's script if the user runs it, else ``sd-quant``."""
     called = Path(sys.argv[0])
     script = called.parent / f"{command}.py"
     if called.suffix == ".py" and script.resolve().parent == HOME and script.is_file():
@@ -25,12 +25,12 @@ def program(command: str) -> list[str]:
 
 
 def pasted(command: str, *arguments: str) -> str:
-    """Return ``command`` with its arguments as a line for the shell."""
+    """Return ``command`` with its arguments as one line, quoted for the shell."""
     return shlex.join([*program(command), *arguments])
 
 
 def without_interpolation(text: str) -> str:
-    """Escape ``text`` so that OmegaConf reads it as it is."""
+    """Escape ``${`` in ``text``, so that OmegaConf reads it literally."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 

@@ -1,8 +1,8 @@
 """Hash this package's own code, so that results of other code are computed again.
 
-A result depends on the files that its code imports and on no others: an edit of the report does not cost a calibration.
+A result depends only on the files that its code imports: an edit of the report does not invalidate a calibration.
 Imports are read from the text of a file. A package whose ``__init__`` holds code lists modules of its folder in tables
-and imports them later, so its whole folder counts. The road not taken is ``sys.modules``, which depends on what else
+and imports them later, so its whole folder counts. Alternative not taken: ``sys.modules``, which depends on what else
 the process has done.
 """
 
@@ -16,7 +16,7 @@ from sd_quant.places import PACKAGE
 
 
 def source_digest(*modules: str, package: Path = PACKAGE) -> str:
-    """Hash the files that these modules import, directly or not, with SHA-256; without modules, all of the package."""
+    """Hash with SHA-256 the files that these modules import, directly or indirectly; all of ``package`` by default."""
     files = imported(modules, package) if modules else everything(package)
     return digest(*(f"{path.relative_to(package).as_posix()} {sha256(path)}" for path in sorted(files)))
 
@@ -39,7 +39,7 @@ def imported(modules: tuple[str, ...], package: Path) -> set[Path]:
 
 @cache
 def files_of(module: str, package: Path) -> list[Path]:
-    """Return the module's file, and the folders of the packages around it whose ``__init__`` holds code."""
+    """Return a module's file, and all files of each enclosing package whose ``__init__`` holds code."""
     files: list[Path] = []
     place = package
     for name in module.split("."):
@@ -52,7 +52,7 @@ def files_of(module: str, package: Path) -> list[Path]:
 
 @cache
 def imports_of(path: Path, package: str) -> list[str]:
-    """Return the modules of the package that a file imports anywhere, without the package's name."""
+    """Return the package's modules that a file imports anywhere, without the package's name."""
     if path.suffix != ".py":
         return []
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))

@@ -1,8 +1,8 @@
 """Make foreign text safe to show in a terminal, a log, a table or a sentence.
 
-Error messages of libraries, names in a checkpoint and prompts may hold line breaks, a terminal's control sequences,
-halves of surrogate pairs, and characters that turn the direction of writing. Python calls none of them printable. The
-road not taken is a list of the dangerous ones: Unicode grows.
+Error messages of libraries, names in a checkpoint and prompts may hold line breaks, terminal control sequences, lone
+surrogates, and characters that change the writing direction. Python calls none of them printable. Alternative not
+taken: a list of the dangerous characters, because Unicode grows.
 """
 
 
@@ -12,7 +12,7 @@ def printable(text: object) -> str:
 
 
 def escaped(text: object) -> str:
-    """Return ``str(text)`` with every character that is not printable as in a literal of Python, such as ``\\n``."""
+    """Return ``str(text)`` with each character that is not printable as in a Python literal, such as ``\\n``."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text))
 
 
@@ -22,13 +22,13 @@ def counted(count: int, thing: str) -> str:
 
 
 def fitted(text: str, longest: int = 28) -> str:
-    """Return ``text`` in one line, shortened in its middle where it is too long."""
+    """Return ``text`` on one line, with its middle cut out if it has more than ``longest`` characters."""
     line = printable(text)
     half = longest // 2
     return line if len(line) <= longest else f"{line[: half - 1]}…{line[-half:]}"
 
 
 def one_line(text: object, limit: int = 400) -> str:
-    """Return ``printable(text)`` with single spaces between words, cut to ``limit`` characters; a cut ends in "..."."""
+    """Return ``printable(text)`` with single spaces between words, cut to ``limit`` characters, "..." included."""
     line = " ".join(printable(text).split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."

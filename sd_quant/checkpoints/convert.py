@@ -1,13 +1,13 @@
-"""SDXL from one kind of file to another: NeMo's archives, diffusers' folders, Stability AI's single file.
+"""Convert SDXL between NeMo archives, diffusers folders and single files in Stability AI's layout.
 
     sd-quant convert SOURCE TARGET [--config model_config.yaml] [--fp16]
 
 SOURCE is a ``.nemo`` archive, a folder of diffusers' StableDiffusionXLPipeline, or a ``.safetensors`` file in Stability
 AI's layout. A TARGET that ends with ``.nemo`` becomes an archive, one with ``.safetensors`` a single file, any other a
-folder of diffusers. Every source is opened as the same checkpoint, whose keys and shapes are known before a byte is
+diffusers folder. Every source is opened as the same checkpoint class, whose keys and shapes are known before a byte is
 written, and is written one tensor at a time.
-The road not taken is a converter per direction, each with its own table of names: NeMo's own leaves 590 of the UNet's
-1680 tensors random.
+Alternative not taken: one converter per direction, each with its own table of names; NeMo's own leaves 590 of the
+UNet's 1680 tensors random.
 """
 
 import argparse
@@ -40,7 +40,7 @@ FILES = (
 
 
 def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
-    """Opens SDXL of any kind; ``model_config`` is NeMo's, for kinds without one. Raises as ``open_nemo`` does."""
+    """Open SDXL, with NeMo's ``model_config``. Raises ConfigError for a wrong kind, ArtifactError for a damaged one."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a .nemo archive, a diffusers folder or a .safetensors file")
     if (path / INDEX).is_file():
@@ -55,10 +55,10 @@ def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
 
 
 def convert(source: Path, target: Path, model_config: dict | None = None, fp16: bool = False) -> int:
-    """Writes ``source``, in its dtypes or with weights in ``fp16``, to ``target``; returns the number of tensors.
+    """Write ``source`` to ``target``, in its own dtypes or with weights in ``fp16``; return the number of tensors.
 
-    Raises as ``open_sdxl`` does, ConfigError for an existing ``target``, ArtifactError for tensors or noise that its
-    format cannot hold, ResourceError for a full disk.
+    Raises ConfigError for an unusable ``source`` or an existing ``target``, ArtifactError for a damaged source and for
+    tensors or noise levels that the target's format cannot hold, ResourceError for a full disk.
     """
     kind = target.suffix.lower()
     if kind in FILES.split():  # no folder is called that
@@ -97,7 +97,7 @@ def convert(source: Path, target: Path, model_config: dict | None = None, fp16: 
 
 
 def in_half(checkpoint: NemoCheckpoint) -> NemoCheckpoint:
-    """Returns the checkpoint with the weights of its networks in fp16."""
+    """Return the checkpoint with its networks' weights in fp16; reading one that overflows raises ArtifactError."""
 
     def halved(name: str, stored: Readable) -> torch.Tensor:
         whole = stored.read()

@@ -1,8 +1,8 @@
-"""The folder of a diffusers pipeline of any family, opened as a checkpoint.
+"""A diffusers pipeline folder of any family, opened as a checkpoint.
 
 Opening reads the configs and the headers of the weight files, and compares names and shapes of the tensors with those
 of the networks. It reads no weight. Class names in the folder are data: only those that the family lists are accepted.
-The road not taken is ``DiffusionPipeline.from_pretrained``: it takes as much memory as all weights, imports what the
+Alternative not taken: ``DiffusionPipeline.from_pretrained``. It takes as much memory as all weights, imports what the
 folder names, unpickles where there is no safetensors file, and warns where it should refuse.
 """
 
@@ -44,19 +44,19 @@ from sd_quant.process import confined
 TOKENIZER = "tokenizer_config.json"
 TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast")
 AGAIN = "fetch the folder again"
-DEPTHS = ("layer", "depth", "blocks")  # parts of the names of entries that count what is built
+DEPTHS = ("layer", "depth", "blocks")  # parts of the names of entries that count layers
 UNUSED_TENSORS = {"embeddings.position_ids", "logit_scale"}
-NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}  # they black images out, or mark them
+NOT_WANTED = {"requires_safety_checker": False, "add_watermarker": False}  # which blacken images or add watermarks
 ABSENT = [None, None]  # the entry of model_index.json for a component that the pipeline was saved without
 UNSTATED = int(1e30)  # transformers' number where a tokenizer's config has none
 MOST_SECONDS = 60  # of processor time, to build what a folder describes
-MOST_SECONDS_OF_A_TEMPLATE, MOST_CHARACTERS = 5, 10**6  # to write one chat
-MOST_TOKENS = 4096  # of a text encoder: all of a padded context is in memory
+MOST_SECONDS_OF_A_TEMPLATE, MOST_CHARACTERS = 5, 10**6  # to render one chat template
+MOST_TOKENS = 4096  # of a text encoder: texts are padded to it, and all of it is in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Optional entries that cause an exception or NaN where they are wrong: of schedulers, networks and tokenizers."""
+    """Optional config entries of schedulers, networks and tokenizers; wrong values would raise or give NaN."""
 
     num_train_timesteps: Annotated[int, between(1, 100_000)]
     beta_start: Annotated[float | None, between(0, 1)]
@@ -75,11 +75,11 @@ class Entries:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusersCheckpoint(OpenedFiles):
-    """An opened folder."""
+    """An opened diffusers pipeline folder."""
 
     index: dict[str, Any]  # the content of model_index.json, as if saved without the networks that are left out
     configs: dict[str, dict]  # complete configs of the networks that are used, by component
-    tokens: int | None  # the longest text of a T5, None for the family's default
+    tokens: int | None  # the longest text of a T5 in tokens; None: the family's default
 
     def parts(self) -> dict[str, Part]:
         return self.parts_of(self.configs, self.tokens)
@@ -101,7 +101,7 @@ class DiffusersCheckpoint(OpenedFiles):
         return controlled_call(call, networks, self.controlnets)
 
     def scheduler(self):
-        """Returns the scheduler that the folder describes. Raises ArtifactError when it is none of diffusers'."""
+        """Return the folder's scheduler. Raises ArtifactError for an invalid config or a class foreign to diffusers."""
         import diffusers
 
         name = class_in(self.index, "scheduler")
@@ -121,7 +121,7 @@ class DiffusersCheckpoint(OpenedFiles):
             return kind.from_config(config)
 
     def tokenizers(self) -> dict[str, Any]:
-        """Returns the folder's tokenizers by the pipeline's names. Raises ArtifactError for a missing or odd one."""
+        """Return the tokenizers by component. Raises ConfigError if unsupported, ArtifactError if invalid."""
         import transformers
 
         tokenizers = {}
@@ -148,9 +148,9 @@ class DiffusersCheckpoint(OpenedFiles):
 
 
 def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
-    """Returns a folder's tokenizer of the class ``kind``, with texts of at most ``most`` tokens if it states any.
+    """Return a folder's tokenizer of class ``kind``, whose maximum length, if stated, is at most ``most`` tokens.
 
-    Raises ArtifactError for a missing or wrong file: without a vocabulary the class itself knows two words.
+    Raises ArtifactError for a missing or invalid file: without a vocabulary the class would silently know two words.
     """
     files, names = files_in(folder), dict(kind.vocab_files_names)
     single = names.pop("tokenizer_file", None)
@@ -181,7 +181,7 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
 
 
 def bound_template(folder: Path, tokenizer: Any) -> None:
-    """Bounds time, memory and result of a folder's chat template, a program; it raises ArtifactError then."""
+    """Make a tokenizer's chat template, a program, raise ArtifactError beyond limits of time, memory and length."""
     plain = getattr(tokenizer, "apply_chat_template", None)
 
     def bounded(*conversation: Any, **options: Any) -> Any:
@@ -197,7 +197,7 @@ def bound_template(folder: Path, tokenizer: Any) -> None:
 
 
 def check_packages(file: Path, name: str, kind: Any) -> None:
-    """Raises ResourceError for a class that diffusers has only a stand-in of, because a package is not installed."""
+    """Raises ResourceError for a class that diffusers replaces by a dummy, because a package is not installed."""
     if isinstance(packages := getattr(kind, "_backends", None), list):
         missing = [package for package in packages if find_spec(package) is None] or packages
         raise ResourceError(
@@ -206,14 +206,14 @@ def check_packages(file: Path, name: str, kind: Any) -> None:
 
 
 def check_entries(folder: Path, config: Mapping, usual: Mapping = MappingProxyType({})) -> None:
-    """Raises ArtifactError for one of ``Entries`` or of the ``usual`` that is of another type or out of range."""
+    """Raises ArtifactError for an entry whose type or range violates ``Entries`` or the defaults ``usual``."""
     with refusing(f"{folder} has a wrong config", ConfigError, advice=AGAIN):
         check_schema(Entries, config, whole=False)
         check_like(usual, config)
 
 
 def pipeline_of_components(kind: type, index: Mapping[str, Any], components: Mapping[str, Any]) -> Any:
-    """Builds a pipeline of these components, without others. Raises ArtifactError where that is impossible."""
+    """Build a pipeline of class ``kind`` from these components only. Raises ArtifactError if it cannot be built."""
     plain = {name: value for name, value in index.items() if not name.startswith("_") and not names_a_class(value)}
     known = {**plain, **components, **NOT_WANTED}
     arguments = {
@@ -226,18 +226,18 @@ def pipeline_of_components(kind: type, index: Mapping[str, Any], components: Map
 
 
 def names_a_class(value: object) -> bool:
-    """Whether an entry of an index describes a component: a library and a class, or two nulls."""
+    """Return whether an index entry describes a component: [library, class], or two nulls."""
     return isinstance(value, list) and len(value) == 2 and all(each is None or isinstance(each, str) for each in value)
 
 
 def class_in(index: Mapping, name: str) -> Any:
-    """Returns the class that model_index.json names for a component: the second of two words."""
+    """Return the class that model_index.json names for a component: the second item of [library, class]."""
     described = index.get(name)
     return described[1] if isinstance(described, list) and len(described) == 2 else described
 
 
 def network_class(name: str) -> Any:
-    """Returns the class of diffusers or transformers, one that a family lists."""
+    """Return the class of diffusers or transformers called ``name``, which has to be in a family's table."""
     import diffusers
     import transformers
 
@@ -245,7 +245,7 @@ def network_class(name: str) -> Any:
 
 
 def network(name: str, config: Mapping) -> nn.Module:
-    """Builds a network of this class, one that a family lists, with fresh weights."""
+    """Build a randomly initialized network of the class called ``name``, which has to be in a family's table."""
     kind = network_class(name)
     if hasattr(kind, "from_config"):
         return kind.from_config(dict(config))
@@ -256,19 +256,19 @@ def network(name: str, config: Mapping) -> nn.Module:
 
 
 def usual_entries(name: str) -> dict[str, Any]:
-    """Returns the default entries of a config of this class of networks."""
+    """Return the default config of the network class called ``name``."""
     kind = network_class(name)
     return defaults_of(kind) if hasattr(kind, "from_config") else kind.config_class().to_dict()
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
-    """Returns the default entries of a config of this class of diffusers."""
+    """Return the default config of a diffusers class, from its constructor's signature."""
     parameters = inspect.signature(kind).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def with_tokenizers(components: Collection[str]) -> list[str]:
-    """Returns the names of these networks, followed by those of the text encoders' tokenizers."""
+    """Return the component names, followed by those of the tokenizers of the text encoders among them."""
     encoders = [component for component in components if component.startswith("text_encoder")]
     return [*components, *(encoder.replace("text_encoder", "tokenizer") for encoder in encoders)]
 
@@ -276,9 +276,9 @@ def with_tokenizers(components: Collection[str]) -> list[str]:
 def open_pipeline(
     path: Path, name: str, tokens: int | None = None, io: str = "diffusers", parts: Collection[str] | None = None
 ) -> DiffusersCheckpoint:
-    """Opens the folder of a pipeline of the family ``name``; reads no weight. Options are those of ``kinds.Options``.
+    """Open a pipeline folder of the family ``name``; reads no weight. Options are those of ``kinds.Options``.
 
-    Raises ConfigError for another family, ArtifactError for a damaged or incomplete folder.
+    Raises ConfigError for a pipeline of another family, ArtifactError for a damaged or incomplete folder.
     """
     family = family_named(name)
     left_out = [] if parts is None else [component for component in family.OPTIONAL if component not in parts]
@@ -304,13 +304,13 @@ def open_pipeline(
 
 
 def empty_networks(described: Iterable[tuple[str, Mapping]]) -> list[nn.Module]:
-    """Builds networks of these classes and configs without weights, within bounds of modules and time."""
+    """Build networks of these classes and configs on the meta device, within limits of module count and time."""
     with torch.device("meta"), bounded_modules(), confined(MOST_SECONDS):
         return [network(kind, config) for kind, config in described]
 
 
 def network_config(folder: Path, kind: str, *rows: str) -> dict:
-    """Returns a checked config; ``rows`` are further ones of ``SERVED``. Raises ArtifactError or ConfigError."""
+    """Return a checked config. Raises ArtifactError if invalid, ConfigError if ``rows`` of ``SERVED`` exclude it."""
     config, file = read_json(folder, "config.json"), folder / "config.json"
     check_depths(folder, config)
     check_entries(folder, config, usual := usual_entries(kind))
@@ -320,7 +320,7 @@ def network_config(folder: Path, kind: str, *rows: str) -> dict:
 
 
 def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:
-    """Raises ConfigError for a pipeline of another family, ArtifactError for a missing network or another class."""
+    """Raises ConfigError for a pipeline of another family, ArtifactError for a missing network or a wrong class."""
     import diffusers
     import transformers
 
@@ -362,20 +362,20 @@ def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> Non
 
 
 def base_of(pipeline: Any, family: Family) -> Any:
-    """Returns the family's class that makes images of text with the networks of one that changes images."""
+    """Return the family's text-to-image class for its image-to-image or inpainting class; else ``pipeline`` itself."""
     base = re.sub("(Img2Img|Inpaint)Pipeline$", "Pipeline", str(pipeline))
     return base if pipeline not in family.PIPELINES and base in family.PIPELINES else pipeline
 
 
 def is_pipeline(kind: Any) -> bool:
-    """Whether this is a class of pipelines that can be called."""
+    """Return whether ``kind`` is a diffusers pipeline class with a ``__call__``."""
     import diffusers
 
     return inspect.isclass(kind) and issubclass(kind, diffusers.DiffusionPipeline) and "__call__" in dir(kind)
 
 
 def check_depths(folder: Path, config: Mapping) -> None:
-    """Raises ArtifactError for a list, or a number of layers, that takes hours to build."""
+    """Raises ArtifactError for a list or number of layers so large that building the network would take hours."""
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         deepest = [count for entry in counts for count in (entry if isinstance(entry, list) else [entry])]
@@ -390,7 +390,7 @@ def check_depths(folder: Path, config: Mapping) -> None:
 
 
 def full_config(built: nn.Module) -> dict:
-    """Returns a network's config with the defaults of its class for entries that the file lacks."""
+    """Return a network's whole config: its class's defaults fill in the entries that the file lacks."""
     config = built.config
     return dict(config) if isinstance(config, Mapping) else config.to_dict()
 
@@ -402,10 +402,10 @@ def weights_of(
     unused: Collection[str] = UNUSED_TENSORS,
     tensors: Mapping[str, Readable] | None = None,
 ) -> Weights:
-    """Returns a network's weights; reads none. Raises ArtifactError for missing, unknown or odd ones.
+    """Return a network's weights, unread. Raises ArtifactError for missing, unknown or misshapen tensors.
 
-    ``tensors`` are by default those of the folder ``path``. Names may be those of another version of transformers,
-    which states the translation; shared weights may have one name; names in ``unused`` are ignored.
+    ``tensors`` are by default those of the folder ``path``. Names of other transformers versions are translated; a
+    tensor with several names may be stored under only one of them; names in ``unused`` are ignored.
     """
     state = {name: tensor for name, tensor in built.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
     same = {plain_name(name): name for name in state}
@@ -435,7 +435,7 @@ def weights_of(
 
 
 def renaming(built: nn.Module) -> Callable[[str], str]:
-    """Returns the translation of names in a file to the network's, as this version of transformers states it."""
+    """Return the function from a file's tensor names to the network's, by transformers' own conversion rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 

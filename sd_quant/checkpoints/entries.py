@@ -1,7 +1,7 @@
 """Entries of the JSON files in a pipeline's folder: each is used, known to be without effect, or refused.
 
-diffusers warns of an entry that its class does not take, and transformers makes it an attribute, which a pipeline may
-read. Nobody knows whether images without it are those that its author made.
+diffusers only warns of an entry that its class does not take, and transformers makes it an attribute, which a pipeline
+may read. So without the entry, images may differ from those of the model's author.
 """
 
 import inspect
@@ -17,9 +17,9 @@ from sd_quant.files.checks import listing
 from sd_quant.knobs import BOUNDED
 from sd_quant.names.diffusers import FORMER_CLASSES
 
-NOTHING: tuple = (None, [], {}, [None, None])  # values that state nothing
-# Entries of published files that no denoising step sees: of versions, training, tasks and generation, and some that the
-# installed classes derive themselves. Of networks of transformers, of tokenizers, and of classes of diffusers.
+NOTHING: tuple = (None, [], {}, [None, None])  # empty values
+# Entries of published files without effect on denoising: of versions, training, tasks and generation, and some that the
+# installed classes derive themselves. They belong to transformers' networks, to tokenizers, and to diffusers' classes.
 OF_NETWORKS = set(
     "add_cross_attention attn_implementation auto_map cache_implementation cross_attention_hidden_size "
     "decoder_start_token_id dense_act_fn directionality dropout dtype experts_implementation finetuning_task "
@@ -44,8 +44,8 @@ LEFT_OUT = set(
     "feature_extractor nfe noise_sampler_seed pooled_projection_dim requires_aesthetics_score requires_safety_checker "
     "safety_checker".split()
 )
-# Values that the graphs of a stated family serve, by class of network, by family and by the names of its inputs; a type
-# stands for all of its values. Others take inputs that the graphs lack, or make layers with inputs of their own.
+# Values that the graphs of a family support, by class of network, by family and by the naming of inputs (``io``). A
+# type stands for all of its values. Other values need inputs that the graphs lack.
 SERVED: dict[str, dict[str, list[Any]]] = {
     "UNet2DConditionModel": {
         "addition_embed_type": [None], "attention_type": ["default"], "class_embed_type": [None],
@@ -69,14 +69,14 @@ SERVED: dict[str, dict[str, list[Any]]] = {
 
 
 def check_known(file: Path, kind: type, config: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for entries of ``file`` that the class ``kind`` neither takes nor ignores without effect."""
+    """Raises ArtifactError for entries of ``file`` that the class ``kind`` neither takes nor is known to ignore."""
     if "quantization_config" in config:
         raise ArtifactError(
             f"{file} describes quantized weights, expected a checkpoint as it was before; start from that, or give "
             "this one to judge.py"
         )
     parts = [config]
-    for part in parts:  # which may have further ones
+    for part in parts:  # grows: a part may have parts of its own
         parts += [each for each in part.values() if isinstance(each, Mapping) and "model_type" in each]
     stated = {name: value for part in parts for name, value in part.items()}
     unknown = {name for name, value in stated.items() if value not in NOTHING and name[:1] != "_"}
@@ -90,7 +90,7 @@ def check_known(file: Path, kind: type, config: Mapping[str, Any]) -> None:
 
 
 def entries_of(kind: type, config: Mapping[str, Any]) -> Set[str]:
-    """Returns the names of entries that the class takes, and those without effect in its kind of file."""
+    """Return the names of entries that the class takes, and of entries known to have no effect in its files."""
     import transformers
 
     if issubclass(kind, transformers.PreTrainedTokenizerBase):
@@ -105,7 +105,7 @@ def entries_of(kind: type, config: Mapping[str, Any]) -> Set[str]:
 
 
 def entries_of_others(kind: type, config: Mapping[str, Any]) -> Set[str]:
-    """Returns entries of all schedulers, or of a network's former class, which published files keep."""
+    """Return entries that published files keep from other schedulers, or from a network's former class."""
     import diffusers
 
     others = [kind]
@@ -117,20 +117,20 @@ def entries_of_others(kind: type, config: Mapping[str, Any]) -> Set[str]:
 
 
 def read_by(kind: type, names: Collection[str]) -> set[str]:
-    """Returns the names of entries that the class's module reads of a configuration, or that it registers there."""
+    """Return those of ``names`` that the source code of the class's module reads from, or registers in, a config."""
     source = inspect.getsource(sys.modules[kind.__module__])
     return {name for name in names if re.search(rf"config\W+{re.escape(name)}\b", source)}
 
 
 @cache
 def parameters_of(*kinds: Any) -> frozenset[str]:
-    """Returns the names of their constructors' parameters."""
+    """Return the names of the constructor parameters of these classes."""
     every = [each for kind in kinds for each in inspect.signature(kind.__init__).parameters.values()]
     return frozenset(each.name for each in every if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL))
 
 
 def parts_of(kind: Any, config: Mapping[str, Any]) -> list[Any]:
-    """Returns the class of a configuration of transformers and those of the configurations in it."""
+    """Return a config class of transformers and, recursively, the classes of its sub-configs."""
     found = [kind]
     for name, each in getattr(kind, "sub_configs", {}).items():
         inner = config.get(name)
@@ -139,7 +139,7 @@ def parts_of(kind: Any, config: Mapping[str, Any]) -> list[Any]:
 
 
 def config_class(own: Any, config: Mapping[str, Any]) -> Any:
-    """Returns the class of a configuration of transformers: that of its ``model_type``, else the network's ``own``."""
+    """Return transformers' config class for the stated ``model_type``, or ``own`` where it names no other one."""
     import transformers
 
     known, stated = transformers.CONFIG_MAPPING, config.get("model_type")
@@ -148,7 +148,7 @@ def config_class(own: Any, config: Mapping[str, Any]) -> Any:
 
 
 def check_served(file: Path, config: Mapping[str, Any], rows: Collection[str]) -> None:
-    """Raises ConfigError for a value that a stated family's graphs do not serve, by these rows of ``SERVED``."""
+    """Raises ConfigError for a config value that the family's graphs do not support, by these rows of ``SERVED``."""
     for entry, served in {entry: each for row in rows for entry, each in SERVED.get(row, {}).items()}.items():
         value = config.get(entry, served[0])
         each_value = value if isinstance(value, list | tuple) and int not in served else [value]

@@ -1,4 +1,4 @@
-"""Opens a checkpoint with the reader of its kind, by its path and family."""
+"""Open a checkpoint with the reader for its kind of file, chosen by path and family."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,26 +19,26 @@ from sd_quant.models.family import family_named
 
 
 class Options(TypedDict, total=False):
-    """Options of opening a checkpoint."""
+    """Keyword arguments of ``open_checkpoint``."""
 
-    io: str | None  # names of the denoiser's inputs, "nemo" or "diffusers"; None: by the kind of file
+    io: str | None  # naming of the denoiser's inputs, "nemo" or "diffusers"; None: by the kind of file
     max_sequence_length: int | None  # longest text of a T5 in tokens; None: the family's
-    parts: Sequence[str] | None  # names of all parts in use; None: all. An optional network outside them is left out
-    loras: Sequence[tuple]  # files of adapters, fused into the weights, and their strengths
-    encodes: bool  # with the autoencoder's encoder as a part
+    parts: Sequence[str] | None  # names of all parts to use; None: all. An optional network not named is left out
+    loras: Sequence[tuple]  # (file, strength) of each adapter, fused into the weights
+    encodes: bool  # whether the autoencoder's encoder is a part
     dtypes: Dtypes  # of exported weights, for all parts or by part; None: the family's
-    pipeline: str | None  # maker of images of SDXL's files, "nemo" or "diffusers"; None: NeMo for its own
-    vae: Path | None  # folder or file of an autoencoder in place of the checkpoint's
+    pipeline: str | None  # what makes SDXL's images, "nemo" or "diffusers"; None: NeMo for NeMo's files
+    vae: Path | None  # folder or file of an autoencoder that replaces the checkpoint's
     controlnets: Sequence[tuple[Path, float]]  # folders of ControlNets, and the scales of their outputs
-    arguments: Mapping[str, Any] | None  # further ones of the pipeline's call
+    arguments: Mapping[str, Any] | None  # additional arguments of the pipeline's call
 
 
 def open_checkpoint(path: Path, family: str, **options: Unpack[Options]) -> Checkpoint:
-    """Opens a checkpoint of ``family``; reads no weight.
+    """Open a checkpoint of ``family``; reads no weight.
 
-    ``path`` is the folder of a diffusers pipeline; of SDXL also a ``.nemo``, the folder that one was extracted to, or a
+    ``path`` is a diffusers pipeline folder; for SDXL also a ``.nemo`` archive, the folder it was extracted to, or a
     single file in Stability AI's layout.
-    Raises ConfigError for another kind of file or other ``parts`` than it has, and what the readers raise.
+    Raises ConfigError for another kind of file or ``parts`` other than the file's, ArtifactError for a damaged file.
     """
     tokens, parts = options.get("max_sequence_length"), options.get("parts")
     if tokens is not None and family_named(family).TOKENS is None:

@@ -4,9 +4,9 @@
 
 (Hu et al. 2021, arXiv:2106.09685, section 4.1), in fp32 and in the order of the files, so that the result equals
 diffusers' ``fuse_lora`` on fp32 weights bit for bit. Also read are LyCORIS' LoCon with a tensor between the factors,
-DoRA (arXiv:2402.09353), and differences of weights, norms and biases. Calibration and every export read the fused
-weights. What was fused can be told apart again, for layers that are quantized without it: ``without_loras``.
-The road not taken is ``load_lora_weights`` and ``fuse_lora`` themselves: they need all weights in memory and PEFT, and
+DoRA (arXiv:2402.09353), and full differences of weights, norms and biases. Calibration and every export read the fused
+weights. ``without_loras`` undoes the fusion, for layers that are quantized without their LoRA.
+Alternative not taken: ``load_lora_weights`` and ``fuse_lora`` themselves. They need all weights in memory and PEFT, and
 drop unknown keys with a warning.
 """
 
@@ -41,7 +41,7 @@ Renamed = Callable[[Mapping[str, Readable]], Mapping[str, Readable]]
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS, DIFFUSERS_METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
 LOG = logging.getLogger(__name__)
-ROLES = {  # of a tensor by the end of its key
+ROLES = {  # role of a tensor, by the end of its key
     ".lora_A.weight": "down", ".lora_B.weight": "up", ".lora_B.bias": "bias", ".alpha": "alpha",
     ".lora_down.weight": "down", ".lora_up.weight": "up", ".lora_mid.weight": "mid",
     ".lora.down.weight": "down", ".lora.up.weight": "up", "_lora.down.weight": "down", "_lora.up.weight": "up",
@@ -49,22 +49,22 @@ ROLES = {  # of a tensor by the end of its key
     ".dora_scale": "magnitude", ".lora_magnitude_vector": "of rows", ".lora_magnitude_vector.weight": "of rows",
     ".diff": "difference", ".w_norm": "difference", ".diff_b": "of bias", ".b_norm": "of bias",
 }  # fmt: skip
-MAGNITUDES, ALONE = {"magnitude", "of rows"}, {"difference", "of bias"}  # roles: of a DoRA; that need no factors
+MAGNITUDES, ALONE = {"magnitude", "of rows"}, {"difference", "of bias"}  # roles: a DoRA's; those without factors
 ADAPTER = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)\.(?!(?:weight|bias)$)[^.]+")  # PEFT's, with its name
-BUNDLED = re.compile(r"bundle_emb\.(.+?)\.(?:string_to_param\.\*|[^.]+)")  # the embedding of a word
-OTHER_KINDS = {  # that are not read, by what is in their keys
+BUNDLED = re.compile(r"bundle_emb\.(.+?)\.(?:string_to_param\.\*|[^.]+)")  # the embedding of a word (textual inversion)
+OTHER_KINDS = {  # kinds of adapter that are not supported, by patterns of their keys
     "LoHa": r"\.hada_", "LoKr": r"\.lokr_", "OFT": r"\.b?oft_", "GLoRA": r"\.[ab][12]\.weight$", "VeRA": r"\.vera_",
     "(IA)^3": r"\.(on_input|ia3_)", "AdaLoRA": r"\.lora_E", "textual inversion": r"^(emb_params|clip_[lg]|t5xxl)$",
 }  # fmt: skip
 ARCHITECTURES = ("modelspec.architecture", "ss_base_model_version")  # entries of metadata
-MADE_FOR = {  # families by what these entries say
+MADE_FOR = {  # families, and the pattern of these entries' values
     "sdxl": "xl", "sd15": "sd[-_ ]?v?1|stable-diffusion-v1", "sd21": "sd[-_ ]?v?2|stable-diffusion-v2",
     "sd3": "sd[-_ ]?3|stable-diffusion-3", "flux": "flux", "pixart": "pixart",
 }  # fmt: skip
 # Entries that give a scale. kohya's ss_network_alpha does not: its tools fold it into the factors and leave it there.
 SCALES = re.compile(r"(?!ss_)(?:.*[._])?(lora_alpha|network_alpha|alpha_pattern|use_rslora|rs_lora)")
-PATTERN = re.compile(r"(?!(?:.*[*+]){3})(?:[\w|()^$-]|\\[.d]\+?|\.\*?){1,200}")  # of PEFT's, matched in no time
-WITHOUT_EFFECT = {  # entries of PEFT's configs, whatever they are
+PATTERN = re.compile(r"(?!(?:.*[*+]){3})(?:[\w|()^$-]|\\[.d]\+?|\.\*?){1,200}")  # of PEFT's; fast to match
+WITHOUT_EFFECT = {  # entries of PEFT's configs whose value does not matter
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_bias",
     "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out", "layers_to_transform", "layers_pattern",
     "megatron_config", "megatron_core", "runtime_config", "eva_config", "qalora_group_size", "ensure_weight_tying",
@@ -75,7 +75,7 @@ USUAL = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "g
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The entries of PEFT's ``LoraConfig`` that matter here. The rank follows from the tensors."""
+    """The entries of PEFT's ``LoraConfig`` that are used here. The rank follows from the tensors."""
 
     lora_alpha: float | int
     alpha_pattern: dict[str, float | int]
@@ -85,19 +85,19 @@ class PeftConfig:
 
 @dataclass(frozen=True)
 class Update:
-    """The update of one parameter from one file."""
+    """The update of one parameter from one LoRA file."""
 
     path: Path  # of the file, for messages
     place: Place
-    tensors: Mapping[str, Readable]  # by their roles: factors and what belongs to them, or a difference
+    tensors: Mapping[str, Readable]  # by role: low-rank factors and their companions, or a full difference
     factor: float  # strength, times alpha / rank for factors
 
     def applied(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns ``weight``, fp32, with the update; raises as ``delta``. A DoRA's is what PEFT merges."""
+        """Return the updated ``weight``, fp32; a DoRA as PEFT merges it. Raises ArtifactError for NaN or infinity."""
         changed = weight + self.delta()
         for role in self.tensors.keys() & MAGNITUDES:
             magnitude = self.tensors[role].read().float()
-            by_column = role == "magnitude" and magnitude.shape[:2] == (1, changed.shape[1])  # as LyCORIS may have it
+            by_column = role == "magnitude" and magnitude.shape[:2] == (1, changed.shape[1])  # LyCORIS allows it
             others = [axis for axis in range(changed.ndim) if axis != by_column]
             norm = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
             magnitude = magnitude if by_column else self.rows(magnitude.flatten())
@@ -105,7 +105,7 @@ class Update:
         return changed
 
     def delta(self) -> torch.Tensor:
-        """Returns the addend, fp32, like PEFT's ``get_delta_weight``. Raises ArtifactError where it is not finite."""
+        """Return the additive update, fp32, as PEFT's ``get_delta_weight``. Raises ArtifactError if not finite."""
         shape = self.place.shape
         stored = {role: tensor.read().float() for role, tensor in self.tensors.items() if role not in MAGNITUDES}
         if "difference" in stored:
@@ -131,7 +131,7 @@ class Update:
         return values
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``up`` [out, rank], times the factor, and ``down`` [rank, in], fp32; raises ConfigError for more."""
+        """Return ``factor * up`` [out, rank], ``down`` [rank, in], fp32. Raises ConfigError for other updates."""
         if self.tensors.keys() != {"down", "up"}:
             raise ConfigError(
                 f"model.loras names {self.path}, whose update of {self.place.layer!r} is a whole weight or a DoRA, "
@@ -143,7 +143,7 @@ class Update:
 
 @dataclass(frozen=True)
 class AdaptedTensor:
-    """A ``Readable`` of a weight with all its updates, in the order of the files; fp32."""
+    """A weight, fp32, to which all its LoRA updates are applied, in the order of the files, when it is read."""
 
     source: Readable
     updates: Sequence[Update]
@@ -154,7 +154,7 @@ class AdaptedTensor:
         return tuple(self.source.shape)
 
     def read(self) -> torch.Tensor:
-        """Raises ArtifactError for values that are not finite."""
+        """Return the updated weight, fp32. Raises ArtifactError for values that are not finite."""
         weight = self.source.read().float()
         for update in self.updates:
             weight = update.applied(weight)
@@ -162,10 +162,10 @@ class AdaptedTensor:
 
 
 def fused(checkpoint: Opened, loras: Iterable[tuple], family: str = "this checkpoint") -> Opened:
-    """Returns the checkpoint with the adapters in its weights, fp32 where changed; reads no weight.
+    """Return the checkpoint with the adapters added to its weights, fp32 where changed; reads no weight.
 
-    ``loras`` are files, or folders of PEFT or diffusers, and strengths; ``family`` is one of ``MADE_FOR``. Raises
-    ConfigError for another kind of file or a layer that does not fit, ArtifactError for a damaged file.
+    ``loras`` are (path, strength), the path being a file or a folder of PEFT or diffusers; ``family`` is a key of
+    ``MADE_FOR``. Raises ConfigError for another kind of file or a layer that does not fit, ArtifactError for damage.
     """
     names = places_by_name({name: weights.parameters for name, weights in checkpoint.components.items()})
     return updated(checkpoint, [
@@ -174,7 +174,7 @@ def fused(checkpoint: Opened, loras: Iterable[tuple], family: str = "this checkp
 
 
 def updated(checkpoint: Any, updates: Iterable[Update]) -> Any:
-    """Returns an opened checkpoint of any kind with these updates in its weights; a changed weight is fp32."""
+    """Return an opened checkpoint of any kind with these updates added to its weights; changed weights become fp32."""
     by_parameter: dict[tuple[str, str], list[Update]] = {}
     for update in updates:
         by_parameter.setdefault((update.place.component, update.place.layer + update.place.kind), []).append(update)
@@ -187,20 +187,20 @@ def updated(checkpoint: Any, updates: Iterable[Update]) -> Any:
 
 
 def adapted_in(checkpoint: object, component: str) -> dict[str, AdaptedTensor]:
-    """Returns what LoRAs change in a network: weights by the layers' names, biases by their own; of others nothing."""
+    """Return the tensors of a network that LoRAs change: weights by layer name, biases by parameter name."""
     weights = getattr(checkpoint, "components", {}).get(component)
     parameters = weights.parameters if isinstance(weights, Weights) else {}
     return {name.removesuffix(WEIGHT): each for name, each in parameters.items() if isinstance(each, AdaptedTensor)}
 
 
 def factors_of(adapted: AdaptedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``up`` [out, rank] and ``down`` [rank, in] of all updates of a linear, fp32: its LoRAs as one."""
+    """Return ``up`` [out, rank] and ``down`` [rank, in], fp32: all LoRAs of a linear, concatenated along the rank."""
     ups, downs = zip(*(update.factors() for update in adapted.updates), strict=True)
     return torch.cat(ups, dim=1), torch.cat(downs)
 
 
 def without_loras(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint as it was before ``fused``; the same object where nothing was."""
+    """Return the checkpoint with its weights as before ``fused``; the same object if it has no LoRA."""
     if not any(adapted_in(checkpoint, component) for component in checkpoint.components):
         return checkpoint
     opened = cast(Opened, checkpoint)
@@ -215,10 +215,10 @@ def without_loras(checkpoint: Checkpoint) -> Checkpoint:
 def read_lora(
     path: Path, strength: float, names: Mapping[str, list[list[Place]]], family: str, renamed: Renamed = lambda _: _
 ) -> list[Update]:
-    """Returns the updates of a file, of whose tensors only the alphas are read. Raises as ``fused`` does.
+    """Return the updates of a LoRA file; of its tensors only the alphas are read. Raises as ``fused`` does.
 
-    ``names`` are those of ``places_by_name``, for what ``renamed`` makes of the file's tensors. A log names the words
-    whose embeddings the file has: prompts get none.
+    ``names`` is the result of ``places_by_name``, for tensor names after ``renamed``. If the file bundles embeddings of
+    words (textual inversion), a warning lists the words, because these embeddings are not used.
     """
     stored, configs, metadata = open_lora(path)
     tensors = renamed(stored)
@@ -286,19 +286,19 @@ def read_lora(
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Returns the name of a layer and one of ``ROLES``, empty where there is none."""
+    """Split a tensor's key into the layer's name and an ending, a key of ``ROLES``; empty if it has no such ending."""
     plain = ADAPTER.sub(r"\1", key)
     end = next((end for end in sorted(ROLES, key=len, reverse=True) if plain.endswith(end)), "")
     return plain.removesuffix(end), end
 
 
 def bundled_words(tensors: Iterable[str]) -> list[str]:
-    """Returns the words of which embeddings are among the tensors of a file."""
+    """Return the words whose embeddings (textual inversion) are among the tensors."""
     return list(dict.fromkeys(found[1] for key in tensors if (found := BUNDLED.fullmatch(key))))
 
 
 def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig], dict[str, str]]:
-    """Returns a file's or a folder's tensors, PEFT's configs by component ("": all), and the metadata.
+    """Return a file's or folder's tensors, PEFT configs by component ("" for all of them), and metadata.
 
     Raises ConfigError for a file of another kind, ArtifactError for a damaged one.
     """
@@ -333,7 +333,7 @@ def open_lora(path: Path) -> tuple[Mapping[str, Readable], dict[str, PeftConfig]
 
 
 def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
-    """Returns the configs in a file's metadata, which diffusers writes as JSON with keys like ``unet.lora_alpha``."""
+    """Return the PEFT configs in a file's metadata, JSON of diffusers with keys like ``unet.lora_alpha``."""
     grouped: dict[str, dict] = {}
     what = f"{path}: its {DIFFUSERS_METADATA} is no object of JSON"
     with refusing(what, ValueError, AttributeError, RecursionError):
@@ -345,7 +345,7 @@ def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
 
 
 def peft_config(path: Path, entries: Mapping) -> PeftConfig:
-    """Returns the config. Raises ArtifactError for an entry of a wrong type, ConfigError for an unknown one."""
+    """Return the LoRA config. Raises ArtifactError for a value of a wrong type, ConfigError for unsupported ones."""
     given = {"alpha_pattern": {}, "use_rslora": False, "use_dora": False} | {
         name: value for name, value in entries.items() if value is not None
     }
@@ -365,7 +365,7 @@ def peft_config(path: Path, entries: Mapping) -> PeftConfig:
 
 
 def scale(path: Path, entry: Mapping[str, Readable], place: Place, config: PeftConfig | None) -> float:
-    """Returns ``alpha / rank`` of the file, or 1 where it states no alpha, as diffusers and kohya do."""
+    """Return ``alpha / rank``, for rsLoRA ``alpha / sqrt(rank)``; 1 without an alpha, as diffusers and kohya do."""
     rank = entry["down"].shape[0]
     if "alpha" in entry:
         return float(entry["alpha"].read().float()) / rank
@@ -380,7 +380,7 @@ def scale(path: Path, entry: Mapping[str, Readable], place: Place, config: PeftC
 
 
 def has_shape_of(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool:
-    """Returns whether an update has the shape of the layers' weights and biases, stacked by rows."""
+    """Return whether an update's tensors fit the weights and biases of the layers, stacked along the first axis."""
     shapes = {role: bare(tuple(tensor.shape)) for role, tensor in entry.items() if role != "alpha"}
     rows, columns = sum(place.shape[0] for place in places), places[0].shape[1:]
     (rank, *_), (inner, *_) = (shapes.get(role) or (1,) for role in ("down", "mid" if "mid" in shapes else "down"))
@@ -395,5 +395,5 @@ def has_shape_of(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool
 
 
 def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a shape without a kernel of one pixel: trainers store such convolutions with and without it."""
+    """Return a shape without the kernel of a 1x1 convolution: trainers store such weights with and without it."""
     return shape[:2] if set(shape[2:]) <= {1} else shape

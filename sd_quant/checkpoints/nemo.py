@@ -1,9 +1,9 @@
-"""SDXL in NeMo's archive, which is opened and written.
+"""Open and write SDXL as a ``.nemo`` archive.
 
 An archive is a tar of two files, ``model_config.yaml`` and ``model_weights.ckpt``, which torch.save wrote. Opening
 reads the config and the directory of the weights, and compares every key and shape with the networks that the config
 describes. It reads no weight.
-The road not taken is NeMo's SaveRestoreConnector: it extracts the archive, unpickles and instantiates ``target``.
+Alternative not taken: NeMo's SaveRestoreConnector. It extracts the archive, unpickles, and instantiates ``target``.
 """
 
 import re
@@ -32,7 +32,7 @@ ARCHIVED_WEIGHTS = "model_weights.ckpt"
 
 
 def open_nemo(path: Path, io: str | None = None, pipeline: str = "nemo") -> NemoCheckpoint:
-    """Opens an SDXL archive of NeMo, plain or gzipped, or the folder of its files; for options see ``kinds.Options``.
+    """Open a NeMo archive of SDXL, plain or gzipped, or the folder of its files; options as in ``kinds.Options``.
 
     Raises ConfigError for a missing ``path``, ArtifactError for anything but a whole and harmless SDXL checkpoint.
     """
@@ -50,7 +50,7 @@ def open_nemo(path: Path, io: str | None = None, pipeline: str = "nemo") -> Nemo
 
 
 def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> None:
-    """Writes the networks of ``build_modules`` with weights in ``dtype``. Raises ResourceError for a full disk."""
+    """Write the networks of ``build_modules`` with weights in ``dtype``. Raises ResourceError for a full disk."""
     write_archive(path, model_config, state_of({
         component: {name: lazy(parameter, dtype) for name, parameter in modules[component].named_parameters()}
         for component in PREFIX
@@ -60,7 +60,7 @@ def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Mo
 def write_archive(
     path: Path, model_config: dict, state: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
 ) -> None:
-    """Writes an archive tensor by tensor, the same bytes for the same input. Raises ResourceError for a full disk."""
+    """Write an archive tensor by tensor, the same bytes for the same input. Raises ResourceError for a full disk."""
     config = yaml.safe_dump(model_config, sort_keys=False).encode()
     with atomic_path(path) as temporary, temporary.open("w+b") as file:
         _write_member(file, CONFIG, lambda target: target.write(config))
@@ -69,12 +69,12 @@ def write_archive(
 
 
 def _plain_key(key: str) -> str:
-    """Returns ``key`` without the marks of torch.compile and of NeMo's O2 mixed precision."""
+    """Return ``key`` without the parts that torch.compile and NeMo's O2 mixed precision insert."""
     return re.sub(r"^model\.module\.", "model.", key.replace("._orig_mod", ""))
 
 
 def _write_member(file: BinaryIO, name: str, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file of the tar; its header, which holds the size, is written last."""
+    """Write a file of the tar; its header, which holds the size, is written last."""
     header_at = file.tell()
     file.write(bytes(BLOCKSIZE))
     write(file)

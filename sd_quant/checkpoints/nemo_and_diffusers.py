@@ -1,8 +1,8 @@
-"""SDXL between a folder of diffusers' StableDiffusionXLPipeline and NeMo's checkpoint, for ``convert``.
+"""Convert SDXL between a folder of diffusers' StableDiffusionXLPipeline and NeMo's checkpoint, for ``convert``.
 
-NeMo's config is made from the folder's configs, the inverse of ``sd_quant.models.sdxl_nemo``. The networks that it
-describes are then compared with those configs, entry by entry. So another kind of UNet, such as the refiner's or one
-for inpainting, is refused for the entry that differs, and no list of kinds is needed.
+NeMo's config is derived from the folder's configs, the inverse of ``sd_quant.models.sdxl_nemo``. The networks that it
+describes are then compared with the folder's configs, entry by entry. So another kind of UNet, such as the refiner's or
+an inpainting one, is refused for the entry that differs, and no list of kinds is needed.
 """
 
 import inspect
@@ -56,9 +56,9 @@ SCHEDULER = NOISE | {"prediction_type"}
 
 
 def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
-    """Opens the folder of a StableDiffusionXLPipeline; no weight is read.
+    """Open the folder of a StableDiffusionXLPipeline; reads no weight.
 
-    ``model_config`` is NeMo's; by default it is the one that ``write_diffusers`` kept, or else one is made.
+    ``model_config`` is NeMo's; by default the one that ``write_diffusers`` stored in the folder, else a derived one.
     Raises ArtifactError when the folder is damaged or incomplete, or of another architecture than SDXL base's.
     """
     check_config(path / INDEX, ZEROS | read_json(path, INDEX), PIPELINE | ZEROS, PIPELINE | ZEROS)
@@ -93,7 +93,7 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
 
 
 def scheduler_entries(path: Path) -> dict:
-    """Returns the whole config of a folder's scheduler. Raises ArtifactError for one that is not made of betas."""
+    """Return a folder's scheduler config, defaults included. Raises ArtifactError for a scheduler that has no betas."""
     import diffusers
 
     described = read_json(path, INDEX).get("scheduler")
@@ -108,7 +108,7 @@ def scheduler_entries(path: Path) -> dict:
 
 
 def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape) -> dict:
-    """Returns NeMo's config of SDXL base with diffusers' sizes. Raises KeyError, TypeError and the like for others."""
+    """Return NeMo's config of SDXL with diffusers' sizes. Raises KeyError, TypeError or the like if unsuitable."""
     config = sdxl_base_config()
     widths, kinds = unet["block_out_channels"], unet["down_block_types"][:MAX_DEPTH]
     depth = unet["transformer_layers_per_block"]
@@ -142,13 +142,13 @@ def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape)
 
 
 def text_shape(config: Mapping, projection: int | None = None) -> TextShape:
-    """Returns the sizes of a text encoder in transformers' ``config.json``, by default with its ``projection``."""
+    """Return a text encoder's sizes from transformers' ``config.json``; ``projection`` replaces its projection size."""
     sizes = (config[name] for name in TEXT_SIZES)
     return TextShape(*sizes, projection=config["projection_dim"] if projection is None else projection)
 
 
 def write_diffusers(path: Path, checkpoint: NemoCheckpoint, advance: Callable[[], object] = lambda: None) -> None:
-    """Writes the folder of a StableDiffusionXLPipeline, and in its subfolder ``nemo`` the rest of NeMo's checkpoint.
+    """Write a StableDiffusionXLPipeline folder, with the rest of NeMo's checkpoint in its subfolder ``nemo``.
 
     One tensor is in memory at a time; ``advance`` is called after each. Raises ArtifactError for a vocabulary that is
     not CLIP's and ResourceError when the disk is full.
@@ -165,7 +165,7 @@ def write_pipeline(
     without: Collection[str] = (),
     advance: Callable[[], object] = lambda: None,
 ) -> None:
-    """Writes the files that diffusers loads, except weights of ``without``. Raises as ``write_diffusers`` does."""
+    """Write the files that diffusers loads, except weights of networks ``without``. Raises as ``write_diffusers``."""
     with refusing(f"{checkpoint.path} needs a tokenizer that is not CLIP's", ValueError, advice="leave it an archive"):
         both = tokenizers(checkpoint.clip1, checkpoint.clip2)
     modules, sampler = empty_modules(checkpoint), checkpoint.pipeline.scheduler(checkpoint.model_config)
@@ -191,7 +191,7 @@ def write_pipeline(
 
 
 def check_config(path: Path, config: Mapping, expected: Mapping, keys: Iterable[str]) -> None:
-    """Raises ArtifactError, which names ``path``, for the first of ``keys`` in which the two configs differ."""
+    """Raises ArtifactError, which names ``path``, for the first of ``keys`` whose value is not the expected one."""
 
     def value(content: Mapping, key: str) -> object:
         entry = content.get(key) or None  # null, false and absent say the same

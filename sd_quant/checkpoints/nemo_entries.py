@@ -1,7 +1,7 @@
-"""Which entries of NeMo's configs are computed with: none that decides images is left unread.
+"""Check the entries of NeMo's configs: an entry that affects images is computed with, or refused.
 
-An entry that no dataclass reads has the value that SDXL base has, or ``nemo_entries.yaml`` says which others it may
-have, or why no image depends on it. Any other is refused by its name, so no list of what NeMo could do is needed.
+An entry that no dataclass reads must have SDXL base's value or another one that ``nemo_entries.yaml`` allows, unless
+that file says why no image depends on it. Others are refused by name, so no list of NeMo's abilities is needed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ READ = [f"{section}.{name}" for section, schema in SECTIONS.items() for name in 
 
 
 def check_entries(where: str, config: Mapping, needed: Mapping[str, Sequence]) -> None:
-    """Raises ArtifactError, which says ``where``, for the first entry that is unknown or has a value not computed with.
+    """Raises ArtifactError, which says ``where``, for the first entry that is unknown or has an unsupported value.
 
-    ``needed`` are the values of entries that may not be missing. A text may be one with ``*``.
+    ``needed`` are the allowed values of mandatory entries. An allowed text may be a pattern with ``*``.
     """
     found = dict(leaves(config))
     for name in dict.fromkeys([*found, *needed]):
@@ -44,7 +44,7 @@ def check_entries(where: str, config: Mapping, needed: Mapping[str, Sequence]) -
 
 
 def needed_entries(config: Mapping, base: Mapping, clip1: TextShape) -> dict[str, Sequence]:
-    """Returns the values that entries of a model section may have beside those read; ``base`` is SDXL base's."""
+    """Return the values allowed for entries of a model section that no dataclass reads; ``base`` is SDXL base's."""
     usual = {
         name: [f"*.{value.rpartition('.')[2]}" if name.endswith("_target_") else value]
         for name, value in leaves(base)
@@ -60,14 +60,14 @@ def needed_entries(config: Mapping, base: Mapping, clip1: TextShape) -> dict[str
 
 @lru_cache(1000)
 def reason(name: str) -> str | None:
-    """Returns why an entry is not compared: it is read, or no image depends on it. None for one that is."""
+    """Return why an entry is not compared: a dataclass reads it, or no image depends on it. None if it is compared."""
     rows = {"is read": [["scale_factor", f"{EMBEDDERS}.2.emb_model.outdim", *READ]], **NO_EFFECT}
     patterns = ((each, why) for why in rows for row in rows[why] for each in row)
     return next((why for each, why in patterns if fnmatchcase(f"{name}.", f"{each}.*")), None)
 
 
 def leaves(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every entry that is no group of entries, with the names that lead to it."""
+    """Yield every entry that is no group of entries, as its dotted path and its value."""
     groups = isinstance(config, list) and any(isinstance(item, dict) for item in config)
     items = config.items() if isinstance(config, dict) else enumerate(config) if groups else ()
     for name, value in items:

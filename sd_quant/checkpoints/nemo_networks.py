@@ -1,6 +1,6 @@
 """SDXL with NeMo's config, from any kind of file: the networks that the config describes, and their state dict.
 
-``sd_quant.models.sdxl_nemo`` says what the entries of a config mean. Here they come from a file, and are checked.
+``sd_quant.models.sdxl_nemo`` defines what the entries of a config mean. Here they come from a file, and are checked.
 """
 
 import math
@@ -49,7 +49,7 @@ SDXL_BASE = Path(__file__).with_name("sdxl_base.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class NemoCheckpoint(OpenedFiles):
-    """An opened SDXL. A single file or a folder becomes one too."""
+    """An opened SDXL checkpoint with NeMo's config; single files and converted folders are opened as one too."""
 
     io: str = "nemo"
     model_config: dict
@@ -57,7 +57,7 @@ class NemoCheckpoint(OpenedFiles):
     clip2: TextShape
     unused: dict[str, Readable]  # the tensors of ``names.nemo.UNUSED`` that the file holds
     pipeline: SdxlPipeline = PIPELINES["nemo"]
-    vae: Mapping[str, Any] | None = None  # diffusers' config of an autoencoder in place of the one described
+    vae: Mapping[str, Any] | None = None  # diffusers' config of an autoencoder that replaces the described one
 
     def parts(self) -> dict[str, Part]:
         configs = {"unet": unet_config(self.model_config), "vae": self.vae or vae_config(self.model_config)}
@@ -76,16 +76,16 @@ class NemoCheckpoint(OpenedFiles):
         return controlled_call(replace(call, arguments=self.arguments), networks, self.controlnets)
 
     def state(self) -> dict[str, Readable]:
-        """Returns every tensor by NeMo's key, for ``write_archive``."""
+        """Return every tensor by NeMo's key, for ``write_archive``."""
         networks = {key: each for weights in self.components.values() for key, each in weights.tensors.items()}
         return networks | self.unused
 
 
 def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable], **advice: str) -> NemoCheckpoint:
-    """Returns the checkpoint of a state dict under NeMo's keys; reads no weight. ``path`` is for messages.
+    """Return the checkpoint of a state dict with NeMo's keys; reads no weight. ``path`` is for messages.
 
-    Raises ArtifactError, with ``advice``, for weights that the config does not describe or that are missing, and for
-    entries of the config and noise levels that are not computed with.
+    Raises ArtifactError, with ``advice``, for weights that are missing or that the config does not describe, and for
+    unsupported config entries or noise levels.
     """
     stored_shapes = {key: tensor.shape for key, tensor in state.items()}
     what = f"{path} lacks the weights that tell the sizes of its text encoders, or they have another rank"
@@ -118,7 +118,7 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable],
 
 
 def check_values(path: Path, key: str, stored: Readable, whose: str, *expected: torch.Tensor) -> None:
-    """Raises ArtifactError unless ``stored`` has the values of one of ``expected``, which are those of ``whose``."""
+    """Raises ArtifactError unless ``stored`` equals one of the ``expected`` tensors, which are those of ``whose``."""
     near = max(1e-3, 2 * torch.finfo(stored.dtype).eps) if stored.dtype.is_floating_point else 0.0
     shaped = [each.double() for each in expected if each.shape == stored.shape]
     if not any(torch.allclose(stored.read().double(), each, rtol=near, atol=1e-6) for each in shaped):
@@ -129,7 +129,7 @@ def check_values(path: Path, key: str, stored: Readable, whose: str, *expected: 
 
 
 def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextShape) -> dict[str, torch.nn.Module]:
-    """Builds the networks of a ``model_config.yaml`` on the meta device. Raises ArtifactError, naming ``path``."""
+    """Build the networks of a ``model_config.yaml`` on the meta device. Raises ArtifactError for an invalid config."""
     check_described(path, config)
     with refusing(f"{path}: {UNBUILT}"):
         unet, vae = config["unet_config"], config["first_stage_config"]["ddconfig"]
@@ -143,7 +143,7 @@ def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextSh
 
 
 def check_described(path: Path, config: dict) -> None:
-    """Raises ArtifactError, which names ``path``, for an entry that is read and is missing or out of bounds."""
+    """Raises ArtifactError, which names ``path``, for an entry in use that is missing or out of bounds."""
     with refusing(f"{path}: {UNBUILT}"):
         check_schema(NemoConfig, config)
         check_schema(NemoEmbedder, embedder(config, 2), "conditioner_config.emb_models[2].emb_model.")
@@ -152,7 +152,7 @@ def check_described(path: Path, config: dict) -> None:
 
 
 def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Returns the shape of each parameter by component and diffusers' name."""
+    """Return the shape of each parameter, by component and by diffusers' name."""
     return {
         component: {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         for component, module in modules.items()
@@ -160,12 +160,12 @@ def parameter_shapes(modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[s
 
 
 def read_config(member: Member) -> dict:
-    """Returns the content of a ``model_config.yaml`` as ``config_in`` does."""
+    """Return the mapping in a ``model_config.yaml``. Raises ArtifactError for anything else, as ``config_in``."""
     return config_in(member.name, read_text(member))
 
 
 def config_in(name: str, text: bytes) -> dict:
-    """Returns the mapping in a YAML text without NeMo's ``model:``. Raises ArtifactError, with ``name``, for others."""
+    """Return the mapping in YAML, without NeMo's ``model:`` wrapper. Raises ArtifactError for anything else."""
     with refusing(f"{name} is not plain YAML", yaml.YAMLError, ValueError, RecursionError):
         config = load_yaml(text)
     if isinstance(config, dict) and isinstance(config.get("model"), dict):  # the wrapper that NeMo's loader accepts too
@@ -178,7 +178,7 @@ def config_in(name: str, text: bytes) -> dict:
 
 
 def sdxl_base_config() -> dict:
-    """Returns the content of NeMo's ``model_config.yaml`` of SDXL base."""
+    """Return the content of NeMo's ``model_config.yaml`` of SDXL base."""
     return yaml.safe_load(SDXL_BASE.read_text(encoding="utf-8"))
 
 
@@ -188,7 +188,7 @@ def sdxl_base_config() -> dict:
 def from_nemo(
     places: Mapping[str, Location], shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Readable]
 ) -> dict[str, LazyTensor]:
-    """Returns the parameters of a component by diffusers' names; ``shapes`` are theirs, ``state`` is NeMo's."""
+    """Return a component's parameters by diffusers' names, from NeMo's ``state``; ``shapes`` are the parameters'."""
     return {
         name: LazyTensor(
             shapes[name], state[place.key].dtype, lambda place=place: place.layout.parameter(state[place.key].read())
@@ -198,7 +198,7 @@ def from_nemo(
 
 
 def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, LazyTensor]:
-    """Returns the tensors of ``component`` under NeMo's keys, from its parameters by diffusers' names."""
+    """Return the tensors of ``component`` by NeMo's keys, from its parameters by diffusers' names."""
     places = locations(component, parameters)
     held: dict[str, list[str]] = {}
     for name in sorted(places, key=lambda name: places[name].layout.turn):  # stable, so the thirds alone move
@@ -215,37 +215,37 @@ def to_nemo(component: str, parameters: Mapping[str, Readable]) -> dict[str, Laz
 
 
 def state_of(components: Mapping[str, Mapping[str, Readable]], model_config: dict) -> dict[str, Readable]:
-    """Returns NeMo's whole state dict for the parameters of the four networks by diffusers' names."""
+    """Return NeMo's whole state dict, from the four networks' parameters by diffusers' names."""
     dtype = components["text_encoder_2"]["text_projection.weight"].dtype
     return network_state(components) | unused_state(dtype, model_config)
 
 
 def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, Readable]:
-    """Returns the tensors of the four networks under NeMo's keys."""
+    """Return the tensors of the four networks by NeMo's keys."""
     return {key: each for name in PREFIX for key, each in to_nemo(name, components[name]).items()}
 
 
 def unused_state(dtype: torch.dtype, model_config: Mapping) -> dict[str, Readable]:
-    """Returns the tensors beside the networks; CLIP's temperature, unused, has its initial value in ``dtype``."""
+    """Return the tensors of no network: noise levels, and CLIP's unused temperature (initial value, ``dtype``)."""
     logit_scale = torch.tensor(math.log(1 / 0.07))
     return {LOGIT_SCALE: lazy(logit_scale, dtype), SIGMAS: lazy(denoiser_sigmas(model_config))}
 
 
 def denoiser_sigmas(model_config: Mapping) -> torch.Tensor:
-    """Returns the noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [steps], ascending."""
+    """Return the noise levels of SGM's DiscreteDenoiser on LegacyDDPMDiscretization: fp32 [steps], ascending."""
     alphas = torch.cumprod(1 - betas_of(model_config), dim=0)
     return ((1 - alphas) / alphas).sqrt().float()
 
 
 def betas_of(model_config: Mapping) -> torch.Tensor:
-    """Returns the betas of LegacyDDPMDiscretization: fp64 [steps]."""
+    """Return the betas of LegacyDDPMDiscretization: fp64 [steps]."""
     noise = noise_config(model_config)
     start, end = noise["beta_start"] ** 0.5, noise["beta_end"] ** 0.5
     return torch.linspace(start, end, noise["num_train_timesteps"], dtype=torch.float64) ** 2
 
 
 def text_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[TextShape, TextShape]:
-    """Returns the sizes of both text encoders. Raises KeyError, IndexError or ValueError for missing or odd weights."""
+    """Return the sizes of both text encoders. Raises KeyError, IndexError or ValueError for missing or odd weights."""
 
     def shape(component: str, tokens: str, layers: str, mlp: str, positions: str) -> TextShape:
         prefix = PREFIX[component]

@@ -1,8 +1,8 @@
-"""Networks from files of their own: another autoencoder (``model.vae``), ControlNets (``model.controlnets``).
+"""Networks from separate files: a replacement autoencoder (``model.vae``), ControlNets (``model.controlnets``).
 
-Each has to fit the denoiser: an autoencoder with latents as in its training, a ControlNet with the activations to which
-it adds. A diffusers folder states its config. A single file of an autoencoder has diffusers' names or Stability AI's,
-and the sizes of the checkpoint's own.
+Each has to fit the denoiser: an autoencoder has the latents of its training, a ControlNet the activations to which it
+adds. A diffusers folder states its config. A single file of an autoencoder has tensor names of diffusers or Stability
+AI, and must have the sizes of the checkpoint's own autoencoder.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ from sd_quant.models.controlnet import KIND, ControlNet
 from sd_quant.names.nemo import PREFIX, locations
 
 Opened = DiffusersCheckpoint | NemoCheckpoint
-SHARED = (  # entries that a ControlNet's config and the denoiser's have alike
+SHARED = (  # entries that must be equal in a ControlNet's config and the denoiser's
     "in_channels", "block_out_channels", "layers_per_block", "cross_attention_dim", "addition_embed_type",
     "addition_time_embed_dim", "projection_class_embeddings_input_dim",
 )  # fmt: skip
@@ -43,14 +43,14 @@ LATENTS = (  # entries of an autoencoder's config about its latents
     "in_channels", "out_channels", "latent_channels", "scaling_factor", "shift_factor", "latents_mean", "latents_std"
 )  # fmt: skip
 PREFIXES = ("first_stage_model.", "vae.", "")  # of an autoencoder's tensors in a file
-LOSSES = ("loss.", "model_ema.")  # its tensors of training
+LOSSES = ("loss.", "model_ema.")  # an autoencoder's tensors for training only
 
 
 def with_vae(checkpoint: Opened, path: Path) -> Opened:
-    """Returns the checkpoint with the autoencoder of ``path``; reads no weight.
+    """Return the checkpoint with the autoencoder of ``path``; reads no weight.
 
     ``path`` is a folder of diffusers' AutoencoderKL or of a pipeline that has one, or a safetensors file.
-    Raises ConfigError for another kind of autoencoder, ArtifactError for a damaged or incomplete one.
+    Raises ConfigError for an autoencoder of another kind, ArtifactError for a damaged or incomplete one.
     """
     own = empty_modules(checkpoint)[VAE]
     folder = path / VAE if (path / INDEX).is_file() else path
@@ -67,12 +67,12 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
 
 
 def latents(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of an autoencoder's config about its latents, and the number of its levels."""
+    """Return the entries of an autoencoder's config about its latents, and the number of its levels."""
     return entries_in(config, LATENTS) | {"number of block_out_channels": len(config["block_out_channels"])}
 
 
 def stored_vae(path: Path, own: nn.Module) -> dict[str, Readable]:
-    """Returns an autoencoder's tensors in a file by diffusers' names. Raises ConfigError for a file without one."""
+    """Return an autoencoder's tensors in a file by diffusers' names. Raises ConfigError for a file without one."""
     stored = read_safetensors(whole_file(path))
     prefix = next(each for each in PREFIXES if any(name.startswith(each) for name in stored) or not each)
     plain = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
@@ -89,10 +89,10 @@ def stored_vae(path: Path, own: nn.Module) -> dict[str, Readable]:
 
 
 def with_controlnets(checkpoint: Opened, stated: Sequence[tuple[Path, float]]) -> Opened:
-    """Returns the checkpoint with these ControlNets, each a folder and a scale; reads no weight.
+    """Return the checkpoint with these ControlNets, given as (folder, scale); reads no weight.
 
-    Raises ConfigError for another kind of network, or one of another base, ArtifactError for a damaged or incomplete
-    folder.
+    Raises ConfigError for another kind of network or a ControlNet of another base, ArtifactError for a damaged or
+    incomplete folder.
     """
     denoiser, component = full_config(empty_denoiser(checkpoint)), denoiser_part(checkpoint).component
     controlnets, components = list[ControlNet](), dict(checkpoint.components)
@@ -107,7 +107,7 @@ def with_controlnets(checkpoint: Opened, stated: Sequence[tuple[Path, float]]) -
 
 
 def without_controlnets(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint without its ControlNets: a pipeline's folder has none, and an application adds its own."""
+    """Return the checkpoint without ControlNets: a pipeline folder holds none, and applications add their own."""
     if not (names := [each.name for each in getattr(checkpoint, "controlnets", ())]):
         return checkpoint
     opened = cast(Opened, checkpoint)
@@ -116,7 +116,7 @@ def without_controlnets(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn.Module, Weights]:
-    """Opens the network of class ``kind`` in a folder; reads no weight. Raises ConfigError or ArtifactError."""
+    """Open a folder's network; reads no weight. Raises ConfigError if not a ``kind``, ArtifactError if damaged."""
     if (found := read_json(folder, "config.json").get("_class_name", kind)) != kind:
         raise ConfigError(
             f"{knob} names {folder}, which is of {str(found)[:100]}, expected {kind}; give one of it, or use "
@@ -129,12 +129,12 @@ def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn
 
 
 def entries_in(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns these entries, tuples as lists, as they are after a passage through JSON."""
+    """Return these entries of ``config``, with tuples as lists, as JSON would have them."""
     return {name: list(each) if isinstance(each := config[name], tuple) else each for name in names}
 
 
 def check_alike(what: str, own: Mapping[str, Any], expected: Mapping[str, Any], advice: str) -> None:
-    """Raises ConfigError for the first of a network's ``own`` entries that is not the ``expected`` one."""
+    """Raises ConfigError for the first of a network's ``own`` entries that differs from the ``expected`` one."""
     for name, found in own.items():
         if found != expected[name]:
             raise ConfigError(

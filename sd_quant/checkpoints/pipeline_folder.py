@@ -1,8 +1,8 @@
-"""Writes the folder of a diffusers pipeline without the weights of some networks.
+"""Write a diffusers pipeline folder that lacks the weights of some networks.
 
-Of a checkpoint in diffusers' layout the files are copied, except those of a swapped autoencoder and weights that a LoRA
-changes, which are written anew, and networks that the checkpoint was opened without. An archive or a single file is
-converted.
+From a checkpoint in diffusers' layout the files are copied, except the weights of a replaced autoencoder and weights
+that a LoRA changes, which are written anew, and networks that the checkpoint was opened without. An archive or a single
+file is converted.
 """
 
 import shutil
@@ -24,7 +24,7 @@ COPIED = (".json", ".txt", ".model", ".safetensors")  # no code, and nothing tha
 
 
 def copy_files(source: Path, target: Path, without: str | None = None) -> None:
-    """Copies a folder's own regular files, and links to files, that a pipeline reads, unless named ``without``."""
+    """Copy a folder's own regular files, and links to files, that a pipeline reads; skip names with ``without``."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name.lower().endswith(COPIED) and not (without is not None and without in file.name):
@@ -32,7 +32,7 @@ def copy_files(source: Path, target: Path, without: str | None = None) -> None:
 
 
 def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], folder: Path) -> None:
-    """Writes model_index.json, scheduler, tokenizers, configs and all weights except those of ``components``.
+    """Write model_index.json, scheduler, tokenizers, configs and all weights except those of ``components``.
 
     ControlNets are left out. Raises ArtifactError for a vocabulary that is not CLIP's, ResourceError when the disk is
     full.

@@ -1,10 +1,10 @@
 """SDXL as one safetensors file in Stability AI's layout, such as ``sd_xl_base_1.0.safetensors``, read and written.
 
-Its users open it in diffusers, ComfyUI and the like, so images are made of it as by diffusers' ``from_single_file``.
-A file does not describe its networks, so they are SDXL base's, or those that a file of ours has in its metadata. What
-it predicts is said by tensors that ComfyUI reads as marks, or by its metadata (modelspec); else it is the noise.
-The road not taken is ``from_single_file`` itself: it fetches configs from a hub, and drops unknown tensors without a
-word.
+Such files are opened in diffusers, ComfyUI and the like, so images are made as by diffusers' ``from_single_file``.
+A file does not describe its networks: they are SDXL base's, or those of the config that ``convert`` put in its
+metadata. Its prediction type is given by tensors that ComfyUI reads as marks, else by metadata (modelspec), else it is
+epsilon. Alternative not taken: ``from_single_file`` itself. It fetches configs from a hub, and drops unknown tensors
+silently.
 """
 
 import json
@@ -42,7 +42,7 @@ from sd_quant.names.sgm import PREFIXES, UNET, nemo_key, sgm_key
 LOG = logging.getLogger(__name__)
 PREDICTION, ARCHITECTURE = "modelspec.prediction_type", "modelspec.architecture"  # entries of metadata
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}  # that the first states
-DESCRIPTION = f"sd_quant.{CONFIG}"  # an entry of files of ours
+DESCRIPTION = f"sd_quant.{CONFIG}"  # an entry of metadata in files that ``convert`` writes
 ZERO_SNR, EDM = "rescale_betas_zero_snr", "edm_vpred.sigma_"
 NO_PART = {  # of SDXL: what to do with tensors whose names begin so
     "cond_stage_model.": "the text encoder of Stable Diffusion 1 or 2, which a merge left, so take it out",
@@ -56,9 +56,9 @@ NO_PART = {  # of SDXL: what to do with tensors whose names begin so
 def open_single_file(
     path: Path, model_config: dict | None = None, io: str | None = None, pipeline: str = "diffusers"
 ) -> NemoCheckpoint:
-    """Opens the file; reads no weight. ``model_config`` is NeMo's, by default the file's own or else SDXL base's.
+    """Open the file; reads no weight. ``model_config`` is NeMo's, by default the file's own or else SDXL base's.
 
-    Empty tensors mark the prediction, as in ComfyUI: ``v_pred`` v-prediction, ``ztsnr`` a terminal SNR of zero,
+    Tensors mark the prediction type, as in ComfyUI: ``v_pred`` v-prediction, ``ztsnr`` a terminal SNR of zero,
     ``edm_vpred.sigma_max`` and ``edm_vpred.sigma_min`` EDM's v-prediction between these noise levels (CosXL).
     Raises ConfigError for a missing ``path``, ArtifactError for damage and other tensors than the networks have.
     """
@@ -95,7 +95,7 @@ def open_single_file(
 
 
 def check_whole(path: Path, stored: Mapping[str, Readable], marks: Collection[str], pipeline: str) -> None:
-    """Raises ArtifactError for a file of another family or kind, or of some networks of SDXL only."""
+    """Raises ArtifactError for a file of another family or kind, or one that lacks some of the networks of SDXL."""
     told, first = told_family(stored), stored.get(f"{UNET}input_blocks.0.0.weight")
     lacking = [prefix for prefix in PREFIXES[:-1] if not any(name.startswith(prefix) for name in stored)]
     followed = [{"v_pred", "ztsnr"}, {"v_pred"}, *([{f"{EDM}max", f"{EDM}min"}] if pipeline == "diffusers" else [])]
@@ -116,7 +116,7 @@ def check_whole(path: Path, stored: Mapping[str, Readable], marks: Collection[st
 
 
 def declared(path: Path, marks: Collection[str], metadata: Mapping[str, str]) -> dict:
-    """Returns what a file declares of its prediction, as entries of a scheduler's config; marks go before metadata."""
+    """Return a file's prediction type as entries of a scheduler's config; marks have precedence over metadata."""
     if "v_pred" in marks:
         return {"prediction_type": "v_prediction", ZERO_SNR: "ztsnr" in marks}
     if (stated := metadata.get(PREDICTION)) is None:
@@ -130,7 +130,7 @@ def declared(path: Path, marks: Collection[str], metadata: Mapping[str, str]) ->
 
 
 def edm_levels(path: Path, stored: Mapping[str, Readable]) -> tuple[float, float]:
-    """Returns the lowest and the highest noise level of the marks."""
+    """Return the lowest and highest noise level of EDM marks. Raises ArtifactError for a wrong value."""
     marks = [stored.get(f"{EDM}{end}") or stored[f"{UNET}{EDM}{end}"] for end in ("min", "max")]
     lowest, highest = (float(mark.read()) if math.prod(mark.shape) == 1 else math.nan for mark in marks)
     if not 0 < lowest < highest < math.inf:
@@ -142,7 +142,7 @@ def edm_levels(path: Path, stored: Mapping[str, Readable]) -> tuple[float, float
 
 
 def single_file_of(checkpoint: NemoCheckpoint) -> tuple[dict[str, Readable], dict[str, str]]:
-    """Returns the tensors and metadata of the file. Raises ArtifactError for noise levels that it cannot state."""
+    """Return the tensors and metadata of a single file. Raises ArtifactError for noise levels it cannot state."""
     noise, usual = noise_config(checkpoint.model_config), noise_config()
     said = next(name for name, prediction in PREDICTIONS.items() if prediction == noise["prediction_type"])
     others = [f"{name} {noise[name]}" for name in usual if name not in ("prediction_type", ZERO_SNR)

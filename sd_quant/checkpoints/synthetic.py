@@ -6,7 +6,7 @@ Sizes, speed and memory are those of the real model; its images are noise. Weigh
 trained ones: a normal distribution times a log-normal factor per row and per column, so that channels have very
 different ranges. Layers that end a residual branch are smaller, so that activations stay within fp16. Each tensor is
 drawn when it is written, from its own seed, made from the checkpoint's seed and its key; one is in memory at a time.
-The road not taken is saving the networks' fresh weights, whose channels all look alike, and which needs 14 GB.
+Alternative not taken: saving freshly initialized networks, whose channels all look alike, and which needs 14 GB.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BRANCH_GAIN = 0.3  # of a layer that ends a residual branch
 
 
 def random_parameter(name: str, shape: tuple[int, ...], kind: str, seed: int) -> Tensor:
-    """Returns an fp32 tensor drawn as the module docstring says. ``kind`` is the class of the module that owns it."""
+    """Return an fp32 tensor drawn as the module docstring says. ``kind`` is the class of the module that owns it."""
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
     drawn = torch.randn(shape, generator=generator)
     if "Norm" in kind:
@@ -52,7 +52,7 @@ def random_parameter(name: str, shape: tuple[int, ...], kind: str, seed: int) ->
 
 
 def random_component(component: str, module: nn.Module, dtype: torch.dtype, seed: int) -> dict[str, LazyTensor]:
-    """Returns the parameters of a module by name, each drawn when it is read."""
+    """Return the parameters of a module by name, each drawn at random when it is read."""
     tensors = {}
     for name, parameter in module.named_parameters():
         kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
@@ -69,7 +69,7 @@ def write_synthetic(
     clip1: TextShape = CLIP_L,
     clip2: TextShape = OPEN_CLIP_BIGG,
 ) -> None:
-    """Writes a whole archive, of SDXL's size unless told otherwise. Raises ResourceError when the disk is full."""
+    """Write a whole archive, by default of SDXL's size. Raises ResourceError when the disk is full."""
     config = dict(model_config or sdxl_base_config())
     with torch.device("meta"):
         modules = build_modules(config, clip1, clip2)

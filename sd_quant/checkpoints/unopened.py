@@ -1,9 +1,9 @@
-"""Contents of an unopened checkpoint's files: its kind, values of some knobs, its licence. Does without torch.
+"""Facts from the files of an unopened checkpoint: its kind, values of some knobs, its licence.
 
+Importing this module does not import torch.
 diffusers writes the side of the denoiser's latents as ``sample_size``, and two nulls for a component that a pipeline
-was saved without, such as Stable Diffusion 3's T5. NeMo's ``image_size`` is wrong in SDXL's own config (64, where 128
-is meant) and nothing reads it there, so it counts only where the autoencoder's ``resolution`` is the same, as in
-archives that were converted from a folder.
+was saved without, such as Stable Diffusion 3's T5. NeMo's ``image_size`` is wrong in SDXL's own config (64 instead of
+128) and unused there, so it counts only where the autoencoder's ``resolution`` agrees, as in converted archives.
 """
 
 import json
@@ -37,7 +37,7 @@ STARTING: ContextVar[Path | None] = ContextVar("STARTING", default=None)  # the 
 
 
 def check_kind(path: Path, family: str) -> None:
-    """Raises ConfigError when ``path``, which exists, is no kind of file or folder that ``family`` is read from."""
+    """Raises ConfigError when ``path``, which exists, is no kind of file or folder that ``family`` can be read from."""
     also, advice, takes = (
         family == ALSO_FILES,
         "check the path",
@@ -63,7 +63,7 @@ def check_kind(path: Path, family: str) -> None:
 
 @contextmanager
 def starting(path: Path | None) -> Iterator[None]:
-    """In the block knobs have the values that the checkpoint at ``path`` states."""
+    """Make ``own_knob`` return, in the block, the values that the checkpoint at ``path`` states."""
     token = STARTING.set(path)
     try:
         yield
@@ -72,7 +72,7 @@ def starting(path: Path | None) -> Iterator[None]:
 
 
 def own_knob(knob: str, usual: Any) -> Any:
-    """Returns the value of ``width``, ``height`` or ``parts`` of the checkpoint that starts, else the ``usual`` one."""
+    """Return ``width``, ``height`` or ``parts`` as the checkpoint of ``starting`` states it, else ``usual``."""
     if (path := STARTING.get()) is None:
         return usual
     if knob == "parts":
@@ -82,7 +82,7 @@ def own_knob(knob: str, usual: Any) -> Any:
 
 
 def own_parts(path: Path, usual: Sequence[str]) -> list[str]:
-    """Returns the ``usual`` parts without those that a folder's index lacks; all of them where there is no index."""
+    """Return the ``usual`` parts without those missing in the folder's index; all of them if there is no index."""
     if not (path / INDEX).is_file():
         return list(usual)
     try:
@@ -93,7 +93,7 @@ def own_parts(path: Path, usual: Sequence[str]) -> list[str]:
 
 
 def own_size(path: Path) -> tuple[int, int] | None:
-    """Returns height and width in pixels of the images that a checkpoint was made for, or None if not stated."""
+    """Return height and width in pixels of the images that a checkpoint was made for, or None if not stated."""
     try:
         size = size_in_folder(path) if (path / INDEX).is_file() else size_in_nemo(path)
     except DAMAGED:
@@ -102,7 +102,7 @@ def own_size(path: Path) -> tuple[int, int] | None:
 
 
 def size_in_folder(folder: Path) -> tuple[int, int] | None:
-    """Returns the size in the denoiser's configuration of a diffusers pipeline: a number, or height and width."""
+    """Return (height, width) in pixels, from ``sample_size`` in the config of a diffusers pipeline's denoiser."""
     (denoiser,) = (folder / name for name in DENOISERS if (folder / name).is_dir())
     size = json.loads(read_text(open_members(denoiser)["config.json"])).get("sample_size")
     height, width = size if isinstance(size, list) else (size, size)
@@ -110,7 +110,7 @@ def size_in_folder(folder: Path) -> tuple[int, int] | None:
 
 
 def size_in_nemo(path: Path) -> tuple[int, int] | None:
-    """Returns the size in a NeMo archive that need not be unpacked, or in a folder of its files."""
+    """Return (height, width) in pixels, from an uncompressed NeMo archive or a folder of its files; else None."""
     if path.is_file() and (path.suffix.lower() != ".nemo" or is_gzipped(path)):
         return None
     config = load_yaml(read_text(open_members(path)[CONFIG]))
@@ -120,7 +120,7 @@ def size_in_nemo(path: Path) -> tuple[int, int] | None:
 
 
 def licence_of(path: Path) -> str | None:
-    """Returns the licence in a folder's model card or in a single file's metadata, or None.
+    """Return the licence in a folder's model card or in a single file's metadata, or None.
 
     A card is a README.md that begins with YAML between lines of dashes, as on Hugging Face. Metadata follow ModelSpec
     (``modelspec.license``). NeMo's archives have none.

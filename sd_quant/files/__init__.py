@@ -1,20 +1,20 @@
 """Atomic writing, and reading of untrusted files.
 
 A file is written under a temporary name in its folder, flushed, and renamed, so that its name never points at half a
-file. The temporary name holds the process, so that leftovers of a dead process are removed at the next attempt.
-An untrusted file is opened by ``open_regular``, which refuses a pipe or a device instead of waiting for it, and what
-lies in a file's place where it was not downloaded. The modules of this folder parse such files within bounds of time
-and memory. None executes or extracts anything, and each imports only those below it.
+file. The temporary name contains the process id, so that leftovers of a dead process are removed at the next attempt.
+An untrusted file is opened by ``open_regular``, which refuses a pipe or a device instead of waiting for it, and
+placeholders of files that were not downloaded, such as Git LFS pointers. The modules of this folder parse untrusted
+files within bounds of time and memory. None executes or extracts anything, and each imports only those below it.
 
     images, image_files    images, decoded by Pillow within bounds, and which files of a folder are images
-    folders                JSON, and weights in one file or in shards, in a folder of diffusers
+    folders                JSON, and weights in one file or in shards, in a diffusers folder
     checks, schema         names, shapes and values of tensors; entries of a configuration
     torch_weights,
-    safetensors            the two formats of weights, located and read without a library of theirs
+    safetensors            the two formats of weights, located and read without their own libraries
     tensors                a tensor that stays in its file, and the weights of a network
-    plain_yaml             YAML without what takes hours
-    tokenizer_steps        what a tokenizer's native code is told to do
-    archive                a file of a tar, or one that stands alone, as a range of bytes
+    plain_yaml             YAML without the features that can take hours
+    tokenizer_steps        the steps of a tokenizer.json that native code executes
+    archive                a file in a tar, or a file of its own, as a range of bytes
 """
 
 import errno
@@ -39,11 +39,11 @@ from sd_quant.text import one_line
 TEMPORARY = ".unfinished-"
 HOST = re.sub(r"\W+", "_", socket.gethostname())[:30]
 UNFINISHED = re.compile(r"\.unfinished-.*|\..+\.(\w+-)?\d+\.part")  # temporary names of any process
-ABANDONED = re.compile(rf"\..+[.-]{HOST}-(\d+)(?:\.part|-\w+)")  # temporary names of this host, with the process
+ABANDONED = re.compile(rf"\..+[.-]{HOST}-(\d+)(?:\.part|-\w+)")  # temporary names of this host, with the process id
 MOST_TEXT = 2**26  # bytes of a table or a record of another run
 LONGEST_NAME = 200  # bytes, because a temporary name is longer
 MOST_OF_A_START = 512  # bytes in which ``STAND_INS`` are looked for
-STAND_INS = {  # what lies in a file's place where it was not downloaded, by its first bytes, and what to do
+STAND_INS = {  # placeholders of files that were not downloaded, by their first bytes, and what to do
     rb"version https?://[\w./-]+/spec/v\d": "a pointer of Git LFS; run git lfs pull in the folder that was cloned",
     rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|head|(\?xml[^>]*>\s*<)?error)\b": "a web page; download the file itself",
     rb'\s*\{\s*"(errors?|detail|message)"\s*:': "a server's message; do what it says and download the file again",
@@ -52,7 +52,7 @@ STAND_INS = {  # what lies in a file's place where it was not downloaded, by its
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path, renamed to ``path``, or removed on failure. Raises ResourceError for a full disk."""
+    """Yield a temporary path, then rename it to ``path`` or, on failure, remove it. Raises ResourceError if full."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent)
     temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")
@@ -72,14 +72,14 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def temporary_folder(directory: Path) -> TemporaryDirectory:
-    """Returns a temporary folder in ``directory``; a later process removes what a killed one has left."""
+    """Return a temporary folder in ``directory``, after removing those of dead processes."""
     remove_abandoned(directory)
     return TemporaryDirectory(dir=directory, prefix=f"{TEMPORARY}{HOST}-{os.getpid()}-")
 
 
 @cache
 def remove_abandoned(directory: Path) -> None:
-    """Removes what dead processes of this host were writing in ``directory``; once, as a folder may be large."""
+    """Remove the temporary files of dead processes of this host in ``directory``, once per process."""
     with suppress(PermissionError):  # a folder may be writable and not readable
         for path in list(directory.iterdir()):
             match = ABANDONED.fullmatch(path.name)
@@ -88,7 +88,7 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """Returns whether a process of this host is running, under any user."""
+    """Return whether a process of this host, of any user, is running."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -99,7 +99,7 @@ def is_alive(process: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or one of our own temporary folders."""
+    """Remove a file, a link or one of our own temporary folders."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -107,7 +107,7 @@ def remove(path: Path) -> None:
 
 
 def refuse_stand_in(name: object, start: bytes) -> None:
-    """Raises ArtifactError for the ``start`` of a file that is one of the ``STAND_INS``."""
+    """Raises ArtifactError if ``start``, the first bytes of a file, shows that it is one of the ``STAND_INS``."""
     for pattern, what in STAND_INS.items():
         if re.match(pattern, start, re.IGNORECASE):
             begins = repr(one_line(start.decode(errors="replace"), 80))
@@ -115,14 +115,14 @@ def refuse_stand_in(name: object, start: bytes) -> None:
 
 
 def check_downloaded(path: Path) -> None:
-    """Raises ArtifactError where a file, or one in a folder, is one of the ``STAND_INS``: for readers by name."""
+    """Raises ArtifactError if ``path``, or a file in this folder, is one of the ``STAND_INS``."""
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.is_file():
             open_regular(file).close()
 
 
 def open_regular(path: Path, most: float = math.inf) -> BinaryIO:
-    """Opens a regular file as ``open_unread`` does. Raises ArtifactError for one of the ``STAND_INS`` too."""
+    """Open a regular file as ``open_unread`` does. Raises ArtifactError for one of the ``STAND_INS`` too."""
     with ExitStack() as failing:
         file = failing.enter_context(open_unread(path, most))
         refuse_stand_in(path, os.pread(file.fileno(), MOST_OF_A_START, 0))
@@ -131,7 +131,7 @@ def open_regular(path: Path, most: float = math.inf) -> BinaryIO:
 
 
 def open_unread(path: Path, most: float = math.inf) -> BinaryIO:
-    """Opens a regular file of any content. Raises OSError for anything else, and for more than ``most`` bytes."""
+    """Open a regular file, whatever its content. Raises OSError for anything else, and for more than ``most`` bytes."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and found.st_size <= most:
@@ -142,7 +142,7 @@ def open_unread(path: Path, most: float = math.inf) -> BinaryIO:
 
 
 def read_regular(path: Path, most: float = MOST_TEXT) -> bytes:
-    """Returns all bytes of a regular file. Raises OSError as ``open_regular`` does."""
+    """Return all bytes of a regular file. Raises OSError and ArtifactError as ``open_regular`` does."""
     with open_regular(path, most) as file:
         return file.read()
 
@@ -151,9 +151,9 @@ def read_regular(path: Path, most: float = MOST_TEXT) -> bytes:
 def refusing(
     what: str, *kinds: type[Exception], advice: str = "fetch it again", folder: Path | None = None
 ) -> Iterator[None]:
-    """Raises ArtifactError, beginning with ``what``, in place of exceptions of these kinds, by default of any.
+    """Translate exceptions of these ``kinds``, by default all, into ArtifactError, beginning with ``what``.
 
-    A file in ``folder`` that was not downloaded is named instead.
+    If a file in ``folder`` was not downloaded, the error names that file instead.
     """
     try:
         yield
@@ -169,12 +169,12 @@ def refusing(
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether native code of Rust has panicked, which is no Exception."""
+    """Return whether the error is a panic of native Rust code, which is no subclass of Exception."""
     return type(error).__name__ == "PanicException"
 
 
 def check_room(path: Path, needed: float, what: str = "") -> None:
-    """Raises ResourceError when the disk of ``path`` has fewer than ``needed`` bytes free; ``what`` explains them."""
+    """Raises ResourceError if the disk of ``path`` has fewer than ``needed`` bytes free; ``what`` names their use."""
     folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -187,7 +187,7 @@ def check_room(path: Path, needed: float, what: str = "") -> None:
 def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
     """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing behind.
 
-    A folder is made where the path ends to exist, because permissions do not tell: /proc denies what they allow.
+    It makes a folder in the closest existing parent, because permissions are no proof: /proc denies what they allow.
     """
     parent = directory.absolute()
     while not os.path.lexists(parent):
@@ -204,9 +204,9 @@ def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "th
 
 
 def check_replaceable(path: Path, knob: str, begins: bytes, what: str) -> None:
-    """Raises ConfigError unless ``path``, which ``knob`` names, can be written and holds nothing, or such a file.
+    """Raises ConfigError unless ``path``, which ``knob`` names, can be written and is new or an earlier such file.
 
-    ``begins`` is how a file of the kind begins, as a regular expression, and ``what`` the kind in words.
+    ``begins`` is a regular expression for the beginning of such a file, and ``what`` is the kind in words.
     """
     start = b""
     with suppress(OSError), open_unread(path) as file:  # a folder or a pipe has no such start
@@ -224,14 +224,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes JSON. Raises SdQuantError for NaN and infinity, naming the entry: a record holds null and a reason."""
+    """Write JSON. Raises SdQuantError, naming the entry, for NaN and infinity: records hold null and a reason."""
     if found := next(not_finite(content), None):
         raise SdQuantError(f"{path.name} cannot be written, because {found} in it is no finite number; report this run")
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def not_finite(content: object, name: str = "") -> Iterator[str]:
-    """Yields the path, such as ``fidelity.psnr.values.0``, and value of every NaN and infinity in ``content``."""
+    """Yield path and value, as ``fidelity.psnr.values.0 (nan)``, of every NaN and infinity in ``content``."""
     if isinstance(content, float) and not math.isfinite(content):
         yield f"{name.lstrip('.') or 'all'} ({content})"
     elif isinstance(content, Mapping | list | tuple):
@@ -245,5 +245,5 @@ def sha256(path: Path) -> str:
 
 
 def digest(*texts: str) -> str:
-    """Returns the SHA-256 of the sequence of texts; ("ab",) and ("a", "b") differ."""
+    """Return the SHA-256 of the sequence of texts; ("ab",) and ("a", "b") differ."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

@@ -2,8 +2,8 @@
 
 The tar headers are read one by one. An archive with anything but regular files and directories with plain names is
 refused. Nothing is extracted: a member is a range of the archive's own bytes.
-The road not taken is ``tarfile.open``: it skips damage at the end, lets the last of two equal names win, reads extended
-headers of any declared size into memory, and its extraction filters have been bypassed more than once.
+Alternative not taken: ``tarfile.open``. It skips damage at the end, lets the last of two equal names win, reads
+extended headers of any declared size into memory, and its extraction filters have been bypassed more than once.
 """
 
 import gzip
@@ -34,7 +34,7 @@ GZIP_RATIO = 16  # float weights shrink by a few per cent, a gzip bomb by a fact
 
 
 class OpenFile:
-    """A descriptor of a file that is closed when nothing refers to it any more."""
+    """A duplicated file descriptor, closed when nothing refers to this object any more."""
 
     def __init__(self, file: BinaryIO):
         self.descriptor = os.dup(file.fileno())
@@ -51,10 +51,10 @@ class Member:
     size: int  # in bytes
 
     def read(self, start: int, length: int) -> bytearray | mmap.mmap:
-        """Returns ``length`` bytes of the member from byte ``start``.
+        """Return ``length`` bytes of the member, beginning with its byte ``start``.
 
-        Raises ArtifactError when the range leaves the member, the file has been cut since it was opened, and for its
-        start where the file was not downloaded.
+        Raises ArtifactError if the range leaves the member, if the file became shorter since it was opened, and, when
+        ``start`` is 0, if the file was not downloaded.
         """
         if start == 0:
             refuse_stand_in(self.name, os.pread(self.file.descriptor, min(self.size, MOST_OF_A_START), self.offset))
@@ -73,12 +73,12 @@ class Member:
         return data
 
     def open(self) -> BinaryIO:
-        """Returns the member as a seekable file."""
+        """Return the member as a seekable file."""
         return io.BufferedReader(_MemberStream(self))
 
 
 def mapped_block(length: int) -> mmap.mmap:
-    """Returns memory, in large pages where possible, that goes back to the system when it is freed."""
+    """Return anonymous memory, in large pages where possible, that goes back to the system when it is freed."""
     block = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):
         block.madvise(mmap.MADV_HUGEPAGE)
@@ -110,10 +110,10 @@ class _MemberStream(io.RawIOBase):
 
 
 def open_members(path: Path) -> dict[str, Member]:
-    """Returns the files of a ``.nemo`` archive, or of a folder, by name without the leading ``./``.
+    """Return the files of a ``.nemo`` archive, or of a folder, by name without the leading ``./``.
 
     Raises ConfigError for a missing ``path``, ArtifactError for damage and anything but files and folders below ``./``,
-    ResourceError without room to unpack a gzipped archive.
+    ResourceError if there is no room to unpack a gzipped archive.
     """
     if not path.exists():
         raise ConfigError(f"checkpoint {path} does not exist; give the path of a .nemo file or an extracted directory")
@@ -135,7 +135,7 @@ def open_members(path: Path) -> dict[str, Member]:
 
 
 def whole_file(path: Path, name: str = "") -> Member:
-    """Returns a whole file as a member, with its path as the ``name``. Raises ConfigError when it does not exist."""
+    """Return a whole file as a member called ``name``, by default its path. Raises ConfigError if it does not exist."""
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; check the path")
     with open_unread(path) as file:  # of a folder's files not all are read
@@ -143,14 +143,14 @@ def whole_file(path: Path, name: str = "") -> Member:
 
 
 def read_text(member: Member) -> bytes:
-    """Returns all bytes of a configuration. Raises ArtifactError for more than ``MAX_TEXT``, before reading."""
+    """Return all bytes of a configuration file. Raises ArtifactError, before reading, for more than ``MAX_TEXT``."""
     if member.size > MAX_TEXT:
         raise ArtifactError(f"{member.name} has {member.size} bytes; expected at most {MAX_TEXT}, so check the path")
     return bytes(member.read(0, member.size))
 
 
 def is_gzipped(path: Path) -> bool:
-    """Returns whether ``path`` is a gzip file, as NeMo's archives were before 1.7."""
+    """Return whether ``path`` is a gzip file, as NeMo's archives were before 1.7."""
     if not path.is_file():
         return False
     with open_regular(path) as file:
@@ -158,7 +158,7 @@ def is_gzipped(path: Path) -> bool:
 
 
 def is_tar(path: Path) -> bool:
-    """Returns whether the file begins with the header of a tar."""
+    """Return whether the file begins with the header of a tar."""
     with open_regular(path) as file:
         block = file.read(TAR_BLOCK)
     try:
@@ -169,7 +169,7 @@ def is_tar(path: Path) -> bool:
 
 
 def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
-    """Unpacks into an unnamed temporary file in $TMPDIR, because tensors are read in any order."""
+    """Unpack into an unnamed temporary file in $TMPDIR, because tensors are read in any order."""
     check_room(Path(tempfile.gettempdir()), path.stat().st_size, " to unpack a gzipped archive")
     limit = GZIP_SLACK + GZIP_RATIO * path.stat().st_size
     size = 0
@@ -196,7 +196,7 @@ def _gunzipped(path: Path, compressed: BinaryIO) -> OpenFile:
 
 
 def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
-    """Yields name and member of each regular file of a tar. Raises ArtifactError for damage and any other entry."""
+    """Yield name and member of each regular file of a tar. Raises ArtifactError for damage and any other entry."""
     file_size = os.fstat(file.descriptor).st_size
     whole = Member(str(path), file, 0, file_size)
     extended: dict[str, str] | None = None  # of the next member
@@ -247,7 +247,7 @@ def _tar_members(path: Path, file: OpenFile) -> Iterator[tuple[str, Member]]:
 
 
 def _extended_header(path: Path, whole: Member, start: int, size: int) -> dict[str, str]:
-    """Returns the records of a pax header (POSIX.1-2001); tarfile writes one for a fractional modification time."""
+    """Return the records of a pax header (POSIX.1-2001); tarfile writes one for a fractional modification time."""
     if size > MAX_EXTENDED_HEADER:
         raise ArtifactError(
             f"{path} has an extended tar header of {size} bytes; expected at most {MAX_EXTENDED_HEADER}, so do not use "
@@ -267,7 +267,7 @@ def _extended_header(path: Path, whole: Member, start: int, size: int) -> dict[s
 
 
 def _checked_name(path: Path, name: str) -> str:
-    """Returns ``name`` without ``./``. Raises ArtifactError when it points outside the archive."""
+    """Return ``name`` without ``./``. Raises ArtifactError when it points outside the archive."""
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
         raise ArtifactError(f"{path}: member {name!r} points outside the archive; do not use this file")

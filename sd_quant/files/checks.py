@@ -1,4 +1,4 @@
-"""Checks of every checkpoint: the size of its networks, names, shapes, dtypes and values of its tensors."""
+"""Checks of checkpoints: module count of the networks; names, shapes, dtypes and values of the tensors."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @contextmanager
 def bounded_modules() -> Iterator[None]:
-    """Raises ValueError for more than ``MAX_MODULES`` modules, because bounded numbers of a config multiply."""
+    """Raises ValueError, in the block, when networks of more than ``MAX_MODULES`` modules are built."""
     count = 0
 
     def counted(*_: object) -> None:
@@ -36,7 +36,7 @@ def bounded_modules() -> Iterator[None]:
 
 
 def renamed(path: Path, tensors: Mapping[str, Readable], rename: Callable[[str], str]) -> dict[str, Readable]:
-    """Returns the tensors under ``rename(name)``. Raises ArtifactError when two names become one."""
+    """Return the tensors under ``rename(name)``. Raises ArtifactError when two names become the same."""
     result: dict[str, Readable] = {}
     for name, tensor in tensors.items():
         new = rename(name)
@@ -57,10 +57,10 @@ def check_tensors(
     whose: str = "that its configuration describes",
     advice: str = "use the configuration and the weights of one training",
 ) -> None:
-    """Raises ArtifactError when weights are missing, unknown, misshapen or of another dtype; reads none.
+    """Raises ArtifactError for missing, unknown or misshapen weights, or ones of another dtype; reads no tensor.
 
-    ``expected`` is name to shape; names in ``unused`` are allowed too, in any shape and dtype. ``whose`` and ``advice``
-    complete the message.
+    ``expected`` are shapes by name. Names in ``unused`` are allowed too, in any shape and dtype. ``whose`` and
+    ``advice`` complete the message.
     """
     missing = [key for key in expected if key not in tensors]
     unknown = [key for key in tensors if key not in expected and key not in unused]
@@ -82,7 +82,7 @@ def check_tensors(
 
 
 def problems_in(kinds: Mapping[str, Sequence[str]]) -> str:
-    """Returns the number and the first names of each kind that has any: ten of each, or three if that is too long."""
+    """Describe each kind that has names: their number and the first ten, or three if that text is too long."""
     for most in (10, 3):
         problems = [f"{len(names)} {what}: {listing(names, most)}" for what, names in kinds.items() if names]
         if sum(map(len, problems)) < MAX_PROBLEMS:
@@ -103,6 +103,6 @@ def check_finite(weights: Weights) -> None:
 
 
 def listing(names: Sequence[str], most: int = 10) -> str:
-    """Returns the first ``most`` names, printable and cut, and how many more there are."""
+    """Join the first ``most`` names, made printable and cut, and say how many more there are."""
     shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:most])  # ascii: they come from the file
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,6 +1,6 @@
 """Folders in the layout of diffusers' ``save_pretrained``: JSON, and weights in one file or in shards.
 
-Weights are read from safetensors files only, and a name in an index is looked up among the files of its folder.
+Weights are read from safetensors files only. A file name in an index is accepted only if its folder has that file.
 """
 
 import re
@@ -16,14 +16,14 @@ WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # f
 
 
 def files_in(folder: Path) -> dict[str, Member]:
-    """Returns the files of a folder by name. Raises ArtifactError when there is no such folder."""
+    """Return the files of a folder by name. Raises ArtifactError when there is no such folder."""
     if not folder.is_dir():
         raise ArtifactError(f"{folder} is missing; expected the whole folder of a pipeline, so fetch it again")
     return open_members(folder)
 
 
 def read_json(folder: Path, name: str) -> dict:
-    """Returns the object in a JSON file. Raises ArtifactError when it is missing or holds anything else."""
+    """Return the object in a JSON file. Raises ArtifactError when it is missing or holds anything else."""
     files = files_in(folder)
     if name not in files:
         raise ArtifactError(f"{folder} holds no {name}; expected the whole folder of a pipeline, so fetch it again")
@@ -31,7 +31,7 @@ def read_json(folder: Path, name: str) -> dict:
 
 
 def stored_weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
-    """Returns ``stem``'s tensors of one file or of shards, a plain name before a variant. Raises ArtifactError."""
+    """Return ``stem``'s tensors from one file or shards, preferably of no variant. Raises ArtifactError if missing."""
     files = files_in(folder)
     variant, end = r"(?:\.([^.]+))?", r"(?<!-of-\d{5})\.safetensors"
     found: dict[str, list[str]] = {}  # one file, then an index of shards, by variant

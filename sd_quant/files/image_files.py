@@ -1,4 +1,4 @@
-"""Files of source images and masks, chosen by name. Opens nothing, and imports no decoder."""
+"""Choose the files of source images and masks by name, without opening them or importing a decoder."""
 
 import math
 import re
@@ -15,18 +15,18 @@ IMAGE_FORMATS = {
     ".webp": "WEBP",
 }  # Pillow's readers, none of which runs code
 
-OF_IMAGES = re.compile("image|mask|video|frames")  # names of arguments of a pipeline's call that are images
-NUMBERS = re.compile("num_|.*_per_")  # though these are none
+OF_IMAGES = re.compile("image|mask|video|frames")  # in names of a pipeline's arguments that are images
+NUMBERS = re.compile("num_|.*_per_")  # in names of arguments that are numbers even so
 PLAIN = (bool, int, str, type(None))  # and finite floats: values that are no images
 MOST_OF_ONE = 1000  # images in the list of one argument, such as a video's frames
 
 
 def files_of(where: str, name: str, value: Any, resolve: Callable[[str], Path]) -> Any:
-    """Returns the value of a pipeline's argument, with files for the images that it names; ``resolve`` finds a path.
+    """Return the value of a pipeline's argument, with image paths replaced by files; ``resolve`` finds a path.
 
-    An argument is images if its name says so, or if its value is a path that ends as one; that is a file, and for
-    several a list, paths between ``;`` or ``|``, or a folder. Raises ConfigError, beginning with ``where``, for a file
-    that is missing or none of an image, and for what is neither None, a number, a text, nor a list of these.
+    An argument is images if its name says so, or if its value is a path that ends like an image: one file, or for
+    several a list, paths between ``;`` or ``|``, or a folder. Raises ConfigError, beginning with ``where``, for a
+    missing file or one that is no image, and for a value other than None, a number, a text, or a list of these.
     """
     given = value if isinstance(value, list) else [value]
     texts = [text for text in given if isinstance(text, str)]
@@ -47,7 +47,7 @@ def files_of(where: str, name: str, value: Any, resolve: Callable[[str], Path]) 
 
 
 def named_files(what: str, arguments: Mapping[str, Any]) -> dict[str, Path]:
-    """Returns the files among the values of ``files_of`` by names that begin with ``what``."""
+    """Return the files among the values from ``files_of``, by names such as ``<what> <argument> <number>``."""
     lists = {name: value if isinstance(value, list) else [value] for name, value in arguments.items()}
     return {
         f"{what} {name}" + (f" {number}" if number else ""): each
@@ -62,7 +62,7 @@ def is_image(path: str | Path) -> bool:
 
 
 def image_files(knob: str, path: Path) -> list[Path]:
-    """Returns the file, or the images of a folder by name. Raises ConfigError, naming ``knob``, when there is none."""
+    """Return the file, or a folder's images in order of name. Raises ConfigError, naming ``knob``, if there is none."""
     files = sorted(each for each in (path.iterdir() if path.is_dir() else [path]) if is_image(each) and each.is_file())
     if not files:
         raise ConfigError(
@@ -73,7 +73,7 @@ def image_files(knob: str, path: Path) -> list[Path]:
 
 
 def mask_files(knob: str, path: Path, images: Sequence[Path]) -> list[Path]:
-    """Returns each image's mask: one file for all, or its namesake in a folder. Raises ConfigError without one."""
+    """Return each image's mask: one file for all, or the folder's file of that name. Raises ConfigError if missing."""
     files = image_files(knob, path)
     if not path.is_dir():
         return files * len(images)

@@ -2,8 +2,8 @@
 
 Files are regular, of three formats, and have a bounded number of pixels. An argument is one image or a list of them,
 such as a video's frames, as PIL images. An image keeps the size of its file until the call, which crops it about its
-middle to the shape of the images that are made, and resizes it. Classes that read images of their own sizes, as editing
-ones do, get them unchanged (``Style.keeps``). The road not taken is diffusers' own resizing, which may stretch images.
+center to the aspect ratio of the generated images, and resizes it. Pipeline classes that read images of any size, as
+editing ones do, get them unchanged (``Style.keeps``). Alternative not taken: diffusers' resizing may stretch images.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from sd_quant.text import one_line
 
 # Pixels before resizing: 5792 x 5792, or 8192 x 8192 of a JPEG, which can be decoded at a smaller size.
 MOST_PIXELS = {"PNG": 2**25, "WEBP": 2**25, "JPEG": 2**26}
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values that exchange width and height
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that swap width and height
 
 
 def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndarray, tuple[int, int]]:
-    """Returns an image, cropped about its middle and resized, and its original width and height.
+    """Return an image, cropped about its center and resized, and its original (width, height).
 
     ``mode`` is RGB or L. The array is uint8 [height, width, 3] or [height, width]. Raises as ``opened`` does.
     """
@@ -38,7 +38,7 @@ def read_fitted(path: Path, width: int, height: int, mode: str) -> tuple[np.ndar
 
 
 def read_whole(path: Path, pixels: int, mode: str) -> Image.Image:
-    """Returns an image in its own shape, resized where it has more than so many ``pixels``. Raises as ``opened``."""
+    """Return an image in its own aspect ratio, downsized if it has more than ``pixels``. Raises as ``opened`` does."""
 
     def bounded(image: Image.Image) -> Image.Image:
         share = math.sqrt(pixels / (image.width * image.height))
@@ -51,10 +51,10 @@ def read_whole(path: Path, pixels: int, mode: str) -> Image.Image:
 def opened(
     path: Path, side: int, mode: str, resize: Callable[[Image.Image], Image.Image]
 ) -> tuple[Image.Image, tuple[int, int]]:
-    """Returns an upright image in ``mode``, RGB or L, on white, after ``resize``, and its original width and height.
+    """Return an upright image in ``mode``, RGB or L, on white, after ``resize``, and its original (width, height).
 
-    A JPEG is decoded at the smallest size of at least ``side`` pixels a side.
-    Raises ArtifactError for no image or a damaged one, ConfigError for one that is too large.
+    A JPEG may be decoded at a smaller size, of at least ``side`` pixels a side.
+    Raises ArtifactError for a file that is no image or is damaged, ConfigError for too many pixels.
     """
     try:
         with open_regular(path) as file, warnings.catch_warnings():
@@ -85,7 +85,7 @@ def opened(
 
 
 def in_8_bits(image: Image.Image) -> Image.Image:
-    """Returns the image in L, RGB or RGBA. Raises ValueError for numbers that have neither 8 nor 16 bits.
+    """Return the image in mode L, RGB or RGBA. Raises ValueError for pixel values of neither 8 nor 16 bits.
 
     Of 16 bits the upper 8 are kept, because Pillow's own conversion makes everything above 255 white.
     """
@@ -100,29 +100,29 @@ def in_8_bits(image: Image.Image) -> Image.Image:
 
 # Images among the arguments of a call
 
-PROMPT = re.compile(r"(negative_)?prompt(_\d)?")  # names of arguments that are one text an image
-DRAWN = 64  # pixels of a side of the images with which a pipeline is observed, before they are resized
+PROMPT = re.compile(r"(negative_)?prompt(_\d)?")  # names of arguments with one text for each image
+DRAWN = 64  # side, in pixels, of the noise images with which a pipeline is recorded, before resizing
 
 
 def with_images(value: Any, change: Callable[[Image.Image], Any]) -> Any:
-    """Return the value of an argument with its image, or the images of its list, changed."""
+    """Return an argument's value with ``change`` applied to its image, or to the images in its list."""
     if isinstance(value, Image.Image):
         return change(value)
     return [with_images(each, change) for each in value] if isinstance(value, list) else value
 
 
 def has_images(value: Any) -> bool:
-    """Whether the value of an argument is an image, or a list with one."""
+    """Return whether the value of an argument is an image, or a list with at least one."""
     return any(map(has_images, value)) if isinstance(value, list) else isinstance(value, Image.Image)
 
 
 def is_of_each(name: str, value: Any) -> bool:
-    """Whether the value of an argument is an image or a prompt, of which a call of several images takes a list."""
+    """Return whether an argument is an image or a prompt, of which a call for several images takes a list."""
     return isinstance(value, Image.Image) or (isinstance(value, str) and bool(PROMPT.fullmatch(name)))
 
 
 def fitted(value: Any, width: int, height: int) -> Any:
-    """Return the value of an argument with its images cropped about their middle and resized."""
+    """Return an argument's value with its images cropped about their center and resized."""
 
     def fit(image: Image.Image) -> Image.Image:
         same = image.size == (width, height)
@@ -132,7 +132,7 @@ def fitted(value: Any, width: int, height: int) -> Any:
 
 
 def identities(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for JSON, images by mode, size and digest."""
+    """Return the arguments as JSON values, images by mode, size and SHA-256 digest."""
 
     def digest(image: Image.Image) -> str:
         return f"{kind(image)} {image.width}x{image.height} {hashlib.sha256(image.tobytes()).hexdigest()}"
@@ -141,7 +141,7 @@ def identities(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kinds(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for JSON, images by their mode: all that an observation knows of them."""
+    """Return the arguments as JSON values, images by mode alone: all that recording a pipeline depends on."""
     return {name: with_images(value, kind) for name, value in sorted(arguments.items())}
 
 
@@ -150,7 +150,7 @@ def kind(image: Image.Image) -> str:
 
 
 def drawn(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with images of noise of the same modes, which are the same whatever the user's show."""
+    """Return the arguments with images replaced by fixed noise of the same modes, independent of the user's images."""
     generator = np.random.default_rng(0)
 
     def draw(image: Image.Image) -> Image.Image:

@@ -1,9 +1,9 @@
 """Untrusted YAML: mappings, lists, texts and numbers, read in time and memory bounded by the file's size.
 
-PyYAML's safe loader executes nothing, but a few lines can take it hours: numbers of base sixty (``1:1:1...``), whose
-digits it multiplies out, merge keys (``<<``) and aliases, which repeat what they name. Here numbers are those of
-YAML 1.2, merge keys are refused, aliases are counted with their content before anything is built, and a duplicate key
-is refused. The road not taken is a loader of YAML 1.2: NeMo writes its files with PyYAML, which reads ``yes`` as true.
+PyYAML's safe loader executes nothing, but a few lines can keep it busy for hours: base-60 numbers (``1:1:1...``), whose
+digits it multiplies out, and merge keys (``<<``) and aliases, which repeat what they refer to. Here numbers are those
+of YAML 1.2, aliases count with their content before anything is built, and merge keys and duplicate keys are refused.
+Alternative not taken: a YAML 1.2 loader. NeMo writes its files with PyYAML, which reads ``yes`` as true.
 """
 
 import re
@@ -23,7 +23,7 @@ TAGS = {f"{TAG}{name}" for name in ("bool", "null", "str", "seq", "map")} | NUMB
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's own loader with YAML 1.2's numbers, without merge keys and dates; its C parser crashes on deep files."""
+    """PyYAML's Python loader (its C parser crashes on deep files) with YAML 1.2 numbers, no merge keys and no dates."""
 
     yaml_implicit_resolvers: dict = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag in TAGS - NUMBER_TAGS.keys()]
@@ -43,7 +43,7 @@ for _tag, _pattern in NUMBER_TAGS.items():
 
 
 def load_yaml(text: bytes) -> object:
-    """Returns the content of a YAML file. Raises yaml.YAMLError, ValueError or RecursionError for what is refused."""
+    """Return the content of a YAML file. Raises yaml.YAMLError, ValueError or RecursionError for refused content."""
     loader = Loader(text)
     try:
         node = loader.get_single_node()
@@ -56,9 +56,9 @@ def load_yaml(text: bytes) -> object:
 
 
 def count(node: yaml.Node, known: dict[int, int]) -> int:
-    """Returns the number of nodes in this one, itself included and aliases expanded; ``known`` are counts by id.
+    """Return the number of nodes in ``node``, itself included and aliases expanded; ``known`` caches counts by id.
 
-    Raises ValueError for more than ``MAX_NODES``, a node in itself, a tag, a key that is no text or a duplicate.
+    Raises ValueError for more than ``MAX_NODES``, a node inside itself, another tag, a key that is no text or twice.
     """
     if id(node) in known:
         if not known[id(node)]:

@@ -1,9 +1,9 @@
 """Safetensors files, read and written one tensor at a time.
 
-A file begins with the length of its header, eight bytes, little endian. The header is JSON with dtype, shape and range
-of bytes of each tensor; the bytes follow (https://huggingface.co/docs/safetensors). The road not taken is the library
-of that name: its ``save_file`` needs every tensor in memory, and its ``safe_open`` maps the file, so that the process
-is killed when the file is cut later.
+A file begins with the length of its header, eight bytes, little endian. The header is JSON with dtype, shape and byte
+range of each tensor; the bytes follow (https://huggingface.co/docs/safetensors). Alternative not taken: the safetensors
+library. Its ``save_file`` needs every tensor in memory, and its ``safe_open`` maps the file, so that the process
+is killed when the file is truncated later.
 """
 
 import json
@@ -37,17 +37,17 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-FORMAT = {"format": "pt"}  # transformers asks for it
+FORMAT = {"format": "pt"}  # transformers requires this entry of metadata
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_safetensors(member: Member) -> dict[str, StoredTensor]:
-    """Returns every tensor by name, unread. Raises ArtifactError for a damaged header, and ranges with gaps."""
+    """Return every tensor by name, unread. Raises ArtifactError for a damaged header, gaps or overlaps."""
     return read_header(member)[0]
 
 
 def read_header(member: Member) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Returns the tensors as ``read_safetensors`` does, and the file's metadata."""
+    """Return the tensors as ``read_safetensors`` does, and the file's metadata."""
     length = int.from_bytes(member.read(0, 8), "little")
     if length > MAX_HEADER:
         raise ArtifactError(
@@ -76,10 +76,10 @@ def write_safetensors(
     advance: Callable[[], object] = lambda: None,
     metadata: Mapping[str, str] = FORMAT,
 ) -> None:
-    """Writes a file with one tensor in memory at a time; the same tensors give the same bytes.
+    """Write a file with one tensor in memory at a time; the same tensors give the same bytes.
 
-    ``advance`` is called after each tensor. Raises ArtifactError for a dtype that the format lacks and ResourceError
-    when the disk is full.
+    ``advance`` is called after each tensor. Raises ArtifactError for a dtype that the format does not have and
+    ResourceError when the disk is full.
     """
     # Wide numbers first, like the library: in a mapped file every number is then aligned. The header keeps the order.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -103,7 +103,7 @@ def write_safetensors(
 
 
 def read_object(what: str, text: bytes | str) -> dict:
-    """Returns the object of JSON in ``text``. Raises ArtifactError for anything else, and for a name that is twice."""
+    """Return the JSON object in ``text``. Raises ArtifactError for anything else and for duplicate names."""
     with refusing(f"{what} is not JSON", ValueError, TypeError, RecursionError):
         found = json.loads(text, object_pairs_hook=without_duplicates)
     if not isinstance(found, dict):
@@ -112,7 +112,7 @@ def read_object(what: str, text: bytes | str) -> dict:
 
 
 def without_duplicates(pairs: list[tuple[str, object]]) -> dict:
-    """Returns the object of JSON with these entries. Raises ValueError for a duplicate name."""
+    """Build a JSON object from its (name, value) pairs. Raises ValueError for a duplicate name."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name stands twice in an object")
@@ -120,7 +120,7 @@ def without_duplicates(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _described(member: Member, data: int, entry: Mapping) -> StoredTensor:
-    """Returns the tensor of a header's entry, with ``data`` behind the header. Raises AttributeError and the like."""
+    """Return the tensor of a header entry; the bytes begin at ``data``. Raises ValueError etc. for a bad one."""
     dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     numbers = (*shape, start, end)
     if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and 0 <= number <= MAX_SIDE for number in numbers):

@@ -1,7 +1,7 @@
 """Checks of untrusted configurations: a dataclass states type and limits of every entry that is read.
 
-Limits are stated like those of a knob (``sd_quant.knobs``). So a text or a billion in place of a number of channels is
-refused by name before anything is computed. Entries that nothing reads may be anything.
+Limits are stated like those of a knob (``sd_quant.knobs``). So a text or a billion instead of a number of channels is
+refused by name before anything is computed. Entries that nothing reads may have any value.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ MOST = 10**9  # of a number in a config: no network is as wide, and no sampler h
 
 
 def check_schema(schema: type, config: object, path: str = "", whole: bool = True) -> None:
-    """Raises ConfigError for an entry that does not fit its field of ``schema``; for a missing one if ``whole``."""
+    """Raises ConfigError for an entry that does not fit its field of ``schema``, or, if ``whole``, is missing."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"{path.rstrip('.') or 'it'} is {BOUNDED.repr(config)}, expected a mapping")
     for name, (kind, stated) in fields_of(schema).items():
@@ -34,9 +34,9 @@ def check_schema(schema: type, config: object, path: str = "", whole: bool = Tru
 
 
 def check_like(usual: Mapping[str, object], config: Mapping) -> None:
-    """Raises ConfigError for an entry of another kind than in ``usual``, or with NaN or a number beyond MOST.
+    """Raises ConfigError for an entry of another kind than its default, or with NaN or a number beyond MOST.
 
-    ``usual`` are the class's defaults, whose kinds are true or false, a number, or text; null and lists have none.
+    ``usual`` are the class's defaults. Kinds are true or false, a number, and text; null and lists match any kind.
     """
     for name, default in usual.items():
         value = config.get(name)
@@ -57,7 +57,7 @@ def kind_of(value: object) -> str | None:
 
 
 def numbers_in(value: object) -> Iterator[float]:
-    """Yields the numbers of a JSON value, in lists and objects too."""
+    """Yield the numbers in a JSON value, also those inside lists and objects."""
     if isinstance(value, list | tuple | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from numbers_in(item)

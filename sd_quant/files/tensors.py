@@ -1,6 +1,6 @@
-"""Tensors that stay in their file until they are read, and the weights of a network as a mapping of them.
+"""Tensors that stay in their file until they are read, and the weights of a network as a mapping of such tensors.
 
-The road not taken is a state dict, which holds all 14 GB of SDXL in memory.
+Alternative not taken: a state dict, which holds all 14 GB of SDXL in memory.
 """
 
 import math
@@ -19,7 +19,7 @@ from sd_quant.files.archive import Member
 
 
 class Readable(Protocol):
-    """A tensor of known shape and dtype whose values ``read`` fetches or computes."""
+    """A tensor of known shape and dtype, whose values ``read`` loads or computes."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -32,7 +32,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A ``Readable`` whose values a function returns."""
+    """A ``Readable`` whose values are returned by a function."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class LazyTensor:
 
 
 def lazy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
-    """Returns a ``Readable`` of a tensor in memory, which ``read`` detaches and moves to the CPU and ``dtype``."""
+    """Return a ``Readable`` of a tensor in memory; reading detaches it and moves it to the CPU and to ``dtype``."""
     dtype = dtype or tensor.dtype
     return LazyTensor(tuple(tensor.shape), dtype, lambda: tensor.detach().to("cpu", dtype))
 
@@ -50,12 +50,12 @@ def in_dtype(source: Readable, dtype: torch.dtype) -> LazyTensor:
 
 
 def size_of(tensors: Iterable[Readable]) -> int:
-    """Returns the bytes of all tensors."""
+    """Return the total bytes of the tensors."""
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def read_bytes(name: str, source: Readable) -> memoryview:
-    """Reads a tensor and returns its bytes, row after row. Raises ValueError for another shape or dtype than stated."""
+    """Read a tensor and return its bytes in row-major order. Raises ValueError for a wrong shape or dtype."""
     tensor = source.read()
     if (tuple(tensor.shape), tensor.dtype) != (tuple(source.shape), source.dtype):
         raise ValueError(f"{name} was to be {source.shape} {source.dtype} and is {tuple(tensor.shape)} {tensor.dtype}")
@@ -63,7 +63,7 @@ def read_bytes(name: str, source: Readable) -> memoryview:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor of any dtype, row after row."""
+    """Return the bytes of a tensor of any dtype, in row-major order."""
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # a single number can have any stride
     return flat.view(torch.uint8).numpy().data  # numpy has no bfloat16
 
@@ -80,7 +80,7 @@ class StoredTensor:
     crc32: int | None = None  # of its bytes, where the file states it
 
     def read(self) -> torch.Tensor:
-        """Returns a contiguous copy on the CPU. Raises ArtifactError for bytes with another checksum."""
+        """Return a contiguous copy on the CPU. Raises ArtifactError for bytes with another checksum."""
         span = span_of(self.shape, self.stride)
         if span == 0:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -95,12 +95,12 @@ class StoredTensor:
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     return tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1]
 
 
 def span_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Returns the number of elements from the first to the last of a strided tensor, inclusive."""
+    """Return the number of stored elements that a strided tensor spans, from its first to its last element."""
     if 0 in shape:
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
@@ -108,7 +108,7 @@ def span_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Weights(Mapping[str, torch.Tensor]):
-    """The weights of one network by diffusers' names; ``weights[name]`` reads that tensor, in its stored dtype."""
+    """The weights of one network by diffusers' names; ``weights[name]`` reads that tensor in its stored dtype."""
 
     path: Path  # of the checkpoint, for messages
     component: str  # diffusers' name of the network

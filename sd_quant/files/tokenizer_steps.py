@@ -1,7 +1,7 @@
-"""The steps of a tokenizer's file, which native code executes: of known kinds, with bounds on growth and regexes.
+"""Checks of the steps in a tokenizer.json, which native code executes: known kinds, bounded growth, bounded regexes.
 
 Thirty-two steps that double a letter fill any memory, and a repeated group of repetitions takes for ever; native code
-then aborts the process. The road not taken is a child process for tokenizing: pipelines call tokenizers themselves.
+then aborts the process. Alternative not taken: a child process for tokenizing; pipelines call tokenizers themselves.
 """
 
 import base64
@@ -31,14 +31,14 @@ ATOM = r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]"  # of a regex: a class of cha
 
 
 def check_file(file: Path) -> None:
-    """Raises what ``check_steps`` does for a tokenizer.json, and ValueError for one that is no JSON."""
+    """Check a tokenizer.json, if it exists, by ``check_steps``. Raises ValueError for one that is no JSON."""
     if file.is_file():
         check_steps(file, json.loads(read_regular(file)))
 
 
 def check_steps(file: Path, sections: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for a step of these ``SECTIONS`` that is unknown, or that grows a text or takes too long."""
-    before: list[dict[str, Any]] = []  # a normalizer's, whose text a pre-tokenizer gets
+    """Raises ArtifactError for a step in these ``SECTIONS`` that is unknown, too slow, or lengthens a text too much."""
+    before: list[dict[str, Any]] = []  # the normalizer's steps, whose output the pre-tokenizer gets
     for section in SECTIONS:
         own, problem = list(steps_in(sections.get(section))), None
         steps, before = [*before, *own], own if section == "normalizer" else []
@@ -70,7 +70,7 @@ def regex_of(step: Mapping[str, Any]) -> str:
 
 
 def growth_of(step: Mapping[str, Any]) -> float:
-    """Returns how many times longer a step may make a text."""
+    """Return the largest factor by which a step may lengthen a text."""
     if step["type"] == "Precompiled":
         charsmap = base64.b64decode(step.get("precompiled_charsmap") or "")
         trie = 4 + int.from_bytes(charsmap[:4], "little")  # the texts after it end with a zero
@@ -83,7 +83,7 @@ def growth_of(step: Mapping[str, Any]) -> float:
 
 
 def repetitions_in(regex: str) -> float:
-    """Returns how many repetitions a regex has in a row, infinity where a group with one or a choice is repeated."""
+    """Return the most repetitions in sequence in a regex; infinity for a repeated group with a repetition or choice."""
     if len(regex) > 2000 or re.search(r"\\[1-9gkKX]|\(\?(?![:!=]|i:)", regex):
         return math.inf
     text = re.sub(ATOM, "x", regex)
@@ -96,7 +96,7 @@ def repetitions_in(regex: str) -> float:
 
 
 def in_a_row(text: str) -> tuple[float, int]:
-    """Returns the most repetitions and choices in an alternative of a regex without groups, infinity for nested."""
+    """Return the most repetitions and choices in an alternative of a regex without groups; infinity if nested."""
     pieces = text.split("|")
     row = max(len(re.findall(r"[*+]|\{\d*,(?:\}|\d\d)", each)) for each in pieces)
     choices = max(each.count("?") for each in pieces) + (len(pieces) > 1)

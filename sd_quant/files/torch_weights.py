@@ -4,8 +4,8 @@
 no bytes. The offsets are untrusted, so each is compared with the zip directory before anything is read. To write,
 ``torch.save`` of fake tensors under ``skip_data`` leaves room for the bytes, which are then written where the reader
 locates them.
-The road not taken is ``torch.load(mmap=True)``: it needs a file of its own, so 14 GB would have to be extracted, and
-the process is killed when the mapped file is cut later.
+Alternative not taken: ``torch.load(mmap=True)``. It needs a file of its own, so 14 GB would have to be extracted, and
+the process is killed when the mapped file is truncated later.
 """
 
 import logging
@@ -35,10 +35,10 @@ CONTAINERS = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "LIST", "EMPTY_LIST", "DICT
 
 
 def stored_tensors(member: Member, inside: str | None = None) -> dict[str, StoredTensor]:
-    """Returns every tensor of a flat state dict by name; reads no values.
+    """Return every tensor of a flat state dict by name; reads no values.
 
-    The state dict is the whole content or, where the content has it, its entry ``inside``.
-    Raises ArtifactError when the file holds anything else or asks to run code.
+    The state dict is the whole content, or the content's entry ``inside`` if there is one.
+    Raises ArtifactError when the file holds anything else or its pickle asks to run code.
     """
     records = _zip_records(member)
     try:
@@ -69,7 +69,7 @@ def stored_tensors(member: Member, inside: str | None = None) -> dict[str, Store
 def write_tensors(
     file: BinaryIO, tensors: Mapping[str, Readable], advance: Callable[[], object] = lambda: None
 ) -> None:
-    """Writes like ``torch.save(tensors, file)``, with one tensor in memory at a time.
+    """Write like ``torch.save(tensors, file)``, with one tensor in memory at a time.
 
     ``file`` is open for reading and writing, and is written from its position on. ``advance`` is called after each
     tensor. The same tensors give the same bytes.
@@ -96,7 +96,7 @@ def write_tensors(
 
 
 def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int]) -> None:
-    """Writes CRC-32s by their data's offset into descriptors and directory (APPNOTE.TXT 4.3.9 and 4.3.12)."""
+    """Write CRC-32s, given by offset of data, into data descriptors and directory (APPNOTE.TXT 4.3.9, 4.3.12)."""
     with member.open() as stream, zipfile.ZipFile(stream) as directory:
         entries, position = directory.infolist(), directory.start_dir
     for entry in entries:
@@ -110,7 +110,7 @@ def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int
 
 @contextmanager
 def _restricted_torch() -> Iterator[None]:
-    """Takes from the unpickler what other libraries have allowed, and from torch its log of shapes beyond memory."""
+    """Remove, in the block, other libraries' allowed globals of the unpickler, and mute torch's log of huge shapes."""
     added, log = torch.serialization.get_safe_globals(), logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     torch.serialization.clear_safe_globals()
@@ -122,7 +122,7 @@ def _restricted_torch() -> Iterator[None]:
 
 
 def _zip_records(member: Member) -> dict[int, zipfile.ZipInfo]:
-    """Returns each entry of the zip by the offset of its data. Raises ArtifactError for a damaged or hostile file."""
+    """Return the entries of the zip by offset of their data. Raises ArtifactError for a damaged or hostile file."""
     if member.size < 4 or member.read(0, 4) != b"PK\x03\x04":
         raise ArtifactError(
             f"{member.name} is empty, damaged or of a torch version before 1.6; expected the zip format of torch.save"
@@ -151,7 +151,7 @@ def _zip_records(member: Member) -> dict[int, zipfile.ZipInfo]:
 
 
 def _content(member: Member, start: int, entry: zipfile.ZipInfo) -> bytes:
-    """Returns the bytes of an entry that is not compressed. Raises ValueError for another checksum."""
+    """Return the bytes of an uncompressed entry. Raises ValueError if its checksum differs."""
     content = bytes(member.read(start, entry.file_size))
     if entry.CRC and zlib.crc32(content) != entry.CRC:  # torch can be told to compute none, which leaves 0
         raise ValueError(f"entry {entry.filename!r} has another checksum than it says")
@@ -159,7 +159,7 @@ def _content(member: Member, start: int, entry: zipfile.ZipInfo) -> bytes:
 
 
 def _start(member: Member, entry: zipfile.ZipInfo) -> int:
-    """Returns the offset of an entry's data, behind the local header, whose lengths the directory need not repeat."""
+    """Return the offset of an entry's data, behind its local header, whose lengths may differ from the directory's."""
     name_length, extra_length = struct.unpack("<HH", member.read(entry.header_offset + 26, 4))
     return entry.header_offset + 30 + name_length + extra_length
 
@@ -168,7 +168,7 @@ def check_pickle(data: bytes) -> None:
     """Raises ValueError for a small pickle that would keep torch busy for hours.
 
     torch searches messages with refused texts in quadratic time. It hashes and prints nested containers, and a few
-    tuples that contain each other twice make a billion. Refused are long texts, and containers with two references.
+    tuples that contain each other twice make a billion. Refused are long texts, and containers referred to twice.
     """
     containers: set[int] = set()
     last, stored = "", 0
@@ -185,7 +185,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _located(member: Member, records: Mapping[int, zipfile.ZipInfo], name: object, value: object) -> StoredTensor:
-    """Returns the stored tensor for a fake one. Raises ArtifactError when its bytes are not in the file."""
+    """Return the stored tensor for a fake one. Raises ArtifactError when its bytes are not in the file."""
     if not isinstance(name, str):
         raise ArtifactError(
             f"{member.name} has a key of type {type(name).__name__}; expected a flat dict of tensors by name"

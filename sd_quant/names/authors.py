@@ -1,13 +1,13 @@
-"""The places of diffusers' parameters in a file with the names of a model's authors: rows of stored tensors.
+"""Map diffusers' parameters to slices of the tensors in a checkpoint with original (non-diffusers) names.
 
-Single files have the names of those who trained the model: Stability's for Stable Diffusion 1 to 3 and SDXL, Black
-Forest Labs' for Flux. Their tensors are diffusers' own, joined one behind the other along the first axis (query, key
-and value are one linear), and of a modulation that is a shift and a scale the halves are exchanged. A table of joins is
-enough, and the model in full precision says which of its rows there are: hostile names lead nowhere.
+Single files use the tensor names of the model's original code: Stability AI's for Stable Diffusion 1 to 3 and SDXL,
+Black Forest Labs' for Flux. Their tensors are diffusers' parameters, concatenated along the first axis (query, key and
+value are one linear), with the halves swapped in modulations that give a shift and a scale. So a table of joins is
+enough. Only tensors of the full-precision model are looked up, so malicious names have no effect.
 
-The road not taken is to send row numbers through diffusers' own converters and to read off what became of them: they
-count blocks by the file's names, end in a KeyError where one is missing, and know Flux in one width only. The tests do
-that. Writers go the same table's other way: ``pieces_of`` says of which rows of diffusers' an authors' tensor is made.
+Alternative not taken: sending row numbers through diffusers' own converters to see where they end. The converters count
+blocks by the file's names, end in a KeyError where one is missing, and know Flux in one width only. The tests do that.
+Writing uses the same table: ``pieces_of`` lists the slices of diffusers' parameters that make up an original tensor.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,8 +27,8 @@ from sd_quant.names.sgm import sgm_names
 from sd_quant.names.transformers import layout_of, stored_names
 from sd_quant.numbers import up_to
 
-# what else is in such a file: averages of the weights and what training keeps, which no image depends on; the noise and
-# marks of how it is sampled; and the other networks
+# other tensors in such a file: averages of weights and training state, on which no image depends; noise schedule and
+# marks of how to sample; and the other networks
 HARMLESS = (
     "model_ema.", "first_stage_model.loss.", "loss_fn.", "embedding_manager.", "safety_checker.", "sqrt_",
     "log_one_minus_", "posterior_", "logvar", "global_step", "alphas_cumprod_prev",
@@ -47,7 +47,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a tensor, from ``start`` to before ``stop``; ``of`` how many it has."""
+    """A slice of the tensor ``name`` along its first axis, from ``start`` to before ``stop``, out of ``of`` rows."""
 
     name: str
     start: int
@@ -55,13 +55,13 @@ class Rows:
     of: int
 
 
-Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; rows of a file's tensors that are joined
-Pieces = tuple[Rows, ...]  # of diffusers' parameters, which are joined to an authors' tensor
+Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; slices of a file's tensors, to be joined
+Pieces = tuple[Rows, ...]  # of diffusers' parameters, joined to an original tensor
 
-# tensors of the authors' that diffusers computes, or does without: positions, and PixArt's caption of nothing
+# original tensors that diffusers computes or does not need: position embeddings, PixArt's empty caption
 UNUSED = {"PixArtTransformer2DModel": {"pos_embed", "y_embedder.y_embedding"}}
 
-# families for people, each with the beginnings of names that mark it; the first with all of them counts
+# families in words, each with name prefixes that identify it; the first one with all of its prefixes present counts
 KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("a HunyuanVideo transformer", ("double_blocks.", "txt_in.individual_token_refiner.")),
     ("a Chroma transformer", ("distilled_guidance_layer.",)),
@@ -82,16 +82,16 @@ KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def told_family(names: Iterable[str]) -> str | None:
-    """Family of a denoiser, by its authors' or diffusers' names, such as ``a Flux transformer``; None if unknown."""
+    """Return a denoiser's family by its original or diffusers' tensor names, as ``a Flux transformer``, or None."""
     words = [name.removeprefix(PREFIX) for name in names]
     found = {mark for _, marks in KINDS for mark in marks if any(word.startswith(mark) for word in words)}
     return next((kind for kind, marks in KINDS if found.issuperset(marks)), None)
 
 
 def denoiser_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """The names of a file's denoiser, without its prefix, with what they are in the file; and names that are unknown.
+    """Return the denoiser's names in a file, by name without the prefix, and the file's unknown names.
 
-    Where any name has the prefix, all of the denoiser's do, and tensors of other networks are left out; so are marks.
+    Where any name has the prefix, all of the denoiser's do. Tensors of other networks and ``MARKS`` are left out.
     """
     names = [name for name in names if name.removeprefix(PREFIX) not in MARKS]
     if not any(name.startswith(PREFIX) for name in names):
@@ -101,7 +101,7 @@ def denoiser_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def sampling_marks(names: Collection[str]) -> tuple[str, ...]:
-    """The ``MARKS`` among the names in a file."""
+    """Return the ``MARKS`` among a file's tensor names."""
     return tuple(mark for mark in MARKS if mark in names or PREFIX + mark in names)
 
 
@@ -112,10 +112,10 @@ def places_in(
     shapes: Mapping[str, Shape],
     multiples: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Places, list[str]]:
-    """Where each tensor of ``network`` lies in a file, if it is there, and the file's names that it has not.
+    """Locate the parameters of ``network`` in a file; return their places and the file's names that are unknown.
 
-    ``needed`` are its shapes by diffusers' name, ``shapes`` the file's by name without the prefix, with sides padded to
-    ``multiples``. Raises ArtifactError for the denoiser of another family, or of another size.
+    ``needed`` are the parameters' shapes by diffusers' name, ``shapes`` the file's by name without the prefix, sides
+    padded to ``multiples``. Raises ArtifactError for the denoiser of another family or size.
     """
     told, wanted = told_family(shapes), told_family(needed)
     if told is not None and wanted is not None and told != wanted:
@@ -143,7 +143,7 @@ def places_in(
 
 
 def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
-    """Where each tensor of ``network`` lies in a file with its authors' names, without the prefix."""
+    """Map each parameter of ``network`` to slices of tensors with original names, without the prefix."""
     if type(network).__name__ == "UNet2DConditionModel":
         keys = sgm_names(needed)
         return {name: (Rows(keys[name], 0, _rows(shape), _rows(shape)),) for name, shape in needed.items()}
@@ -161,7 +161,7 @@ def authors_places(network: nn.Module, needed: Mapping[str, Shape]) -> Places:
 
 
 def pieces_of(network: nn.Module, needed: Mapping[str, Shape]) -> dict[str, Pieces]:
-    """What every tensor in a file with its authors' names is made of: ``authors_places`` the other way round."""
+    """Map each original tensor to the slices of diffusers' parameters that compose it: ``authors_places`` inverted."""
     found: dict[str, dict[int, Rows]] = {}
     for name, parts in authors_places(network, needed).items():
         first = 0
@@ -173,7 +173,7 @@ def pieces_of(network: nn.Module, needed: Mapping[str, Shape]) -> dict[str, Piec
 
 
 def assembled(pieces: Pieces, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The ``pieces`` joined along the first axis. ``read`` returns a parameter by its name, once for each."""
+    """Return the ``pieces`` joined along the first axis. ``read`` gets a parameter by name, once for each name."""
     if len(pieces) == 1:
         return read(pieces[0].name)
     whole = {name: read(name) for name in dict.fromkeys(piece.name for piece in pieces)}
@@ -189,13 +189,13 @@ def _rows(shape: Shape) -> int:
 
 
 def _ends_in_shift_and_scale(network: nn.Module, name: str) -> bool:
-    """Whether a tensor is of a modulation of which diffusers has the scale in front, and the authors the shift."""
+    """Return whether diffusers' parameter gives (scale, shift) where the original one gives (shift, scale)."""
     owner, _, _ = name.rpartition(".linear.")
     return bool(owner) and type(network.get_submodule(owner)).__name__ == "AdaLayerNormContinuous"
 
 
 def rows_of(stored: StoredTensor, rows: Rows) -> StoredTensor:
-    """These rows of a contiguous tensor; no others are read."""
+    """Return this slice of a contiguous tensor, along the first axis; other bytes are not read."""
     if (rows.start, rows.stop) == (0, rows.of):
         return stored
     width = prod(stored.shape[1:])
@@ -204,7 +204,7 @@ def rows_of(stored: StoredTensor, rows: Rows) -> StoredTensor:
 
 
 def joined(parts: Sequence[Readable]) -> Readable:
-    """The ``parts``, of one dtype, joined along the first axis."""
+    """Return the ``parts``, all of one dtype, joined along the first axis."""
     if len(parts) == 1:
         return parts[0]
     shape = (sum(each.shape[0] for each in parts), *parts[0].shape[1:])

@@ -10,6 +10,6 @@ OLD_VAE_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "
 
 
 def plain_name(name: str) -> str:
-    """Returns a parameter's name without what only some versions of the libraries have: old names, ``text_model.``."""
+    """Return a parameter's name in its current form: old VAE names replaced, a leading ``text_model.`` removed."""
     old = rf"(mid_block\.attentions\.0\.)({'|'.join(OLD_VAE_NAMES)})(?=\.)"
     return re.sub(old, lambda match: match[1] + OLD_VAE_NAMES[match[2]], name).removeprefix("text_model.")

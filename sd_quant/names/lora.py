@@ -1,9 +1,9 @@
-"""Names under which trainers store the low-rank updates of a layer.
+"""Names under which LoRA trainers store the updates of a layer.
 
 diffusers and PEFT write the component's name and the layer's own, kohya's scripts write underscores for dots, and some
-trainers use the authors' names. So every possible name of every layer is made here and looked up; no key of a file is
-taken apart.
-The road not taken is diffusers' converters (loaders/lora_conversion_utils.py), which rewrite keys with some forty
+trainers use the original checkpoint's names. So all possible names of all layers are listed here, and a file's keys are
+looked up, not parsed.
+Alternative not taken: diffusers' converters (loaders/lora_conversion_utils.py), which rewrite keys with some forty
 replacements in turn: a key of another network becomes some name, and is found not to fit later, or never.
 """
 
@@ -19,7 +19,7 @@ from sd_quant.names.sgm import sgm_names
 from sd_quant.names.transformers import layout_of, stored_names
 
 WEIGHT, BIAS = ".weight", ".bias"
-OF_DENOISER = (  # prefixes of its layers
+OF_DENOISER = (  # prefixes of the denoiser's layers
     "", "base_model.model.", "diffusion_model.", "model.diffusion_model.", "unet.", "transformer.",
 )  # fmt: skip
 FLAT_OF_DENOISER = ("lora_unet_", "lora_transformer_", "lycoris_")  # prefixes of kohya's, OneTrainer's and LyCORIS'
@@ -28,20 +28,20 @@ ATTENTION = re.compile(r"(.*\.attn\d?)\.((?:add_|to_)\w+)(?:\.0)?")  # old diffu
 
 @dataclass(frozen=True)
 class Place:
-    """A layer's weight or bias that an update belongs to."""
+    """A layer's weight or bias that an update changes."""
 
     component: str
     layer: str  # diffusers' name
     shape: tuple[int, ...]  # of the parameter
-    first: int = 0  # first row of it in the update, which may hold several layers; rows go on at the update's beginning
+    first: int = 0  # its first row in an update that joins several layers; after the last row the first one follows
     biased: bool = False  # whether the layer has a bias
     kind: str = WEIGHT  # or BIAS
 
 
 def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, list[list[Place]]]:
-    """Returns the meanings of every name of an update of a linear, convolution or norm: layers whose rows it holds.
+    """Map each possible name of an update to its meanings; a meaning lists the layers whose rows it stacks.
 
-    ``components`` are parameters by diffusers' names. A name without its text encoder has several meanings.
+    ``components`` are parameters by diffusers' names. A name that does not say which text encoder has several meanings.
     """
     found: dict[str, list[list[Place]]] = defaultdict(list)
     encoders = 0
@@ -63,9 +63,9 @@ def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str
 def diffusers_places(
     components: Mapping[str, Mapping[str, Readable]], denoiser: str, called: str
 ) -> dict[str, list[list[Place]]]:
-    """Returns the meaning of diffusers' and PEFT's names: the component's before the layer's, of networks of any class.
+    """Map names of diffusers and PEFT, the component's before the layer's, to layers of networks of any class.
 
-    ``called`` is diffusers' name of the ``denoiser`` in all files, for which PEFT has none.
+    ``called`` is the name that diffusers' files give the ``denoiser``; PEFT's files give none.
     """
     found: dict[str, list[list[Place]]] = {}
     for component, parameters in components.items():
@@ -78,7 +78,7 @@ def diffusers_places(
 
 
 def _layers(component: str, parameters: Mapping[str, Readable]) -> dict[str, Place]:
-    """Returns the linears, convolutions, norms and tables by name."""
+    """Return every layer that has a weight (linears, convolutions, norms, embeddings), by name."""
     return {
         layer: Place(component, layer, tuple(tensor.shape), biased=layer + BIAS in parameters)
         for name, tensor in parameters.items()
@@ -114,7 +114,7 @@ def _encoder_names(component: str, number: int, layers: Mapping[str, Place]) -> 
 
 
 def _names_elsewhere(layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Yields the authors' names of the layers, which tell which network it is."""
+    """Yield the layers' names in the original checkpoint layout, each with the layers that it joins."""
     if "mid_block.resnets.0.conv1" in layers:
         for name, key in sgm_names([layer + WEIGHT for layer in layers]).items():
             yield key.removesuffix(WEIGHT), [layers[name.removesuffix(WEIGHT)]]

@@ -1,7 +1,7 @@
 """NeMo's key for each parameter of SDXL, and how the parameter is stored under it.
 
-The names of a component's parameters alone decide. The UNet's keys are SGM's but for eight renames, see ``sgm``.
-The road not taken is NeMo's own converter: it walks a fixed list that renames within the first block of each
+It follows from the names of a component's parameters alone. The UNet's keys are SGM's with eight renames (``sgm``).
+Alternative not taken: NeMo's own converter. It walks a fixed list that renames within the first block of each
 transformer only, and so leaves 590 of 1680 UNet tensors random.
 """
 
@@ -23,12 +23,12 @@ UNUSED = {SIGMAS, LOGIT_SCALE, POSITION_IDS}  # part of the file, not of the fou
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a tensor of the state dict holds a parameter, or several parameters below each other."""
+    """How a tensor of the state dict stores one parameter, or several concatenated along the first axis."""
 
     shape: Callable[[tuple[int, ...]], tuple[int, ...]]  # shape of the parameter -> shape of the tensor
     parameter: Callable[[torch.Tensor], torch.Tensor]  # the tensor -> the parameter
     tensor: Callable[[list[torch.Tensor]], torch.Tensor]  # all parameters in it -> the tensor
-    turn: int = 0  # place of the parameter among those in the tensor
+    turn: int = 0  # index of the parameter among those in the tensor
 
 
 def _third(turn: int, stored: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Location:
 
 
 def locations(component: str, names: Iterable[str]) -> dict[str, Location]:
-    """Returns the location of each parameter of a component, one of ``PREFIX``, by diffusers' name."""
+    """Return the key and layout of each parameter of a component, one of ``PREFIX``, by diffusers' name."""
     within = {"unet": _unet, "vae": _vae, "text_encoder": _clip, "text_encoder_2": _open_clip}[component](list(names))
     return {name: Location(PREFIX[component] + place.key, place.layout) for name, place in within.items()}
 

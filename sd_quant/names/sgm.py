@@ -1,8 +1,8 @@
 """SDXL as one safetensors file in Stability AI's own layout, such as ``sd_xl_base_1.0.safetensors``.
 
 NeMo's implementation descends from SGM's, so its keys are SGM's behind ``model.``, except in the UNet, where NeMo fuses
-the SiLU into the GroupNorm and moves norms into the attention and the feed-forward: eight renames. The road not taken
-is the way through diffusers, which splits tensors that NeMo's keys would join again.
+the SiLU into the GroupNorm and moves norms into the attention and the feed-forward: eight renames. Alternative not
+taken: conversion by way of diffusers' layout, which splits tensors that NeMo's keys would join again.
 """
 
 import re
@@ -16,7 +16,7 @@ NETWORKS = {
 }
 SIGMAS = "denoiser.sigmas"
 UNET, PREFIXES = NETWORKS["unet"], (*NETWORKS.values(), SIGMAS)
-TO_NEMO = {  # what the UNet's keys hold, each at most one of them, behind a dot that is put in front
+TO_NEMO = {  # parts of the UNet's keys (with a dot put in front), at most one in each key
     ".in_layers.2.": ".in_layers.1.",
     ".out_layers.3.": ".out_layers.2.",
     ".out.2.": ".out.1.",
@@ -30,7 +30,7 @@ FROM_NEMO = {nemo: sgm for sgm, nemo in TO_NEMO.items()}
 
 
 def nemo_key(key: str) -> str:
-    """Returns NeMo's key for a key of SGM's SDXL, and any other key as it is: it is then refused by its name."""
+    """Return NeMo's key for a key of SGM's SDXL. An unknown key stays as it is, and is later refused by name."""
     if not key.startswith(PREFIXES):
         return key
     within = key.removeprefix(UNET)
@@ -38,7 +38,7 @@ def nemo_key(key: str) -> str:
 
 
 def sgm_key(key: str) -> str:
-    """Returns SGM's key for a key of NeMo's SDXL: ``nemo_key`` undone."""
+    """Return SGM's key for a key of NeMo's SDXL: the inverse of ``nemo_key``."""
     within = key.removeprefix(f"model.{UNET}")
     return key.removeprefix("model.") if within == key else UNET + replaced(within, FROM_NEMO)
 
@@ -54,7 +54,7 @@ def count_indices(names: Iterable[str], prefix: str) -> int:
 
 
 def renamed(name: str, beginnings: Mapping[str, str]) -> str:
-    """Returns ``name`` with the first of ``beginnings`` that it begins with, up to a whole word, replaced."""
+    """Return ``name`` with its beginning replaced, by the first of ``beginnings`` that matches up to a whole word."""
     found = next((old for old in beginnings if f"{name}.".startswith(f"{old}.")), None)
     return name if found is None else beginnings[found] + name.removeprefix(found)
 
@@ -82,10 +82,10 @@ UNET_RESNET = {
 
 
 def sgm_names(names: Collection[str]) -> dict[str, str]:
-    """Returns SGM's key, without the prefix ``UNET``, of each parameter of SDXL's UNet by diffusers' name.
+    """Return SGM's key, without the prefix ``UNET``, of each parameter of SDXL's UNet by diffusers' name.
 
     Both store the same tensors: none is joined, split or reshaped. ``names`` are those of all parameters, because SGM
-    counts the blocks of all levels in one row, so that a key depends on how many there are.
+    numbers the blocks of all levels consecutively, so that a key depends on how many blocks there are.
     """
     resnets_down = count_indices(names, "down_blocks.0.resnets.")
     blocks_per_level = resnets_down + 1  # down: the ResBlocks and a downsampler; up: one ResBlock more

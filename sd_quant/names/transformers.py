@@ -1,7 +1,7 @@
-"""The authors' names of transformers' layers: Black Forest Labs' Flux, Stability AI's Stable Diffusion 3, and PixArt.
+"""Original names of transformers' layers: Black Forest Labs' Flux, Stability AI's Stable Diffusion 3, and PixArt.
 
-One of their tensors may hold the rows of several of diffusers': each name of theirs stands with the names of diffusers
-whose rows it holds, in that order. The road not taken is diffusers' converters: they work on whole checkpoints of one
+An original tensor may join several of diffusers' along the first axis: each original name is listed with the diffusers
+names that it joins, in that order. Alternative not taken: diffusers' converters. They work on whole checkpoints of one
 width, and LoRAs and slices of files need names alone.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def _embedder(theirs: str, ours: str, layers: tuple[str, str] = ("mlp.0", "mlp.2")) -> dict[str, tuple[str]]:
-    """Returns the names of the two linears of an embedder."""
+    """Return the names of the two linears of an embedder, original name to diffusers' name."""
     return {f"{theirs}.{layer}": (f"{ours}.linear_{number}",) for number, layer in enumerate(layers, 1)}
 
 
@@ -69,7 +69,7 @@ PIXART_OUTER = {
     **_embedder("y_embedder.y_proj", "caption_projection", ("fc1", "fc2")),
     "final_layer.linear": ("proj_out",), "final_layer.scale_shift_table": ("scale_shift_table",),
 }  # fmt: skip
-# by diffusers' name of a kind of block, "" for what is in none: the authors' name of it, and what stands in it
+# by diffusers' name of a kind of block, "" for layers outside blocks: its original name, and the layers in it
 Layout = Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]
 FLUX: Layout = {
     "transformer_blocks": ("double_blocks", FLUX_DOUBLE),
@@ -78,21 +78,21 @@ FLUX: Layout = {
 }
 SD3: Layout = {"transformer_blocks": ("joint_blocks", SD3_JOINT), "": ("", SD3_OUTER)}
 PIXART: Layout = {"transformer_blocks": ("blocks", PIXART_BLOCK), "": ("", PIXART_OUTER)}
-LAYERS: Sequence[tuple[Layout, tuple[str, ...]]] = (  # that tell a network; the first layout with all of them counts
+LAYERS: Sequence[tuple[Layout, tuple[str, ...]]] = (  # that identify a network; the first layout with all counts
     (FLUX, ("single_transformer_blocks.0.proj_mlp", "time_text_embed.text_embedder.linear_1")),
     (SD3, ("transformer_blocks.0.attn.add_q_proj", "pos_embed.proj")),
     (PIXART, ("adaln_single.linear", "caption_projection.linear_1", "pos_embed.proj")),
 )
-SCALED = ("query_norm", "key_norm")  # whose weight Flux's authors call scale
+SCALED = ("query_norm", "key_norm")  # norms whose weight Flux's original code calls scale
 
 
 def layout_of(layers: Collection[str]) -> Layout:
-    """Returns the layout of the network that has these ``layers``; that of a UNet is empty: nothing is joined in it."""
+    """Return the layout of the network with these ``layers``; an empty one for a UNet, where nothing is joined."""
     return next((layout for layout, marks in LAYERS if all(mark in layers for mark in marks)), {})
 
 
 def stored_names(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:
-    """Returns diffusers' ``names`` by the authors' tensor that holds them, in the order of its rows."""
+    """Group diffusers' ``names`` by the original tensor that holds them, in the order of its rows."""
     inside: dict[str, dict[int, str]] = {}
     for name in names:
         stored, turn = _stored_name(name, layout)
@@ -101,7 +101,7 @@ def stored_names(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:
 
 
 def _stored_name(name: str, layout: Layout) -> tuple[str, int]:
-    """Returns the name of the tensor that holds diffusers' ``name``, and which of those in it that is."""
+    """Return the original tensor that holds diffusers' ``name``, and the index of ``name`` among those it joins."""
     block = re.match(r"(\w+)\.(\d+)\.", name)
     ours = block[1] if block and block[1] in layout else ""
     theirs, table = layout.get(ours, ("", {}))
