@@ -29,7 +29,7 @@ HOPPER = 9  # the major number of its compute capability
 
 
 def own_factors(layer: LayerAssignment, weight: Tensor) -> Tensor | None:
-    """Return ``pre_quant_scale``, rounded to fp16 as in the graph, or None if no layer or another one applies it."""
+    """Return ``pre_quant_scale`` in fp16 as in the graph; None if there is none or an earlier layer absorbed it."""
     return layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
 
 
