@@ -45,7 +45,7 @@ from sd_quant.text import counted
 OnLatent = Callable[[int, torch.Tensor], object]
 
 LOG = logging.getLogger(__name__)
-TRIES, ENOUGH = 5, 1.0  # calls that are timed, and seconds after which no further one is
+TRIES, ENOUGH = 5, 1.0  # timed calls at most, and seconds after which no further call is timed
 
 
 def origin(
@@ -76,7 +76,7 @@ class Pass:
     """A calibration job: the model, the layers to collect statistics of, and the prompts with their sampling."""
 
     model: LoadedModel
-    names: Sequence[str]  # layers of the first denoiser; of another one ``<part>:<layer>``
+    names: Sequence[str]  # layers of the first denoiser; of a further denoiser ``<part>:<layer>``
     prompts: Sequence[str]
     sampling: Sampling
     hessians: Hessians = NO_HESSIANS  # of some of these layers

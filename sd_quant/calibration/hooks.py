@@ -40,7 +40,7 @@ from sd_quant.quantization.statistics import (
 
 FIRST_OF_ALL = -1.0  # a priority below all that are drawn
 ROWS_PER_CALL = 8  # candidates drawn for each prompt and step, so that a few prompts fill the sample
-MOST_DRAWN = 8  # times as many rows as are kept, of a network that is called in an eighth of the steps or more
+MOST_DRAWN = 8  # rows drawn per row kept, at most: suffices for a network that is called in an eighth of the steps
 
 # By (prompt, step) and layer: rows to keep, each as (priority, position in 0..1 among all rows of the prompt)
 Wanted = Mapping[tuple[int, int], Mapping[str, Sequence[tuple[float, float]]]]

@@ -36,7 +36,7 @@ DECODER = "vae"
 
 
 class Encoded(BaseException):
-    """Ends a pipeline's call before it denoises. Not an ``Exception``, because pipelines may catch these."""
+    """Raised to end a pipeline's call before denoising. No ``Exception``, because pipelines may catch exceptions."""
 
 
 def calibrate_parts(

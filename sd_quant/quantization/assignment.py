@@ -14,14 +14,14 @@ from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.formats.blocks import per_channel
 from sd_quant.quantization.rotation import rotated
 
-WITHOUT_WEIGHTS = ("norm", "attention")  # roles of rows without a quantized weight
+WITHOUT_WEIGHTS = ("norm", "attention")  # roles of assignments without a quantized weight
 SMALLEST_TOKEN = 2.0**-14  # lower limit of a token's largest magnitude: fp16's smallest normal number
 FIXED_ALPHA = 0.8  # NeMo and ModelOpt recommend it for SDXL; alpha=auto is compared with it
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAssignment:
-    """How one layer is quantized: formats, ranges (amax), and the changes to its weight, bias and input before.
+    """How one layer is quantized: formats, ranges (amax), and changes before quantization, such as smoothing.
 
     Attentions have an assignment of role ``attention``, without a weight, if the recipe has a format for attention;
     norms have one of role ``norm`` if they absorb the smoothing factors of a linear.
@@ -33,13 +33,13 @@ class LayerAssignment:
     format: str | None = None  # of the weight; None: high precision
     activation_format: str | None = None  # of the input; None: high precision
     reason: str | None = None  # why the layer stays in high precision
-    weight_axis: int | None = None  # 0: the weight has one range per output channel; None: one range
+    weight_axis: int | None = None  # 0: one range per output channel of the weight; None: one in all
     # Ranges after smoothing. A format with blocks measures ranges itself, and needs these for a global scale only.
     weight_amax: Tensor | None = None  # fp32, [out_channels] with weight_axis 0, else [1]
     activation_amax: float | None = None
     per_token: bool = False  # each token is divided by its largest magnitude first, and ``activation_amax`` is 1
     rotation: int = 0  # channels of input and weight that are rotated together before quantization, see ``rotation``
-    activation_zero_point: int = 0  # the code of an input of zero, see ``convolutions``
+    activation_zero_point: int = 0  # the integer to which zero is quantized, see ``convolutions``
     bias: Tensor | None = None  # fp32 [out_channels] of a shifted convolution: its own plus its response to the shift
     pre_quant_scale: Tensor | None = None  # fp32 [in_features]; divides the weight and multiplies the input
     folded_into: str | None = None  # the module that absorbed pre_quant_scale; None: the graph multiplies the input
@@ -47,7 +47,7 @@ class LayerAssignment:
     output_shift: Tensor | None = None  # fp32 [out_channels], absorbed by a modulation: added to this bias afterwards
     rounded: tuple[Tensor, ...] | None = None  # quantized weight [out, in] and its scales, if ``rounding`` chose them
     low_rank: tuple[Tensor, Tensor] | None = None  # fp16 up [out, rank] and down [rank, in], see ``low_rank``
-    # Ranges of query, key and value as they are multiplied, fp32 [1]; in integers also of the scores, each [heads].
+    # Ranges of query, key and value as multiplied, each fp32 [1]; in integers also of the scores, each [heads].
     attention_amax: tuple[Tensor, ...] | None = None
     key_mean: Tensor | None = None  # fp32 [heads, head_width], subtracted from the keys of an attention in integers
     alpha: float | None = None

@@ -34,10 +34,10 @@ from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.statistics import LayerStatistics
 
 HEAD_WIDTH_MULTIPLE = 16  # only heads that are a multiple of this wide are quantized, as in ModelOpt
-FLOAT_HEADROOM = 2.0  # the sample lacks the largest values; twice the range costs the smallest of 15 binades only
-INTEGER_HEADROOM = 1.25  # costs a third of a bit
+FLOAT_HEADROOM = 2.0  # the sample may miss the largest values; doubling the range costs only the lowest of 15 binades
+INTEGER_HEADROOM = 1.25  # for the same reason; it costs a third of a bit
 EXPONENTIAL_LEVELS = 255  # the largest code of exp(score - largest score)
-SMALLEST_RANGE = 1e-3  # of a head, so that no factor overflows in fp16
+SMALLEST_RANGE = 1e-3  # lower limit of a head's range, so that no factor overflows in fp16
 NORM_EPSILON = 1e-6  # of the norms of query and key, as in diffusers' JointTransformerBlock and blocks of Flux
 THETA = 10000.0  # of diffusers' FluxPosEmbed
 DRAWS, SIDE = 4, 64  # random positions of each sampled row; tokens along each side of an image of 1024 x 1024
@@ -45,7 +45,7 @@ DRAWS, SIDE = 4, 64  # random positions of each sampled row; tokens along each s
 
 @dataclass(frozen=True)
 class Stream:
-    """An attention's layers for tokens of one kind, by their names in diffusers."""
+    """Names, in diffusers, of an attention's linears and norms for one kind of tokens (image or text)."""
 
     query: str
     key: str

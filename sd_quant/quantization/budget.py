@@ -57,7 +57,7 @@ class Solved:
     """The candidates within a budget, by name, and the rates by which errors were corrected."""
 
     candidates: Mapping[str, Candidate]
-    rates: Mapping[str, float]  # by label: the squared error of its units together, by the sum of theirs alone
+    rates: Mapping[str, float]  # by label: squared error of its units together over the sum of single units'
 
     @property
     def taken(self) -> str:

@@ -19,8 +19,8 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.rotation import rotated
 
 MOST_POSITIONS = 1024  # of a convolution's outputs in an image and call
-ROWS_AT_ONCE = 2048  # that are copied to be multiplied
-LARGEST = 65504.0  # larger inputs are cut, as in the sample: fp16 has no larger ones
+ROWS_AT_ONCE = 2048  # rows that are copied and multiplied at a time
+LARGEST = 65504.0  # inputs are clamped to fp16's largest number, as in the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Hessians:
     """Specification of the Hessians that calibration sums."""
 
     block: int  # inputs of a diagonal block, at most
-    readers: tuple[tuple[str, ...], ...]  # the layers that read one tensor together, a convolution alone
+    readers: tuple[tuple[str, ...], ...]  # groups of layers that read one tensor; a convolution is its own group
 
 
 NO_HESSIANS = Hessians(0, ())

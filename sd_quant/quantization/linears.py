@@ -28,7 +28,7 @@ from sd_quant.quantization.statistics import LayerStatistics
 
 ALPHAS = tuple(index / 10 for index in range(11))  # tried by alpha=auto
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # outputs and sampled inputs of a layer that the search evaluates
-UNSEEN = 3e-4  # share of the rows in which every channel reaches its maximum; chosen on the bench of checkpoints
+UNSEEN = 3e-4  # assumed share of rows in which a channel reaches its maximum; chosen on the bench of checkpoints
 
 
 def assign_linears(
@@ -65,7 +65,7 @@ def assign_linears(
 
 @dataclass(frozen=True)
 class Readers:
-    """The linears that read one tensor, before ranges are chosen, with what a choice of smoothing needs."""
+    """The linears that read one tensor, before smoothing and ranges are chosen, and the tensor's statistics."""
 
     layers: Sequence[LayerAssignment]
     weights: Mapping[str, Tensor]  # by layer

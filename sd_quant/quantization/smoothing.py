@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the table below is read before torch is loaded
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-4, 1e4
 DEAD_CHANNEL = 2.0**-31  # a channel with no larger magnitude is never active
-QUIET = (0.0, 0.75, 0.97)  # parts of the channels that count as loud as the next one at least, tried by alpha=auto
+QUIET = (0.0, 0.75, 0.97)  # quantiles of channels' magnitudes, tried as lower limits by alpha=auto, see ``awake``
 
 
 def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:

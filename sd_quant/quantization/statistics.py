@@ -35,7 +35,7 @@ class LayerStatistics:
     amax: Tensor  # largest magnitudes, fp32: [steps, in_features] of a linear, [prompts, steps] of a conv
     rows: Sample  # up to ``ROWS``, fp16: [rows, in_features] of a linear, [rows, in_channels * kh * kw] of a conv
     folds: Tensor | None = None  # of a linear: largest magnitudes in even and in odd prompts, fp32 [2, in_features]
-    hessian: Tensor | None = None  # fp32 [blocks, n, n], see ``hessians``; one tensor for all layers that read one
+    hessian: Tensor | None = None  # fp32 [blocks, n, n], see ``hessians``; shared by layers with one input
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import triton.language as tl
 import triton.testing
 from torch import Tensor
 
-TOO_MANY = 2**31  # numbers in a tensor: the kernels count in 32 bits
+TOO_MANY = 2**31  # elements of a tensor: the kernels' indices have 32 bits
 
 
 def tile(rows: int, outputs: int, inputs: int, stages: int, warps: int) -> triton.Config:
@@ -29,7 +29,7 @@ def tile(rows: int, outputs: int, inputs: int, stages: int, warps: int) -> trito
 
 
 PRODUCT_TILES = [tile(128, 256, 64, 4, 8), tile(128, 128, 128, 3, 8), tile(128, 128, 64, 4, 4), tile(64, 128, 64, 4, 4)]
-BLOCK_TILES = [tile(128, 128, 128, 3, 8), tile(64, 128, 128, 4, 4)]  # whose inputs are a block
+BLOCK_TILES = [tile(128, 128, 128, 3, 8), tile(64, 128, 128, 4, 4)]  # BLOCK_INPUTS is the size of a quantization block
 
 
 def tile_time(call, quantiles):

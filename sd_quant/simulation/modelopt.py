@@ -29,7 +29,7 @@ ROUNDED = "rounded_"  # prefix of the buffers with a weight's codes and scales, 
 
 @dataclass(frozen=True, slots=True)
 class LayerQuantizer:
-    """What one quantizer of a layer computes, apart from smoothing."""
+    """The operation of one quantizer of a layer, apart from smoothing: format, rotation, scaling per token."""
 
     format: str
     rotation: int = 0

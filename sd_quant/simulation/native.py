@@ -24,8 +24,8 @@ from sd_quant.quantization.formats.blocks import per_number
 from sd_quant.quantization.rotation import rotated, rotation_matrix
 from sd_quant.simulation.rewrite import rewrite
 
-INT8_MIN_ROWS = 17  # of CUDA's INT8 product
-HOPPER = 9  # the major number of its compute capability
+INT8_MIN_ROWS = 17  # the fewest rows that torch._int_mm multiplies on CUDA
+HOPPER = 9  # major number of Hopper's compute capability
 
 
 def own_factors(layer: LayerAssignment, weight: Tensor) -> Tensor | None:

@@ -46,15 +46,15 @@ class Format:
     onnx_type: str  # of the codes, a name of onnx.TensorProto; "": graphs hold the decoded weight in fp16
     onnx_scale_types: tuple[str, ...]  # of the scale per range or block, and of the global scale if there is one
     opset: int  # the first whose DequantizeLinear takes these types
-    min_compute_capability: int  # GPUs that TensorRT can build a plan for, 89 for 8.9, even with weights alone
-    layer_tolerance: float  # of the output of a layer with weights in it, in an engine; see ``inference.parity``
-    module: str = ""  # with the functions, or an object in one; by default the one of the format's name in this folder
+    min_compute_capability: int  # of GPUs for which TensorRT can build a plan, even for weights only; 89 for 8.9
+    layer_tolerance: float  # for the output error of an engine's layer in this format, see ``inference.parity``
+    module: str = ""  # "module" or "module:object" with the functions; by default the module here of the format's name
     attention: bool = False  # whether attention's matrix products can be computed in it
     modelopt_num_bits: int | tuple[int, int] | None = None  # for ModelOpt's quantizers; None: they call this arithmetic
     torch_compute_capability: tuple[int, int] | None = None  # GPUs on which torch multiplies codes; None: on none
-    block_bytes: int | None = None  # of a block with its scales; None: what the types above take
-    block_rows: int = 1  # of a weight whose blocks share a scale; inputs have one for each row
-    row_scale: bool = False  # whether blocks' scales are relative to one of the whole row, which must be there
+    block_bytes: int | None = None  # bytes of a block with its scales; None: as computed from the types above
+    block_rows: int = 1  # consecutive rows of a weight whose blocks share a scale; inputs have a scale for each row
+    row_scale: bool = False  # whether blocks' scales are relative to a scale of the whole row
     narrow: str | None = None  # the format in place of this one for a weight that its blocks do not divide
 
     @property

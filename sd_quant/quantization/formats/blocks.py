@@ -38,10 +38,10 @@ def per_channel(scale: Tensor, weight: Tensor) -> Tensor:
 class PerBlock(ABC):
     """A format with one scale for each block of ``size`` numbers along the last axis, [..., n / size]."""
 
-    numbers: Any  # their ``quantize`` and ``dequantize`` by a scale for each
+    numbers: Any  # the format of the numbers: its ``quantize`` and ``dequantize`` take one scale per number
     size: int
-    rows: int = 1  # whose blocks share a scale
-    clips: tuple[float, ...] = (1.0,)  # of a block's largest magnitude, tried for a weight
+    rows: int = 1  # consecutive rows of a weight whose blocks share a scale
+    clips: tuple[float, ...] = (1.0,)  # fractions of a block's largest magnitude that a search tries as its range
 
     @abstractmethod
     def of_peak(self, peak: Tensor) -> Tensor:

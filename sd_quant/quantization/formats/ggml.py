@@ -27,7 +27,7 @@ from torch import Tensor
 from sd_quant.quantization.formats.blocks import blocks, per_number
 
 SHARES = (0.92, 0.96, 1.0, 1.04, 1.08)  # of the scale that spans a block, tried for a weight
-FITS = 2  # of scale and least number to the codes, for each of them
+FITS = 2  # rounds of fitting scale and least number to the codes, for each share
 SUPER = 256  # numbers of a K-quant's block
 LARGEST_HALF = 65504.0
 
@@ -50,7 +50,7 @@ class Lines:
 
     low: int
     high: int
-    least: bool  # False: it is zero
+    least: bool  # whether there is a least number; False: it is zero
     below_zero: bool = False  # whether least numbers are zero at most, as a minimum m is
 
     def spanned(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ class Lines:
         return (scale * self.codes(x, scale, least) + least - x).square().sum(-1, keepdim=True)
 
 
-SIX_BITS = Lines(-63, 63, least=False)  # of which scales and minimums, never below zero, use half
+SIX_BITS = Lines(-63, 63, least=False)  # scales and minimums are never negative, so they use 0..63
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class OneLine(Blocks):
 
 @dataclass(frozen=True)
 class KQuant(Blocks):
-    """A K-quant: scales (and minimums) of sub-blocks are integers, times a fp16 scale per block of 256 numbers."""
+    """A K-quant: scales (and minimums) of sub-blocks are integers, times an fp16 scale per block of 256 numbers."""
 
-    integers: Lines = SIX_BITS  # that its scales and minimums are
+    integers: Lines = SIX_BITS  # integers that stand for sub-blocks' scales and minimums
 
     def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         """Return d [..., n / 256] and s [..., n / size], with minimums d, dmin, s and m. ``amax`` is unused."""

@@ -19,7 +19,7 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import PerBlock
 
 SMALLEST_SCALE = 2.0**-20  # smaller ones have few bits in fp16, or are zero; weights this small do not matter
-CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a range, tried for a weight
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # fractions of a range that a search tries for a weight
 
 
 def scale_of(amax: Tensor, qmax: float) -> Tensor:
