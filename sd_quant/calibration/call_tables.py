@@ -1,12 +1,12 @@
-"""Reads tables of a pipeline's calls: a row an image, columns named as the arguments of the call.
+"""Read tables of arguments for a pipeline's calls: one row per generated image, one column per argument.
 
 | file | a cell with an image | with several, or a video |
 |---|---|---|
-| `.csv`, `.tsv` | a path | paths between `;` or `|`, or a folder, whose images are taken by name |
-| `.jsonl` (an object a line), `.parquet` | a path | a list of paths, or a folder |
+| `.csv`, `.tsv` | a path | paths separated by `;` or `|`, or a folder, whose images are sorted by name |
+| `.jsonl` (one object per line), `.parquet` | a path | a list of paths, or a folder |
 
-Paths are relative to the table's folder. Names and values decide which arguments are images, see
-``files.image_files.files_of``, because diffusers annotates many as tensors. Rows are taken in their order.
+Paths are relative to the table's folder. Column names and values decide which arguments are images, see
+``files.image_files.files_of``: diffusers annotates many image arguments as tensors. Rows keep their order.
 """
 
 import json
@@ -26,15 +26,15 @@ PROMPT = "prompt"
 
 
 class Row(NamedTuple):
-    prompt: str | None  # None where the table has no such column, for a pipeline that takes none
-    arguments: dict[str, Any]  # others of the call: numbers, texts, files of images and lists of these
+    prompt: str | None  # None if the table has no column ``prompt``, for a pipeline without prompts
+    arguments: dict[str, Any]  # the call's further arguments: numbers, texts, image files and lists of these
 
 
 def read_rows(knob: str, path: Path) -> list[Row]:
-    """The rows of the table that ``knob`` names. Images are not opened.
+    """Read the rows of the table ``path``, the value of the setting ``knob``. Images are not opened.
 
-    Raises ConfigError for another kind of file, a row without a prompt or an existing image, and a cell that is no
-    value of an argument; ArtifactError for a table that is too large or damaged.
+    Raises ConfigError for an unknown file type, an invalid prompt, a missing image, differing columns, no rows, and a
+    cell that is no valid argument; ArtifactError for a table that is too large or damaged.
     """
     where = f"{knob}: {path}"
     if path.suffix.lower() not in KINDS or not path.is_file():
@@ -60,7 +60,7 @@ def listed(columns: Iterable[str]) -> str:
 
 
 def row_of(where: str, cells: Mapping[str, Any], folder: Path) -> Row:
-    """The row of these ``cells``. Raises ConfigError."""
+    """Build a row from ``cells`` by column. Raises ConfigError for an invalid prompt, argument or image file."""
     given = dict(cells)
     prompt = given.pop(PROMPT, None)
     if PROMPT in cells and not (isinstance(prompt, str) and 0 < len(prompt.strip()) <= LONGEST_PROMPT):
@@ -70,7 +70,7 @@ def row_of(where: str, cells: Mapping[str, Any], folder: Path) -> Row:
 
 
 def files_by_row(knob: str, path: Path) -> dict[str, Path]:
-    """The table and the files of its images, by names for a record. Raises as ``read_rows``."""
+    """Return the table and all image files that it names, by labels for a record. Raises as ``read_rows``."""
     files = {knob: path}
     for number, row in enumerate(read_rows(knob, path), start=1):
         files |= named_files(f"{knob} {number}", row.arguments)
@@ -78,7 +78,7 @@ def files_by_row(knob: str, path: Path) -> dict[str, Path]:
 
 
 def rows_in(where: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The cells of each row by column, and its place in the file, for people. Raises as ``read_rows``."""
+    """Yield the place of each row in the file, such as "line 2", and its cells by column. Raises as ``read_rows``."""
     kind = path.suffix.lower()
     if kind in SEPARATORS:
         yield from of_text(where, path, SEPARATORS[kind])
@@ -94,7 +94,7 @@ def rows_in(where: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def of_text(where: str, path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a table whose header names its columns. A column of numbers has numbers in all of its cells."""
+    """Yield places and rows of a text table with a header. A column becomes numbers if all of its cells are numeric."""
     (_, header), *rows = [(number, line.rstrip("\r")) for number, line in lines(path) if line.strip()] or [(1, "")]
     names = [name.strip() for name in split(header, separator) or [""]]
     if len(set(names)) != len(names) or not all(map(str.isidentifier, names)):
@@ -109,7 +109,7 @@ def of_text(where: str, path: Path, separator: str) -> Iterator[tuple[str, dict[
 
 
 def numbers(name: str, cells: list[str]) -> list[Any]:
-    """A column's cells, as numbers if all are and the column is no prompt."""
+    """Convert a column's cells to numbers if all are numeric, unless its name contains "prompt"."""
     if PROMPT in name:
         return cells
     try:

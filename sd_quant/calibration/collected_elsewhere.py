@@ -1,14 +1,14 @@
-"""Reads entries of another machine's cache of statistics (``calibration=<entry or folder>``), which describe
-themselves.
+"""Read calibration statistics that another machine collected: entries of its cache (``calibration=<entry or
+folder>``).
 
 Entries are not trusted. The shapes in the header are compared with those of this checkpoint's denoiser before any
 tensor is read, so no file can make us allocate more than the statistics of this denoiser take. The digest detects
-damage and altered descriptions. It is not a signature: whoever recomputes it can claim any ranges, which spoils the
+damage and altered metadata. It is not a signature: an attacker who recomputes it can claim any ranges, which spoils the
 images and nothing else.
 
-The road not taken is to require the origin of a pass here, as the cache does: the same weights in another file have
-another hash, and another device is the reason to use such entries. The layers have to fit; other differences are
-logged.
+Alternative not taken: require the same origin (checkpoint hash, device, versions) as the local cache does. The same
+weights in another file have another hash, and these entries are meant for use on another device. The layers have to
+fit; other differences are logged.
 """
 
 import json
@@ -40,7 +40,7 @@ DtypesAndShapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by the tenso
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry with a well-formed header, not yet compared with a denoiser."""
+    """A cache entry (statistics of consecutive prompts) with a well-formed header, not yet compared with a denoiser."""
 
     path: Path
     segment: range  # numbers of its prompts
@@ -60,11 +60,11 @@ def read_statistics(
 ) -> Statistics:
     """Read the statistics of the first ``calib_size`` prompts from an entry or a folder of entries.
 
-    ``layers`` are the denoiser's layers to calibrate, by name, and ``optional`` further ones that entries may have;
-    their weights may be on the meta device. ``contract`` is the denoiser's; ``guides``: guidance doubles its batch.
-    ``here`` is the ``origin`` of a pass on this machine, ``hessians`` its Hessians; entries may hold others.
-    Raises ConfigError when there is no entry, or none for this number of prompts or steps, or without these Hessians;
-    ArtifactError when an entry is damaged, or holds no statistics of this version and this denoiser.
+    ``layers`` are the denoiser's layers to calibrate, by name, and ``optional`` layers that entries may contain too;
+    their weights may be on the meta device. ``contract`` has the denoiser's input shapes; ``guides``: guidance doubles
+    its batch. ``here`` is the ``origin`` of a calibration on this machine, ``hessians`` the Hessians that it needs.
+    Raises ConfigError when no entry exists, the number of prompts or steps differs, or a needed Hessian is missing;
+    ArtifactError when an entry is damaged, of another format version, or of another denoiser.
     """
     files = [file for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]) if file.is_file()]
     if not files:
@@ -120,7 +120,7 @@ def read_statistics(
 
 
 def open_entry(path: Path) -> Entry:
-    """Open an entry, of which only the header is read.
+    """Open an entry and read only its header.
 
     Raises ArtifactError when the header is damaged or describes no statistics, ConfigError when the file is unreadable.
     """
@@ -152,12 +152,12 @@ def open_entry(path: Path) -> Entry:
 
 
 def block_of(origin: Mapping[str, Any]) -> int:
-    """The inputs of a block of the Hessians in an entry of this origin; 0: it has none."""
+    """Return the number of inputs per diagonal block of an entry's Hessians, from its origin; 0 without Hessians."""
     return origin["hessians"]["block"] if "hessians" in origin else 0
 
 
 def chains(segments: Iterable[range]) -> dict[int, list[range]]:
-    """The chains of segments from prompt 0 on without gaps, by their number of prompts; of several the shortest."""
+    """Return, by n, the shortest sequence of ``segments`` that covers the prompts 0 to n - 1 without gaps."""
     by_size: dict[int, list[range]] = {0: []}
     for segment in sorted(segments, key=lambda segment: segment.start):
         if segment.start in by_size:
@@ -174,9 +174,9 @@ def read_entry(
     steps: int,
     optional: Mapping[str, nn.Module] = {},
 ) -> Statistics:
-    """Read the statistics of an entry. ``calls`` are the shapes of the inputs of one call.
+    """Read the statistics of an entry. ``calls`` has the shape of each input of one denoiser call, by name.
 
-    Raises ArtifactError when the tensors do not fit these layers and calls, or are damaged.
+    Raises ArtifactError when the tensors do not fit these layers, inputs and steps, or are damaged.
     """
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
     if entry.segment.start > 0 and not any(name.startswith("call|") for name in stored):
@@ -209,7 +209,7 @@ def expected_tensors(
     steps: int,
     stored: DtypesAndShapes,
 ) -> DtypesAndShapes:
-    """The tensors of statistics of these layers and calls. Samples have as many rows as ``stored``, up to a limit."""
+    """Return the dtypes and shapes that statistics of these layers must have; samples have ``stored`` rows, limited."""
 
     def rows(sample: str, most: int) -> int:
         _, shape = stored.get(f"{sample}|priority", (None, ()))
@@ -237,7 +237,7 @@ def expected_tensors(
 
 
 def expected_hessians(layers: Mapping[str, nn.Module], block: int, stored: DtypesAndShapes) -> DtypesAndShapes:
-    """The ``stored`` tensors that fit as Hessians of these layers, one for each layer at most."""
+    """Return dtype and shape of the ``stored`` Hessians of these layers as they must be, at most one per layer."""
     expected: DtypesAndShapes = {}
     left = set(layers) if block else set()
     for key in stored:
@@ -252,7 +252,7 @@ def expected_hessians(layers: Mapping[str, nn.Module], block: int, stored: Dtype
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The differences of two origins but the checkpoint's, for a message: ``sampling.seed 7 (here 42)``."""
+    """List the differences of two origins, except the checkpoint, for a message: ``sampling.seed 7 (here 42)``."""
     first, second = flattened(there), {"sampling.sizes": None} | flattened(here)  # absent where there is one size
     return [
         f"{name} {first.get(name)!r:.24} (here {value!r:.24})"
@@ -262,7 +262,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def flattened(origin: Mapping[str, Any]) -> dict[str, str | float | None]:
-    """The texts, numbers and nulls of an origin, in a group as ``group.name``; lists of texts are joined."""
+    """Flatten an origin to texts, numbers and None by name, ``group.name`` in a group; lists of texts are joined."""
     flat: dict[str, Any] = {}
     for name, value in origin.items():
         flat |= {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}

@@ -1,12 +1,12 @@
-"""Runs the calibration pass: the pipeline on the calibration prompts, without decoding images.
+"""Run the calibration: the pipeline on the calibration prompts, with hooks, and without decoding most images.
 
-Prompts are calibrated in segments that end at the snapshots, and each segment is cached when it is done. So a cancelled
-pass continues at the last snapshot, and a larger calib_size costs only the prompts that it adds. Jobs that need the
-same statistics, on machines that share the cache too, each take a segment that nobody makes, and wait only when none is
-left. Merged in their order, the result is that of one process.
+Prompts are calibrated in segments that end at given numbers of prompts (snapshots); each finished segment is cached. So
+a cancelled calibration continues at the last snapshot, and a larger calib_size costs only the added prompts. Processes
+that need the same statistics, also on machines with a common cache, each calibrate another segment, and wait only when
+no segment is free. Segments are merged in their order, so the result is that of a single process.
 
-Lightning Fabric chooses the device. For several devices it starts a process each, which calibrates some of the
-segment's prompts and writes its statistics to a file; merging the files is exact, of Hessians to rounding.
+Lightning Fabric chooses the device. For several devices it starts one process per device, which calibrates a share of
+the segment's prompts and writes its statistics to a file. Merging these files is exact, for Hessians up to rounding.
 """
 
 import logging
@@ -45,13 +45,13 @@ from sd_quant.text import counted
 OnLatent = Callable[[int, torch.Tensor], object]
 
 LOG = logging.getLogger(__name__)
-TRIES, ENOUGH = 5, 1.0  # calls that are timed, and seconds after which no further one is
+TRIES, ENOUGH = 5, 1.0  # timed calls at most, and seconds after which no further call is timed
 
 
 def origin(
     checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str, hessians: Hessians = NO_HESSIANS
 ) -> dict:
-    """All facts that the statistics of the layers ``names`` depend on, but ``Sampling.texts_of`` the prompts."""
+    """Return everything that statistics of the layers ``names`` depend on, except the prompts, for a cache key."""
     of = digest(*map(repr, hessians.readers))
     summed = {"hessians": {"block": hessians.block, "of": of}} if hessians.readers else {}
     return summed | {
@@ -66,23 +66,23 @@ def origin(
 
 
 def segments_of(start: int, stop: int, snapshots: Iterable[int]) -> list[range]:
-    """The prompts from ``start`` to ``stop``, divided at the snapshots between them."""
+    """Divide the prompt numbers ``start`` to ``stop`` at the ``snapshots`` between them."""
     ends = sorted({stop, *(size for size in snapshots if start < size < stop)})
     return [range(first, last) for first, last in zip([start, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The layers and prompts of which statistics are collected."""
+    """A calibration job: the model, the layers to collect statistics of, and the prompts with their sampling."""
 
     model: LoadedModel
-    names: Sequence[str]  # layers of the first denoiser; of another one ``<part>:<layer>``
+    names: Sequence[str]  # layers of the first denoiser; of a further denoiser ``<part>:<layer>``
     prompts: Sequence[str]
     sampling: Sampling
     hessians: Hessians = NO_HESSIANS  # of some of these layers
 
     def entries(self, cache: Path, checkpoint_sha256: str, device: str, **more: str) -> Entries:
-        """The entries in the cache. ``more`` are further facts that the statistics depend on."""
+        """Return this job's entries in the folder ``cache``; ``more`` are further parts of the cache key."""
         # a checkpoint can be opened with other names of inputs, with fewer text encoders, and with other arguments
         inputs = digest(key_of(self.model.checkpoint))
         made_from = origin(checkpoint_sha256, self.names, self.sampling, device, self.hessians)
@@ -99,12 +99,12 @@ def calibrate(
     announce: Callable[[str, int, float | None], object] | None = None,
     on_latent: OnLatent = lambda number, latent: None,
 ) -> Statistics:
-    """The statistics of all layers over all prompts, from the cache where it has them; other denoisers' are in
-    ``parts``.
+    """Collect the statistics of all layers over all prompts, or read them from the cache. Those of further denoisers
+    are in ``parts``.
 
-    ``fabric`` is that of ``fabric_for``. ``announce`` is called before the first prompt, unless the cache has all, with
-    the type of the device, the number of prompts to calibrate and the seconds of a call of the denoiser (None for
-    several processes). ``on_latent`` gets number and final latent, fp32 [C, h, w], of each prompt not in the cache.
+    ``fabric`` comes from ``fabric_for``. Before the first prompt, unless all are cached, ``announce`` is called with
+    the device's type, the number of prompts to calibrate and the seconds of a call of the denoiser (None for several
+    processes). ``on_latent`` gets number and final latent, fp32 [C, h, w], of each prompt not in the cache.
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite.
     """
     prompts, processes = wanted.prompts, fabric.world_size
@@ -142,9 +142,9 @@ def calibrate(
 
 
 def seconds_of_a_call(fabric, wanted: Pass, sampling: Sampling) -> float:
-    """The seconds that the denoiser takes for a batch while statistics are collected, the least of some calls.
+    """Measure the seconds of one denoiser call on a batch while statistics are collected, the minimum of some calls.
 
-    The road not taken is to count operations, from which the time of a small network cannot be predicted.
+    Alternative not taken: counting operations, which does not predict the time of a small network.
     """
     model, checkpoint, name = wanted.model, wanted.model.checkpoint, wanted.model.checkpoint.family.DENOISER
     contract, samples = model.contracts[name], samples_per_image(checkpoint, sampling.guidance_scale)
@@ -165,10 +165,9 @@ def seconds_of_a_call(fabric, wanted: Pass, sampling: Sampling) -> float:
 
 
 def fabric_for(accelerator: str, devices: int = 1):
-    """Lightning's Fabric for ``devices`` processes; ``accelerator`` "auto" takes GPUs where there are any.
+    """Create Lightning's Fabric for ``devices`` processes; ``accelerator`` "auto" uses GPUs if there are any.
 
-    Lightning's advice to start with srun and to multiply in TF32 is not shown. Raises ResourceError when there are
-    fewer GPUs than ``devices``.
+    Lightning's hints about srun and TF32 are silenced. Raises ResourceError when there are fewer GPUs than ``devices``.
     """
     from lightning.fabric import Fabric
 
@@ -191,9 +190,9 @@ def fabric_for(accelerator: str, devices: int = 1):
 def collect_segment(
     fabric, wanted: Pass, segment: range, subset: slice = slice(None), on_latent: OnLatent = lambda number, latent: None
 ) -> Statistics:
-    """The statistics of the prompts ``segment[subset]``, collected in this process. The model ends on the CPU.
+    """Collect the statistics of the prompts ``segment[subset]`` in this process. Afterwards the model is on the CPU.
 
-    Except in an observed pipeline, the images of the first batch are decoded too, for the decoder's peak.
+    The batch of prompt 0 is decoded too, for the VAE decoder's largest activation, except in ``Observed`` pipelines.
     """
     mine = segment[subset]
     if not mine:  # more processes than prompts
@@ -209,7 +208,7 @@ def collect_segment(
     now: dict = {}
 
     def collecting(part: str, own: Sequence[str]) -> AbstractContextManager[Statistics]:
-        """Collect the statistics of the layers ``own`` of a denoiser; "" is the first."""
+        """Return a context that collects statistics of the layers ``own`` of a denoiser; "" is the first denoiser."""
         place = in_place(checkpoint, part or checkpoint.family.DENOISER)
         network = networks[place.family.DENOISER]
         layers = {name: network.get_submodule(name) for name in own}
@@ -248,7 +247,7 @@ def collect_segment(
 
 
 def by_part(names: Iterable[str]) -> dict[str, list[str]]:
-    """Layers by the part in front of their names, without it; "" is the first denoiser."""
+    """Group layer names ``<part>:<layer>`` by part, without the prefix; "" is the first denoiser, without a prefix."""
     found: dict[str, list[str]] = {"": []}
     for name in names:
         part, _, own = name.rpartition(":")
@@ -257,14 +256,14 @@ def by_part(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def of_part(hessians: Hessians, part: str) -> Hessians:
-    """The Hessians of one denoiser among ``hessians`` of several."""
+    """Select the Hessians of one denoiser (``part``) among those of several denoisers."""
     named = [by_part(readers) for readers in hessians.readers]
     return Hessians(hessians.block, tuple(tuple(each[part]) for each in named if each.get(part)))
 
 
 @contextmanager
 def on_device(fabric, model: LoadedModel, parts: Sequence[str]) -> Iterator[None]:
-    """Move these parts to the device for the block."""
+    """Move these parts to Fabric's device in the ``with`` block, and to the CPU afterwards."""
     for part in parts:
         fabric.to_device(model.parts[part])
     try:
@@ -275,7 +274,7 @@ def on_device(fabric, model: LoadedModel, parts: Sequence[str]) -> Iterator[None
 
 
 def collect_in_processes(fabric, wanted: Pass, segment: range, on_latent: OnLatent) -> Statistics:
-    """``collect_segment`` by several processes, each of which loads the model."""
+    """Run ``collect_segment`` in several processes, each of which loads the model, and merge their statistics."""
     with tempfile.TemporaryDirectory() as folder:
         # a partial, because Fabric rebuilds the collections among launch's arguments and cannot rebuild a range
         asked = (wanted.names, wanted.prompts, wanted.sampling, wanted.hessians)
@@ -289,7 +288,7 @@ def collect_in_processes(fabric, wanted: Pass, segment: range, on_latent: OnLate
 
 
 def collect_in_one_process(checkpoint: Checkpoint, asked: tuple, segment: range, folder: Path, fabric) -> None:
-    """Run by each process: write the statistics of its prompts, or an SdQuantError, to a file for the parent."""
+    """Run in each process: write the statistics of its prompts, or an SdQuantError, to a file for the parent."""
     rank, processes = fabric.global_rank, fabric.world_size
     if fabric.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))

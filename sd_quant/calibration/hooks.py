@@ -1,15 +1,15 @@
-"""Hooks that collect statistics of the layers' inputs while the pipeline runs (see ``quantization.statistics``).
+"""Forward hooks that collect statistics of the layers' inputs while the pipeline runs (``quantization.statistics``).
 
-The rows of a sample are drawn before the pass. Each position has a random priority, which depends on the seed, the
-layer and the prompt alone, and the lowest are kept. So results depend neither on the order of the prompts nor on where
-they run. The road not taken is reservoir sampling (Vitter's algorithm R), which depends on the order and draws a random
-number for every row.
+The rows of a sample are drawn before the pipeline runs. Each candidate row has a random priority, which depends on the
+seed, the layer and the prompt only; rows of the lowest priorities are kept. So the choice depends neither on the order
+of the prompts nor on the process that runs them. Alternative not taken: reservoir sampling (Vitter's algorithm R),
+which depends on the order and draws a random number for every row.
 
-The first token of a text is unlike all others: in SDXL it is 80 times as large (MixDQ, Zhao et al. 2024), and a range
-without it clips it in every image. So a layer that reads the text always has the first prompt's first token in its
-sample.
+The first token of a text differs from all other tokens: in SDXL it is 80 times as large (MixDQ, Zhao et al. 2024), and
+a range without this token clips it in every image. So the sample of a layer that reads the text always contains the
+first prompt's first token.
 
-Each prompt adds 4 bytes per step and convolution to the statistics, whose collection takes about twice their memory.
+Each prompt adds 4 bytes per step and convolution to the statistics; collecting takes about twice their memory.
 """
 
 import math
@@ -40,7 +40,7 @@ from sd_quant.quantization.statistics import (
 
 FIRST_OF_ALL = -1.0  # a priority below all that are drawn
 ROWS_PER_CALL = 8  # candidates drawn for each prompt and step, so that a few prompts fill the sample
-MOST_DRAWN = 8  # times as many rows as are kept, of a network that is called in an eighth of the steps or more
+MOST_DRAWN = 8  # rows drawn per row kept, at most: suffices for a network that is called in an eighth of the steps
 
 # By (prompt, step) and layer: rows to keep, each as (priority, position in 0..1 among all rows of the prompt)
 Wanted = Mapping[tuple[int, int], Mapping[str, Sequence[tuple[float, float]]]]
@@ -56,10 +56,10 @@ def draw(
     *,
     some_steps: bool = False,
 ) -> Wanted:
-    """Draw the rows to keep of each layer, and under the name "" the calls to keep of the whole network.
+    """Draw which rows of each layer's input to keep, and under the name "" which calls of the whole network.
 
-    The layers in ``text`` read the text. Calls, which must be of one shape, are kept of the prompts in ``whole``, by
-    default of all. For a network that is called in ``some_steps``, unknown ones, more rows are drawn.
+    Layers in ``text`` read the text. Calls are only drawn from the prompts in ``whole`` (default: all), whose inputs
+    must have one shape. If the network is called in unknown steps only (``some_steps``), more rows are drawn.
     """
     times = min(steps, MOST_DRAWN) if some_steps else 1
     wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
@@ -80,10 +80,10 @@ def draw(
 
 
 def take_row(layer: nn.Module, x: Tensor, place: float, index: int = 0, batch: int = 1) -> Tensor:
-    """One row [width] of the matrix that ``layer`` multiplies: a token, or a padded patch of a convolution's input.
+    """Return one row [width] of the matrix that ``layer`` multiplies: a token, or a padded patch for a convolution.
 
-    ``x`` [samples * batch, ...] is the layer's input, ``place`` in 0..1 the position among all rows of the prompt with
-    this ``index`` in the batch. The row may be a view.
+    ``x`` [samples * batch, ...] is the layer's input; ``place`` in 0..1 is the relative position among all rows of the
+    prompt at ``index`` of the batch. The row may be a view.
     """
     if not isinstance(layer, nn.Conv2d):
         tokens = math.prod(x.shape[1:-1])
@@ -117,10 +117,10 @@ def collect(
     """Collect the statistics of ``layers`` while the ``with`` block runs ``module`` on ``prompts``.
 
     The yielded statistics are empty until the block ends. ``position()`` returns the current denoising step and the
-    prompts in the batch. With guidance the batch is the unconditional half followed by the conditional one, and both
-    count for their prompt. Where a sampler calls ``module`` several times in a step, all calls widen the ranges, and
-    rows are taken from the first, while ``hessians`` sum all. The inputs that ``module`` gets by name are sampled too;
-    ``batched`` names those with a batch axis, by default all.
+    prompts in the batch. With guidance the batch is the unconditional half followed by the conditional half, and both
+    count for their prompt. If a sampler calls ``module`` several times in a step, ranges and ``hessians`` cover all
+    calls, and sampled rows come from the first. Keyword inputs of ``module`` are sampled too (see ``draw``, which makes
+    ``wanted``); ``batched`` names the inputs with a batch axis, by default all.
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
     """
     kinds = {name: layer_kind(layer) for name, layer in layers.items()}
@@ -183,7 +183,7 @@ def collect(
                         priorities[name][slot : slot + 1] = [priority]
 
     def settle(*_: object) -> None:
-        """Check and merge the ranges of this call at once; per layer, this would take longer than the ranges do."""
+        """Check and merge all layers' ranges of this call together, because this is slow layer by layer."""
         step, batch = position()
         of_one_kind: dict[tuple[str, int], list[str]] = {}
         for name, by_sample in seen.items():
@@ -232,7 +232,7 @@ def collect(
 
 
 def slot_for(priority: float, priorities: Sequence[float]) -> int | None:
-    """The place of a row among rows of these ``priorities``: behind them, that of the last one, or None."""
+    """Return where to store a row: the next free index, the index of the row with the highest priority, or None."""
     if priority == FIRST_OF_ALL and priority in priorities:  # a text's first token is the same in all steps
         return None
     if len(priorities) < ROWS:
@@ -242,7 +242,7 @@ def slot_for(priority: float, priorities: Sequence[float]) -> int | None:
 
 
 def by_layer(ranges: Mapping[tuple[str, ...], Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The ranges of each layer, of a convolution [..., 1]: the largest in all tensors with ranges side by side."""
+    """Split ranges concatenated along the last axis by layer (a convolution's: [..., 1]), with maxima over tensors."""
     found: dict[str, Tensor] = {}
     for names, side_by_side in ranges.items():
         widths = [1 if layer_kind(layers[name]) == "conv" else width_of(layers[name]) for name in names]
@@ -252,7 +252,7 @@ def by_layer(ranges: Mapping[tuple[str, ...], Tensor], layers: Mapping[str, nn.M
 
 
 def not_finite(seen: Mapping[str, Tensor], step: int, batch: Sequence[int]) -> SdQuantError:
-    """The error for the first layer, in the order of ``seen``, whose ranges [samples, width] are not finite."""
+    """Build the error for the first layer of ``seen`` with ranges [samples, width] that are not finite."""
     broken = {name: ~torch.isfinite(by_sample).all(dim=1) for name, by_sample in seen.items()}
     name = next(name for name, samples in broken.items() if samples.any())
     prompt = batch[int(broken[name].nonzero()[0]) % len(batch)]

@@ -1,9 +1,9 @@
-"""The largest activations of each part that runs in calibration, and a warning where fp16 would not hold them.
+"""Find each network's largest activation during calibration, and warn if it comes close to overflow in fp16.
 
-Outputs of all modules without children are watched, and inputs of norms, which read residual streams. Torch computes in
-fp32 here, so nothing overflows; the file may be fp16. Half of fp16's largest number is the limit, because other prompts
-have other outliers. Watching takes about 6 % of a pass of the shipped SDXL on a processor. The road not taken is to
-compute in fp16 and look for infinities: near overflows would stay unknown.
+Outputs of all modules without children are watched, and inputs of norms, which read residual streams. Calibration runs
+in fp32, so nothing overflows, but the export may be in fp16. The limit is half of fp16's largest number, because other
+prompts have other outliers. Watching takes about 6 % of a calibration of the shipped SDXL on a CPU. Alternative not
+taken: compute in fp16 and look for infinities, which does not show near overflows.
 """
 
 import logging
@@ -26,7 +26,7 @@ LARGEST = torch.finfo(torch.float16).max / 2
 
 @contextmanager
 def watch(networks: Mapping[str, nn.Module]) -> Iterator[dict[str, Peak]]:
-    """Yield the peaks of each network, by part, which the end of the ``with`` block fills in."""
+    """Record the largest activation of each network in the ``with`` block; the yielded dict is filled at its end."""
     largest: dict[tuple[str, str], Tensor] = {}
     last: deque[weakref.ref[Tensor]] = deque(maxlen=2)  # most inputs are the output before, or are read three times
 
@@ -60,7 +60,7 @@ def watch(networks: Mapping[str, nn.Module]) -> Iterator[dict[str, Peak]]:
 
 
 def too_large(peaks: Mapping[str, Peak], contracts: Mapping[str, Contract]) -> str | None:
-    """The warning of parts that are exported in fp16 and whose activations come near its largest number, or None."""
+    """Return a warning that names the parts exported in fp16 with a peak above ``LARGEST`` or not finite, or None."""
     found = {
         part: peak
         for part, peak in peaks.items()

@@ -1,12 +1,12 @@
-"""Statistics of other parts than the denoiser: text encoders on the calibration prompts, the decoder on their latents.
+"""Calibrate text encoders (on the calibration prompts) and the VAE's decoder (on their final latents).
 
-Each part has an entry of its own in the cache, so that the denoiser's entries serve jobs with and without such parts.
-Text encoders are called without denoising. The decoder gets the final latents of the denoiser's pass; where that came
-from the cache, the prompts are denoised again. An observed pipeline is run as a whole.
+Each part has its own cache entry, so that the denoiser's entries serve jobs with and without these parts. Text encoders
+are called without denoising. The decoder gets the final latents of the denoiser's calibration; if that was cached, the
+prompts are denoised again. A pipeline of class ``Observed`` is run as a whole.
 
-Everything runs in this process, whatever ``quantize.devices`` is: an encoder is called once for a prompt, the denoiser
-some twenty times. Rows are drawn by text and by latent in order of appearance, so a negative prompt of all images
-counts once.
+Everything runs in this process, whatever ``quantize.devices`` is: an encoder is called once per prompt, the denoiser
+about twenty times. Texts and latents are numbered in order of first appearance, and rows are drawn by this number, so a
+negative prompt that all images share counts once.
 """
 
 import logging
@@ -36,7 +36,7 @@ DECODER = "vae"
 
 
 class Encoded(BaseException):
-    """Ends a pipeline's call before it denoises; no ``Exception``, which some catch."""
+    """Raised to end a pipeline's call before denoising. No ``Exception``, because pipelines may catch exceptions."""
 
 
 def calibrate_parts(
@@ -47,10 +47,10 @@ def calibrate_parts(
     latents: Mapping[int, Tensor] = {},
     cache: Path | None = None,
 ) -> dict[str, Statistics]:
-    """The statistics of the layers ``wanted`` of each part over all prompts, from the cache where it has them.
+    """Return the statistics of each part over all prompts, from the cache or collected now.
 
-    Model, prompts and sampling are the same for all parts. ``latents`` are the known inputs of the decoder by the
-    prompt's number. Raises SdQuantError naming layer and text when an input of a layer is not finite.
+    ``wanted`` has each part's layers, with the same model, prompts and sampling. ``latents`` are known inputs of the
+    decoder, by prompt number. Raises SdQuantError naming the layer and the text when an input is not finite.
     """
     found, source = dict[str, Statistics](), source_digest("calibration.parts")
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def calibrate_parts(
 
 
 def collect_parts(fabric, wanted: Mapping[str, Pass], latents: Mapping[int, Tensor] = {}) -> dict[str, Statistics]:
-    """``calibrate_parts`` without the cache."""
+    """Collect the statistics of ``calibrate_parts``, without the cache."""
     alike = next(iter(wanted.values()))
     model, prompts, sampling = alike.model, alike.prompts, alike.sampling
     LOG.info("calibrating %s on %d prompts", " and ".join(wanted), len(prompts))
@@ -93,7 +93,7 @@ def collect_parts(fabric, wanted: Mapping[str, Pass], latents: Mapping[int, Tens
         statistics = {}
 
         def number(part: str, inputs: Mapping[str, Tensor]) -> None:
-            """Note which texts or latents the part is called with."""
+            """Number the texts or latents with which the part is called, equal inputs alike."""
             rows, order = next(iter(inputs.values())).detach().cpu(), seen[part]
             numbers = [order.setdefault(row.contiguous().numpy().tobytes(), len(order)) for row in rows]
             batch[part] = [min(each, texts - 1) for each in numbers]

@@ -1,7 +1,7 @@
-"""Reads, draws and keeps prompts.
+"""Read prompt files, draw prompts from them, and write the drawn prompts.
 
-Their text is hostile: it must be UTF-8 and is bounded, and it never becomes part of a path. Prompt sets are read in the
-layouts in which they are published; suffix and names of columns or entries alone decide which one it is:
+Prompts are untrusted: text must be UTF-8, its length is limited, and it never becomes part of a path. Data sets are
+read in their published layouts; the file's suffix and the names of columns or entries determine the layout:
 
 | layout | file | text | category |
 |---|---|---|---|
@@ -48,16 +48,16 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The texts of ``read_prompt_set``, which raises."""
+    """Read the prompts of a file without their categories. Raises as ``read_prompt_set``."""
     return [prompt.text for prompt in read_prompt_set(path)]
 
 
 def read_prompt_set(path: Path, category: str | None = None) -> list[Prompt]:
-    """The non-empty lines of a text file, or the prompts of a data set with their categories.
+    """Read the non-empty lines of a text file, or the prompts of a data set with their categories.
 
-    ``category`` is the column or entry with the category, if it has another name than usual. A byte order mark is
-    accepted. Raises ConfigError when there is no such file or no prompt in it, for another layout, a prompt that is too
-    long, bytes that are not UTF-8, and a row without a category where others have one; ArtifactError for a large file.
+    ``category`` names the column or entry with the category, by default "category". A byte order mark is accepted.
+    Raises ConfigError for a missing file, a file without prompts, an unknown layout, a prompt that is too long, bytes
+    that are not UTF-8, and a row without a category in a set with categories; ArtifactError for a file above 48 MiB.
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")
@@ -77,7 +77,7 @@ def read_prompt_set(path: Path, category: str | None = None) -> list[Prompt]:
 
 
 def check_readable(what: str, path: Path, advice: str) -> None:
-    """Raises ArtifactError for a file that is too large, or is not to be read here."""
+    """Check that a file can be read. Raises ArtifactError if it is above 48 MiB, unreadable, or was not downloaded."""
     if path.stat().st_size > MOST_BYTES:
         raise ArtifactError(f"{what} has {path.stat().st_size} bytes, more than the {MOST_BYTES} allowed")
     with refusing(f"{what} cannot be read", OSError, advice=advice):
@@ -85,10 +85,10 @@ def check_readable(what: str, path: Path, advice: str) -> None:
 
 
 def draw_prompts(prompts: Sequence[T], count: int, seed: int) -> list[T]:
-    """``count`` prompts drawn at random without replacement; a smaller draw is the beginning of a larger one.
+    """Draw ``count`` prompts at random without replacement; a smaller draw is the beginning of a larger draw.
 
-    They are ordered by the SHA-256 of seed and position, the same everywhere and in every version of a library. Raises
-    ValueError when there are fewer prompts.
+    Prompts are ordered by the SHA-256 of seed and position, so a draw does not depend on machine or library version.
+    Raises ValueError when there are fewer than ``count`` prompts.
     """
     if not 0 <= count <= len(prompts):
         raise ValueError(f"{count} prompts cannot be drawn from {len(prompts)}")
@@ -97,9 +97,9 @@ def draw_prompts(prompts: Sequence[T], count: int, seed: int) -> list[T]:
 
 
 def draw_evenly(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """``count`` prompts, of every category as many or one more; a category that has fewer gives all.
+    """Draw ``count`` prompts evenly over categories: numbers differ by at most one, except where a category runs out.
 
-    Categories are dealt in turn, each in the order of ``draw_prompts``. Otherwise as ``draw_prompts``.
+    Categories take turns, each in the order of ``draw_prompts``. Raises ValueError for fewer than ``count`` prompts.
     """
     draw_prompts(prompts, count, seed)
     drawn, dealt = draw_prompts(prompts, len(prompts), seed), Counter[str | None]()
@@ -111,9 +111,9 @@ def draw_evenly(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt
 
 
 def write_prompts(prompts: Sequence[Prompt], path: Path) -> None:
-    """Write prompts as a table that ``read_prompt_set`` reads as the same. Raises ResourceError when the disk is full.
+    """Write prompts as a .tsv table for ``read_prompt_set``. Raises ResourceError when the disk is full.
 
-    A tab inside of a text becomes a space: the table has no other mark between columns.
+    A tab inside of a text becomes a space, because tabs separate columns.
     """
     categorized = any(prompt.category is not None for prompt in prompts)
     rows = [("Prompt", "Category"), *((cell(prompt.text), cell(prompt.category or "")) for prompt in prompts)]
@@ -126,12 +126,12 @@ def cell(text: str) -> str:
 
 
 def is_data_set(path: Path) -> bool:
-    """Whether the file is a table or JSON, whose prompts are drawn at random; a text file's are taken in its order."""
+    """Return whether the file is a data set (table or JSON): prompts are drawn at random, from a text file in order."""
     return path.suffix.lower() in (*SEPARATORS, JSON)
 
 
 def rows_of(path: Path, category: str | None = None) -> Iterator[Row]:
-    """The places, texts and categories of a file, see ``read_prompt_set``."""
+    """Return place ("line 2"), text and category of each prompt in a file, in a layout of ``read_prompt_set``."""
     kind = path.suffix.lower()
     if kind in SEPARATORS:
         return table_rows(path, SEPARATORS[kind], category)
@@ -144,7 +144,7 @@ def rows_of(path: Path, category: str | None = None) -> Iterator[Row]:
 
 
 def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row]:
-    """The rows of a table, a line each, so that an unclosed quotation mark cannot swallow the lines after it."""
+    """Yield the rows of a table, one per line, so that an unclosed quotation mark cannot swallow further lines."""
     rows = ((number, line.rstrip("\r")) for number, line in lines(path))
     _, header = next(rows)
     names = [name.strip().lower() for name in split(header, separator) or [header]]
@@ -171,7 +171,7 @@ def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row
 
 
 def cells_of(where: str, number: int, row: str, separator: str, count: int) -> list[str]:
-    """The columns of the row in this line. Raises ConfigError unless there are as many as the header's ``count``."""
+    """Split a line of a table into cells. Raises ConfigError unless there are ``count``, as in the header."""
     columns = split(row, separator)
     if columns is None:
         raise ConfigError(
@@ -187,9 +187,9 @@ def cells_of(where: str, number: int, row: str, separator: str, count: int) -> l
 
 
 def split(row: str, separator: str) -> list[str] | None:
-    """The columns of a row, without the quotation marks around them; None where one is not closed.
+    """Split a row into cells, without the quotation marks around them; None for an unclosed quotation mark.
 
-    Between tabs nothing else of CSV is parsed: some texts of PartiPrompts end with a quotation mark.
+    In tab-separated tables only quotes around a whole cell count: some texts of PartiPrompts end with a quote.
     """
     if separator == "\t":
         return [unquoted(column) for column in row.split("\t")]
@@ -200,7 +200,7 @@ def split(row: str, separator: str) -> list[str] | None:
 
 
 def unquoted(column: str) -> str:
-    """The column without the marks that MLPerf's file puts around captions that hold some."""
+    """Remove CSV quotes around a whole cell, which MLPerf's file has around captions with quotation marks."""
     column = column.strip()
     if len(column) > 1 and column[0] == column[-1] == '"':
         return column[1:-1].replace('""', '"')
@@ -229,7 +229,7 @@ def json_rows(path: Path, category: str | None) -> Iterator[Row]:
 
 
 def check_number(path: Path, number: int, what: str) -> None:
-    """Raises ConfigError for more than a data set has; COCO's captions of 2014 are 414,113."""
+    """Check the number of rows. Raises ConfigError above ``MOST_ROWS``; COCO's captions of 2014 are 414,113."""
     if number > MOST_ROWS:
         raise ConfigError(f"prompt file {path} has {number} {what}, at most {MOST_ROWS} work; draw some of them")
 
@@ -242,7 +242,7 @@ def unknown_layout(path: Path, where: str = "") -> ConfigError:
 
 
 def stated(path: Path, place: str, category: object) -> str:
-    """The category of a row. Raises ConfigError where it has none."""
+    """Return the category of a row. Raises ConfigError if it is missing, empty or above 200 characters."""
     text = plain(path, place, category) if isinstance(category, str) else ""
     if not 0 < len(text) <= 200:
         raise ConfigError(
@@ -253,7 +253,7 @@ def stated(path: Path, place: str, category: object) -> str:
 
 
 def plain(path: Path, place: str, text: str) -> str:
-    """The text on one line. Raises ConfigError for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    """Join a text to one line. Raises ConfigError for a lone surrogate, which JSON can hold and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -262,7 +262,7 @@ def plain(path: Path, place: str, text: str) -> str:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file, numbered from 1. Raises ConfigError naming the line and byte that are not UTF-8."""
+    """Yield the lines of a file, numbered from 1. Raises ConfigError naming the line and byte that are not UTF-8."""
     content = path.read_bytes()
     check_number(path, content.count(b"\n"), "lines")
     for number, line in enumerate(content.split(b"\n"), start=1):

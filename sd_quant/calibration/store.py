@@ -1,9 +1,9 @@
-"""Caches statistics on disk, in a folder named by a hash of everything but the prompts that they depend on.
+"""Cache of calibration statistics on disk, in a folder named by a hash of all they depend on except the prompts.
 
 An entry is a safetensors file, which executes nothing when read, with the statistics of consecutive prompts. A larger
-calib_size continues where a smaller one ended, and a smaller one uses entries of a larger one's snapshots. The header
-has the origin, the prompts, and a digest of both and of the tensors. An entry that is damaged or of another origin is
-not used; its prompts are calibrated again.
+calib_size continues where a smaller one ended, and a smaller one uses the entries up to a snapshot of a larger one. The
+header contains the origin (what the statistics depend on, except the prompts), the prompts, and a digest of both and of
+the tensors. Prompts of an entry that is damaged or of another origin are calibrated again.
 """
 
 import hashlib
@@ -28,24 +28,24 @@ VERSION = 2  # of an entry's layout, in the header as "form"; entries of another
 
 
 class Entries:
-    """The entries of one origin: everything but the prompts that statistics depend on."""
+    """The cache entries of one origin, that is, of everything that statistics depend on except the prompts."""
 
     def __init__(self, directory: Path, origin: Mapping[str, object], prompts: Sequence[str]):
         self.origin = json.dumps({"form": VERSION, **origin}, sort_keys=True)
         self.folder, self.prompts = directory / digest(self.origin)[:32], prompts
 
     def path(self, segment: range) -> Path:
-        """The file of the entry for these prompts."""
+        """Return the file of the entry for the prompts of ``segment``."""
         return self.folder / f"{segment.start:05}-{segment.stop:05}.safetensors"
 
     def metadata(self, segment: range, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """The header of an entry: ``origin`` and ``prompts`` as JSON, and a ``digest`` of these and of the tensors."""
+        """Return an entry's header: ``origin`` and ``prompts`` as JSON, and a ``digest`` of these and the tensors."""
         texts = list(self.prompts[segment.start : segment.stop])
         prompts = json.dumps({"first": segment.start, "last": segment.stop - 1, "texts": texts})
         return {"digest": content_digest(self.origin, prompts, tensors), "origin": self.origin, "prompts": prompts}
 
     def longest(self, start: int, stop: int) -> tuple[range, Statistics] | None:
-        """The longest undamaged entry from prompt ``start`` on that ends at ``stop`` or before, or None."""
+        """Read the longest undamaged entry that begins at prompt ``start`` and ends at most at ``stop``, or None."""
         names = [path.stem.partition("-")[2] for path in self.folder.glob(f"{start:05}-*.safetensors")]
         ends = [int(name) for name in names if name.isdecimal()]
         for end in sorted((end for end in ends if start < end <= stop), reverse=True):
@@ -54,7 +54,7 @@ class Entries:
         return None
 
     def read(self, segment: range) -> Statistics | None:
-        """The statistics of these prompts; None, with a warning, when the entry is damaged or of another origin."""
+        """Read the statistics of these prompts; None, with a warning, if the entry is damaged or of another origin."""
         path = self.path(segment)
         try:
             stored, metadata = read_header(whole_file(path))
@@ -69,9 +69,9 @@ class Entries:
 
     @contextmanager
     def claimed(self, segments: Sequence[range]) -> Iterator[range | None]:
-        """Hold in the block the lock of the first of ``segments`` without an entry and without another process at it.
+        """Lock, in the ``with`` block, the first of ``segments`` without an entry that no other process calibrates.
 
-        Yields the segment; None where another process has made it meanwhile, if need be after a wait for the first.
+        Yields that segment; None if another process has finished it meanwhile. Waits if all segments are locked.
         """
         absent = [segment for segment in segments if segment == segments[0] or not self.path(segment).exists()]
         locks = [self.lock(segment) for segment in absent]
@@ -85,7 +85,7 @@ class Entries:
         return self.folder / f".{self.path(segment).stem}.lock"
 
     def write(self, segment: range, statistics: Statistics) -> None:
-        """Write an entry. The caller holds the segment's lock, so partial files are of killed processes."""
+        """Write an entry. The caller must hold the segment's lock; partial files of killed processes are deleted."""
         for abandoned in self.folder.glob(f".{self.path(segment).name}.*.part"):
             abandoned.unlink()
         # ordered as the safetensors library does, so that equal statistics are equal bytes
@@ -95,7 +95,7 @@ class Entries:
 
 
 def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of an entry's origin and prompts and of its tensors: names, dtypes, shapes and bytes."""
+    """Compute the SHA-256 of an entry's origin, prompts and tensors (names, dtypes, shapes and bytes)."""
     content = hashlib.sha256(digest(origin, prompts).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -105,10 +105,10 @@ def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor
 
 
 def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
-    """The tensors of an entry: ``linear|<layer>|amax``, ``conv|<layer>|rows``, ``call|<input>|priority``, ...
+    """Convert to named tensors: ``linear|<layer>|amax``, ``conv|<layer>|rows``, ``call|<input>|priority``, ...
 
-    ``hessian|<layer>,<layer>|blocks`` is the Hessian of layers that read one tensor, ``peak|<part>|<place>`` the
-    largest magnitude of a part's activations, a number. Names of another denoiser begin with ``<part>:``.
+    ``hessian|<layer>,<layer>|blocks`` is the Hessian of layers with one common input, ``peak|<part>|<place>`` a scalar,
+    the largest magnitude of a part's activations. Names of a further denoiser begin with ``<part>:``.
     """
     tensors: dict[str, torch.Tensor] = {}
     readers: dict[int, list[str]] = {}
@@ -129,7 +129,7 @@ def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
 
 
 def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
-    """The statistics in the tensors of ``pack``. The order of layers is not kept."""
+    """Convert the tensors of ``pack`` back to statistics. The order of layers is not kept."""
     statistics, own = Statistics({}, {}), {key: each for key, each in tensors.items() if ":" not in key.split("|")[1]}
     for begin in dict.fromkeys(key[key.index("|") : key.index(":") + 1] for key in tensors if key not in own):
         of_part = {key.replace(begin, "|", 1): tensor for key, tensor in tensors.items() if begin in key}

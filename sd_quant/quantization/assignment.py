@@ -1,6 +1,6 @@
-"""The assignment: one row per layer, which states how the layer is quantized or why it is not.
+"""Layer assignments: how each layer is quantized, with all of its scales, or why it stays in high precision.
 
-``derivation`` makes it. The torch simulation, the ONNX export and ``layers.csv`` read it and decide nothing.
+``derivation`` computes them. The torch simulation, the ONNX export and ``layers.csv`` read them and decide nothing.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.formats.blocks import per_channel
 from sd_quant.quantization.rotation import rotated
 
-WITHOUT_WEIGHTS = ("norm", "attention")  # roles of rows without a quantized weight
+WITHOUT_WEIGHTS = ("norm", "attention")  # roles of assignments without a quantized weight
 SMALLEST_TOKEN = 2.0**-14  # lower limit of a token's largest magnitude: fp16's smallest normal number
-FIXED_ALPHA = 0.8  # what NeMo and ModelOpt recommend for SDXL; alpha=auto is compared with it
+FIXED_ALPHA = 0.8  # NeMo and ModelOpt recommend it for SDXL; alpha=auto is compared with it
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAssignment:
-    """The computation of one layer.
+    """How one layer is quantized: formats, ranges (amax), and changes before quantization, such as smoothing.
 
-    An attention has a row, of role ``attention`` and without a weight, where the recipe has a format for it, a norm
-    only if it absorbs the smoothing of a linear.
+    Attentions have an assignment of role ``attention``, without a weight, if the recipe has a format for attention;
+    norms have one of role ``norm`` if they absorb the smoothing factors of a linear.
     """
 
     name: str
@@ -33,21 +33,21 @@ class LayerAssignment:
     format: str | None = None  # of the weight; None: high precision
     activation_format: str | None = None  # of the input; None: high precision
     reason: str | None = None  # why the layer stays in high precision
-    weight_axis: int | None = None  # 0: the weight has one range per output channel; None: one range
+    weight_axis: int | None = None  # 0: one range per output channel of the weight; None: one in all
     # Ranges after smoothing. A format with blocks measures ranges itself, and needs these for a global scale only.
     weight_amax: Tensor | None = None  # fp32, [out_channels] with weight_axis 0, else [1]
     activation_amax: float | None = None
     per_token: bool = False  # each token is divided by its largest magnitude first, and ``activation_amax`` is 1
     rotation: int = 0  # channels of input and weight that are rotated together before quantization, see ``rotation``
-    activation_zero_point: int = 0  # the code of an input of zero, see ``convolutions``
+    activation_zero_point: int = 0  # the integer to which zero is quantized, see ``convolutions``
     bias: Tensor | None = None  # fp32 [out_channels] of a shifted convolution: its own plus its response to the shift
     pre_quant_scale: Tensor | None = None  # fp32 [in_features]; divides the weight and multiplies the input
-    folded_into: str | None = None  # the module that multiplies the input by pre_quant_scale; None: the graph does
+    folded_into: str | None = None  # the module that absorbed pre_quant_scale; None: the graph multiplies the input
     output_scale: Tensor | None = None  # fp32 [out_channels], absorbed smoothing: multiplies this weight and bias
     output_shift: Tensor | None = None  # fp32 [out_channels], absorbed by a modulation: added to this bias afterwards
-    rounded: tuple[Tensor, ...] | None = None  # the weight's codes [out, in] and scales, if chosen, see ``rounding``
+    rounded: tuple[Tensor, ...] | None = None  # quantized weight [out, in] and its scales, if ``rounding`` chose them
     low_rank: tuple[Tensor, Tensor] | None = None  # fp16 up [out, rank] and down [rank, in], see ``low_rank``
-    # Ranges of query, key and value as they are multiplied, fp32 [1]; in integers also of the scores, each [heads].
+    # Ranges of query, key and value as multiplied, each fp32 [1]; in integers also of the scores, each [heads].
     attention_amax: tuple[Tensor, ...] | None = None
     key_mean: Tensor | None = None  # fp32 [heads, head_width], subtracted from the keys of an attention in integers
     alpha: float | None = None
@@ -55,11 +55,11 @@ class LayerAssignment:
     fixed_alpha_error: float | None = None  # output_error with FIXED_ALPHA, where alpha was searched
 
     def weight_scales(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The scales of a rewritten and rotated weight [out, in...]: [out, 1...], [1, 1...] or one per block."""
+        """Return the scales of a rewritten and rotated weight [out, in...]: [out, 1...], [1, 1...] or one per block."""
         return FORMATS[self.format].scales(weight, per_channel(self.weight_amax, weight))
 
     def codes_and_scales(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The codes of a rewritten weight [out, in...], in its shape, and its scales."""
+        """Quantize a ``rewritten`` weight [out, in...]: its codes (quantized values), in its shape, and its scales."""
         if self.rounded is not None:
             static = self.weight_scale
             scales = self.rounded[1:] if static is None else (per_channel(static, weight),)
@@ -69,22 +69,22 @@ class LayerAssignment:
         return FORMATS[self.format].quantize(weight, *scales), scales
 
     def rounded_weight(self, weight: Tensor) -> Tensor:
-        """A rewritten weight [out, in...] quantized, dequantized and rotated back, fp32."""
+        """Fake-quantize a ``rewritten`` weight [out, in...]: rotate, quantize, dequantize and rotate back, fp32."""
         codes, scales = self.codes_and_scales(weight)
         return rotated(FORMATS[self.format].dequantize(codes, *scales), self.rotation)
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        """A smoothed input [..., in] quantized, dequantized and rotated back, fp32."""
+        """Fake-quantize a smoothed input [..., in]: rotate, quantize, dequantize and rotate back, fp32."""
         amax = torch.tensor(self.activation_amax, device=x.device)
         return rounded_by(self.activation_format, x, amax, self.per_token, self.rotation, self.shift)
 
     def activation_scales(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The scales of an input [..., in]: one, or one per block."""
+        """Return the scales of an input [..., in]: one scale, or one per block."""
         return FORMATS[self.activation_format].scales(x, torch.tensor(self.activation_amax, device=x.device))
 
     @property
     def weight_scale(self) -> Tensor | None:
-        """Static scales of the weight, fp32 [out_channels] or [1]; None without."""
+        """Static scales of the weight, fp32 [out_channels] or [1]; None for a weight in blocks or high precision."""
         if self.format is None or not FORMATS[self.format].static_scale:
             return None
         if self.rounded:
@@ -93,18 +93,18 @@ class LayerAssignment:
 
     @property
     def activation_scale(self) -> float | None:
-        """The static scale of all inputs; None without."""
+        """The static scale of the layer's input; None for an input in blocks or in high precision."""
         static = self.activation_format is not None and FORMATS[self.activation_format].static_scale
         return self.activation_scales(torch.empty(0))[0].item() if static and self.activation_amax else None
 
     @property
     def shift(self) -> float:
-        """The constant subtracted from the input before quantization, a multiple of the scale, so zero has a code."""
+        """The constant subtracted from the input before quantization, a multiple of the scale: zero stays exact."""
         return -self.activation_zero_point * self.activation_scale if self.activation_zero_point else 0.0
 
     @property
     def scales_product(self) -> bool:
-        """Whether a token's magnitude multiplies the layer's product; in INT4 it multiplies the dequantized input."""
+        """Whether a token's largest magnitude multiplies the layer's output; in INT4 it multiplies the input."""
         return self.per_token and FORMATS[self.activation_format].bits == 8
 
     @property
@@ -114,7 +114,7 @@ class LayerAssignment:
 
     @property
     def attention_products(self) -> tuple[str, ...]:
-        """The names of a quantized attention's two products; empty for other rows."""
+        """The names of a quantized attention's two matrix products; empty for every other layer."""
         return (f"{self.name}.scores", f"{self.name}.values") if self.attention_amax is not None else ()
 
     @property
@@ -124,13 +124,13 @@ class LayerAssignment:
 
     @property
     def smoothing(self) -> str:
-        """The place where ``pre_quant_scale`` multiplies the input, in the words of ``layers.csv``."""
+        """Where ``pre_quant_scale`` is applied, as ``layers.csv`` prints it; empty for a layer without smoothing."""
         if self.pre_quant_scale is None:
             return ""
         return f"folded into {self.folded_into}" if self.folded_into else "multiplication"
 
     def row(self) -> dict[str, object]:
-        """The row of ``layers.csv``."""
+        """Return this layer's row of ``layers.csv``, by column."""
         smoothing, weight_scale = self.pre_quant_scale, self.weight_scale
         return {
             "name": self.name,
@@ -156,7 +156,7 @@ class LayerAssignment:
 
 
 def weights_alone(assignment: Mapping[str, LayerAssignment]) -> dict[str, LayerAssignment]:
-    """The assignment with the same codes of weights, and inputs and attentions in high precision (W8A16, W4A16)."""
+    """Return the assignment with the same quantized weights, but inputs and attention in high precision (W8A16)."""
     without: dict[str, Any] = {
         "activation_format": None, "activation_zero_point": 0, "per_token": False,
         "bias": None, "attention_amax": None, "key_mean": None,
@@ -165,19 +165,19 @@ def weights_alone(assignment: Mapping[str, LayerAssignment]) -> dict[str, LayerA
 
 
 def rounded_by(fmt: str, x: Tensor, amax: Tensor, per_token: bool, rotation: int, shift: float = 0.0) -> Tensor:
-    """``x`` [..., in] quantized to ``fmt``, dequantized and rotated back, fp32. Arguments as in ``LayerAssignment``."""
+    """Fake-quantize ``x`` [..., in] in the rotated space, fp32. Arguments have the meaning of ``LayerAssignment``'s."""
     x = rotated(x.float(), rotation)
     largest = token_amax(x) if per_token else 1.0
     return rotated(largest * (fake_quantize(FORMATS[fmt], x / largest - shift, amax) + shift), rotation)
 
 
 def token_amax(x: Tensor) -> Tensor:
-    """The largest magnitude of each token of ``x`` [..., tokens, in]: [..., tokens, 1]."""
+    """Return the largest magnitude of each token of ``x`` [..., tokens, in], at least 2^-14: [..., tokens, 1]."""
     return x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_TOKEN)
 
 
 def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:
-    """The weight [out, ...] or bias [out] as it is quantized, fp32: smoothed, and without the low-rank branch."""
+    """Return a checkpoint's weight [out, ...] or bias [out] as it is quantized: smoothed, minus the branch, fp32."""
     parameter, is_weight = parameter.float(), parameter.ndim > 1
     if layer.pre_quant_scale is not None and is_weight:
         parameter = parameter / layer.pre_quant_scale

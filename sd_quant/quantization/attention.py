@@ -1,20 +1,20 @@
-"""Rows of attentions, whose two matrix products quant_level 4 quantizes: query by key, and softmax by value.
+"""Quantization of attention's two matrix products, query by key and softmax by value (quant_level 4).
 
-A floating-point format (FP8) quantizes query, key, value and softmax, each with one scale. Integers cannot represent a
-softmax: with a scale that holds a probability of 1, all of 4096 equal probabilities round to zero. So for formats with
-equal levels (docs/formats.md#attention has the reasons):
+In FP8, query, key, value and softmax are quantized with one scale each. INT8 cannot represent a softmax: with a scale
+that holds a probability of 1, all of 4096 equal probabilities round to zero. So in INT8 (docs/formats.md#attention has
+the reasons):
 
 - exp(score - largest score of the row) gets unsigned codes, whose sum divides the second product, and the mean of the
   keys is subtracted, which cancels in the softmax (SageAttention, Zhang et al. 2024);
 - the scores are quantized too, and every head has its own ranges, as multiplications in front of the quantizers;
 - a cross-attention stays in high precision.
 
-A joint attention (Stable Diffusion 3, Flux) has linears and norms for each ``Stream``, and ranges over both. Flux
-rotates pairs of channels of queries and keys by a token's position (RoPE), which sampled rows lack. The norm of a pair
-stays, so it is the range of queries, and of keys in floating point. In integers mean, ranges of keys and of scores are
-taken at drawn positions (``at_positions``). Roads not taken, measured as the SNR of a small Flux with nothing but
-attention quantized, whose keys have biases of 0 to 6: no mean makes between 0.5 dB less and 0.3 dB more, and scores
-bounded by the norms of all pairs 0.9 to 1.6 dB less.
+A joint attention (Stable Diffusion 3, Flux) has linears and norms for each ``Stream``; its ranges cover both streams.
+Flux rotates pairs of channels of queries and keys by a token's position (RoPE), which sampled inputs do not record. A
+rotation keeps the norm of a pair, so the largest norm is the range of queries, and in FP8 of keys. In INT8 the keys'
+mean and the ranges of keys and scores are computed at random positions (``at_positions``). Alternatives not taken, by
+the SNR of a small Flux with only attention quantized and biases of 0 to 6 in its keys: subtracting no mean (0.5 dB less
+to 0.3 dB more), and bounding scores by the norms of all pairs (0.9 to 1.6 dB less).
 
 Measured on two checkpoints with 16 images each: within 0.4 dB of level 3, for headrooms from 1 to 2, and with one scale
 or one per head, which is meant for networks whose heads differ more.
@@ -34,10 +34,10 @@ from sd_quant.quantization.recipe import Recipe, reason_kept
 from sd_quant.quantization.statistics import LayerStatistics
 
 HEAD_WIDTH_MULTIPLE = 16  # only heads that are a multiple of this wide are quantized, as in ModelOpt
-FLOAT_HEADROOM = 2.0  # the sample lacks the largest values; twice the range costs the smallest of 15 binades only
-INTEGER_HEADROOM = 1.25  # costs a third of a bit
+FLOAT_HEADROOM = 2.0  # the sample may miss the largest values; doubling the range costs only the lowest of 15 binades
+INTEGER_HEADROOM = 1.25  # for the same reason; it costs a third of a bit
 EXPONENTIAL_LEVELS = 255  # the largest code of exp(score - largest score)
-SMALLEST_RANGE = 1e-3  # of a head, so that no factor overflows in fp16
+SMALLEST_RANGE = 1e-3  # lower limit of a head's range, so that no factor overflows in fp16
 NORM_EPSILON = 1e-6  # of the norms of query and key, as in diffusers' JointTransformerBlock and blocks of Flux
 THETA = 10000.0  # of diffusers' FluxPosEmbed
 DRAWS, SIDE = 4, 64  # random positions of each sampled row; tokens along each side of an image of 1024 x 1024
@@ -45,7 +45,7 @@ DRAWS, SIDE = 4, 64  # random positions of each sampled row; tokens along each s
 
 @dataclass(frozen=True)
 class Stream:
-    """An attention's layers for tokens of one kind, by their names in diffusers."""
+    """Names, in diffusers, of an attention's linears and norms for one kind of tokens (image or text)."""
 
     query: str
     key: str
@@ -68,9 +68,9 @@ def assign_attention(
     cross: bool,
     bias_of: Callable[[str], Tensor | None] = lambda name: None,
 ) -> LayerAssignment:
-    """The row of the attention ``name``. ``assignment`` holds the rows of its linears.
+    """Return the assignment of the attention ``name``: ranges of its products, or the reason for high precision.
 
-    ``cross``: key and value come from the text alone. ``weight_of`` and ``bias_of`` as in ``derivation.derive``.
+    ``assignment`` contains its linears. ``cross``: keys come from the text. ``weight_of``, ``bias_of``: by layer name.
     """
     row = LayerAssignment(name, "attention", (heads.width,), reason=reason_kept("attention", recipe.quant_level))
     fmt = recipe.enable.attention
@@ -83,7 +83,7 @@ def assign_attention(
         return replace(row, reason="it reads the text, whose first token is far larger than the others")
 
     def output(layer: LayerAssignment, inputs: Tensor, norm: str | None) -> Tensor:
-        """The output [heads, rows, head_width] of one of the linears, before rotation.
+        """Compute the output [heads, rows, head_width] of one of the attention's linears and norms, before RoPE.
 
         Query and key are divided by the fourth root of the head's width, as in torch's scaled_dot_product_attention.
         """
@@ -121,15 +121,15 @@ def assign_attention(
 
 
 def pair_norms(heads: Tensor) -> Tensor:
-    """The norm of each pair of neighbouring channels of ``heads`` [heads, rows, head_width]."""
+    """Compute the norms of pairs of neighbouring channels: [heads, rows, head_width] -> [..., head_width / 2]."""
     return heads.unflatten(-1, (-1, 2)).norm(dim=-1)
 
 
 def at_positions(heads: Tensor, rotary: tuple[int, ...], random: torch.Generator) -> Tensor:
-    """``heads`` [heads, rows, head_width] at several positions: [positions, heads, rows, head_width].
+    """Apply RoPE to ``heads`` [heads, rows, head_width] at several positions: [positions, heads, rows, head_width].
 
-    First at position 0, where Flux has the text and nothing rotates, then, unless ``rotary`` (see ``Heads``) is empty,
-    ``DRAWS`` times each row at a random one of SIDE x SIDE.
+    The first is position 0, that of Flux's text, which rotates nothing. Then each row is rotated to ``DRAWS`` random
+    positions of SIDE x SIDE. ``rotary`` has the channels that rotate by each axis; empty: position 0 only.
     """
     if not rotary:
         return heads[None]
@@ -144,10 +144,10 @@ def at_positions(heads: Tensor, rotary: tuple[int, ...], random: torch.Generator
 
 
 def float_scales(layer: LayerAssignment) -> list[float]:
-    """The scales of query, key, value and softmax of a row in a floating-point format.
+    """Return the scales of query, key, value and softmax of an attention in a floating-point format.
 
-    A softmax has the range 1 without calibration. (ModelOpt gives it the scale 1, which rounds numbers below 2^-10 to
-    zero in E4M3: half of all numbers from about 1000 tokens on.)
+    The range of a softmax is 1, without calibration. (ModelOpt gives it the scale 1, so that E4M3 rounds probabilities
+    below 2^-10 to zero: half of all probabilities from about 1000 tokens on.)
     """
     ranges = (*layer.attention_amax, torch.ones(1))
     return [FORMATS[layer.activation_format].scales(torch.empty(0), amax)[0].item() for amax in ranges]
@@ -155,9 +155,9 @@ def float_scales(layer: LayerAssignment) -> list[float]:
 
 @dataclass(frozen=True)
 class HeadFactors:
-    """Factors of the heads of an attention in integers, fp32 [heads, 1, 1] and exact in fp16, and scales of its codes.
+    """Factors of an INT8 attention's heads, fp32 [heads, 1, 1] with values of fp16, and its quantization scales.
 
-    ``query * factor`` has the range 1 and is quantized with ``unit_scale``; so are scores and values.
+    The product of query and its factor has the range 1 and is quantized with ``unit_scale``; so are scores and values.
     """
 
     query: Tensor
@@ -171,7 +171,7 @@ class HeadFactors:
 
 
 def head_factors(layer: LayerAssignment) -> HeadFactors:
-    """The factors and scales of a row in integers, for simulation and export."""
+    """Compute the factors and scales of an attention in an integer format, for simulation and export."""
     query, key, value, scores = (amax.clamp(min=SMALLEST_RANGE) for amax in layer.attention_amax)
     exact = lambda factor: factor.half().float().view(-1, 1, 1)  # noqa: E731
     query_factor = exact(1 / query)

@@ -1,14 +1,14 @@
-"""Presets of layers within a cost, such as bytes: the choice with which the network errs least.
+"""Mixed precision: choose a preset for each layer within a budget, such as bytes, with the least error of the output.
 
 The squared errors of the network's output, each measured with one layer quantized, are assumed to add up, as in
-``simulation.sensitivity``. Then every layer takes one of several presets in a multiple-choice knapsack problem
-(Kellerer et al. 2004, chapter 11), which HiGHS solves exactly for a few hundred layers in well under a second. The road
-not taken is a price per byte (Lagrangian relaxation), which leaves up to a layer's bytes unused.
+``simulation.sensitivity``. Then the choice of one preset per layer is a multiple-choice knapsack problem (Kellerer et
+al. 2004, chapter 11), which HiGHS solves exactly for a few hundred layers in well under a second. Alternative not
+taken: a price per byte (Lagrangian relaxation), which leaves up to a layer's bytes unused.
 
-The errors do not quite add up, least where inputs are quantized. So the choice is measured whole, and so are all layers
-of each preset in it. The ratio to the sum of single layers is the preset's rate, which multiplies its errors for a
-second choice. Both choices, and each preset for all layers, are compared as measured. The road not taken is an integer
-program over pairs of layers (Deng et al. 2023), which requires the square of this many passes.
+The errors do not quite add up, least of all where inputs are quantized. So the error of the whole choice is measured,
+and that of each preset's layers in it. The ratio of the latter to the sum over single layers, the preset's rate,
+multiplies its errors for a second choice. Both choices, and each preset for all layers, are compared as measured.
+Alternative not taken: an integer program over pairs of layers (Deng et al. 2023), with quadratically many passes.
 
 Linears that read one tensor are smoothed together, so they take one preset together.
 """
@@ -28,7 +28,7 @@ KEPT = "unquantized"  # the label of layers in high precision
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Cost and error of a unit of layers with one of the presets that it may have."""
+    """Cost and error of a unit (layers that get one preset together) with one of its possible presets."""
 
     cost: float  # bytes
     squared_error: float  # of the network's output, relative to its norm
@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Upper bound on the summed cost of these units."""
+    """Upper bound on the summed cost of some units."""
 
     most: float
     units: Sequence[int]  # indices
@@ -44,7 +44,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Labels of all units, with their cost and error."""
+    """A solution: the label (preset or ``KEPT``) of each unit, with the total cost and error."""
 
     labels: Sequence[str]  # of each unit
     cost: float
@@ -54,33 +54,33 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The candidates of a limit by name, with the rates by which errors were corrected."""
+    """The candidates within a budget, by name, and the rates by which errors were corrected."""
 
     candidates: Mapping[str, Candidate]
-    rates: Mapping[str, float]  # by label: the squared error of its units together, by the sum of theirs alone
+    rates: Mapping[str, float]  # by label: squared error of its units together over the sum of single units'
 
     @property
     def taken(self) -> str:
-        """The name of the candidate that errs least, as measured; of equals the first."""
+        """The name of the candidate with the smallest measured error; the first of several with the same error."""
         return min(self.candidates, key=lambda name: self.candidates[name].measured)
 
 
 def with_weights(recipe: Recipe, fmt: str) -> Recipe:
-    """``recipe`` with weights of this format and inputs in high precision, without a low-rank branch."""
+    """Return ``recipe`` with weights in the format ``fmt`` and inputs in high precision, without a low-rank branch."""
     pair = Pair(fmt, None)
     enable = Enable(pair, pair, recipe.enable.attention)
     return replace(recipe, enable=enable, rank=0, per_channel=FORMATS[fmt].static_scale, shift=False)
 
 
 def inputs_left_alone(recipe: Recipe) -> Recipe:
-    """``recipe`` with the weights of its linears only: inputs in high precision, no low-rank branch."""
+    """Return ``recipe`` with all weights in the format of its linears', inputs in high precision, and no branch."""
     return replace(with_weights(recipe, recipe.enable.linear.weight), per_channel=recipe.per_channel)
 
 
 def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None, unquantized: int = HALF) -> int:
-    """Bytes of a layer's weight [out, in...], its scales and its low-rank branch.
+    """Return the bytes of a layer's weight [out, in...] with its scales and low-rank branch.
 
-    Without a recipe each number takes ``unquantized`` bytes.
+    Without a recipe, each number takes ``unquantized`` bytes.
     """
     if recipe is None:
         return unquantized * prod(shape)
@@ -89,7 +89,7 @@ def stored_bytes(shape: Sequence[int], role: str, recipe: Recipe | None, unquant
 
 
 def weight_bytes(shape: Sequence[int], name: str, per_channel: bool, rank: int) -> int:
-    """Bytes of a weight [out, in...] in the format ``name``, of its scales and of a low-rank branch in fp16."""
+    """Return the bytes of a weight [out, in...] in the format ``name``, its scales and a low-rank branch in fp16."""
     fmt, numbers, outputs = FORMATS[name], prod(shape), shape[0]
     scales = numbers // fmt.block if fmt.block is not None else outputs if per_channel else 1
     branch = HALF * rank * (outputs + numbers // outputs)
@@ -101,7 +101,7 @@ def weight_bytes(shape: Sequence[int], name: str, per_channel: bool, rank: int) 
 
 
 def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment], unquantized: int = HALF) -> int:
-    """Bytes of a network with this number of ``parameters``: layers as assigned, any other number ``unquantized``."""
+    """Return a network's bytes: weights as assigned, the rest of its ``parameters`` ``unquantized`` bytes each."""
     return unquantized * parameters + sum(
         weight_bytes(layer.weight_shape, layer.format, layer.weight_axis == 0, layer.rank)
         - unquantized * prod(layer.weight_shape)
@@ -111,7 +111,7 @@ def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment], u
 
 
 def choose(units: Sequence[Mapping[str, Choice]], limits: Sequence[Limit]) -> list[str]:
-    """The name of each unit's choice, with the least sum of squared errors within ``limits`` that the smallest fit."""
+    """Return each unit's label, with the least sum of squared errors within ``limits``, which must be feasible."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -133,7 +133,7 @@ def choose(units: Sequence[Mapping[str, Choice]], limits: Sequence[Limit]) -> li
 
 
 def all_in(units: Sequence[Mapping[str, Choice]], label: str) -> list[str]:
-    """The ``label`` for all units that may have it, ``KEPT`` for others."""
+    """Return, for each unit, ``label`` if it is one of the unit's choices, else ``KEPT``."""
     return [label if label in unit else KEPT for unit in units]
 
 
@@ -145,11 +145,11 @@ def solve(
     uniform: Mapping[str, float],
     plain: Callable[[Sequence[Mapping[str, Choice]]], Mapping[str, Sequence[str]]],
 ) -> Solved:
-    """Choose a label for each unit within the ``limits`` of costs, by errors that are corrected and then measured.
+    """Choose a label for each unit within the ``limits`` on cost: solve, measure, correct the errors and solve again.
 
-    ``measure`` returns the error for labels of all units; ``apart``, for the same labels, the error by label of its
-    units alone. ``uniform`` has the error of each label for all units that may have it. ``plain`` returns further
-    candidates by name for units with corrected errors; those that fit are compared. Choices include ``KEPT``.
+    ``measure`` returns the network's error with these labels of all units; ``apart`` the errors by label, each with
+    only that label's units quantized. ``uniform`` has the measured error of each label for all units that may have it.
+    ``plain`` returns further candidates by name; those within the limits are compared. Every unit may be ``KEPT``.
     """
     measured = {tuple(all_in(units, label)): error for label, error in uniform.items()}
 
@@ -176,18 +176,18 @@ def solve(
 
 
 def is_within(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], limits: Sequence[Limit]) -> bool:
-    """Whether the cost of these labels stays within every limit."""
+    """Return whether the cost of these labels is within every limit."""
     return all(sum(units[index][labels[index]].cost for index in limit.units) <= limit.most for limit in limits)
 
 
 def rate_of(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], label: str, error: float) -> float:
-    """The squared ``error`` of a label's units together over the sum of their own; 1 where they have none."""
+    """Return the squared ``error`` of a label's units together over the sum of single units' (1 if that is zero)."""
     alone = sum(unit[label].squared_error for unit, own in zip(units, labels, strict=True) if own == label)
     return error**2 / alone if alone else 1.0
 
 
 def corrected(unit: Mapping[str, Choice], rates: Mapping[str, float]) -> dict[str, Choice]:
-    """The choices of a unit with the errors of each label multiplied by its rate."""
+    """Return the choices of a unit with each label's squared error multiplied by the label's rate."""
     return {
         label: replace(choice, squared_error=choice.squared_error * rates.get(label, 1.0))
         for label, choice in unit.items()

@@ -1,8 +1,8 @@
-"""The rows of convolutions. They are not smoothed; their inputs are shifted where that improves the output.
+"""Quantization of convolutions: no smoothing; asymmetric inputs where these reduce the output's error.
 
-Most inputs come from SiLU, which is never below -0.28, so nearly half of symmetric codes would be unused. A shifted
-input is quantized, with symmetric codes, minus a constant, and the convolution's response to that constant is added to
-its bias: asymmetric quantization (Jacob et al. 2018, equation 1) that runs wherever symmetric codes do.
+Most inputs come from SiLU, which is never below -0.28, so nearly half of the codes of symmetric INT8 would be unused. A
+constant (the shift) is subtracted from the input before symmetric quantization, and the convolution's response to it is
+added to the bias: asymmetric quantization (Jacob et al. 2018, equation 1) on kernels for symmetric INT8.
 """
 
 from dataclasses import replace
@@ -25,10 +25,10 @@ TRIED_SCALES = 8  # of each output channel, neighbours in fp16
 def assign_convolution(
     layer: LayerAssignment, weight: Tensor, bias: Tensor | None, statistics: LayerStatistics, recipe: Recipe
 ) -> LayerAssignment:
-    """The row of a convolution, with a shift if the recipe allows it and the output errs less by ``SHIFT_PAYS``.
+    """Return the assignment of a convolution, with a shift if the recipe allows it and it reduces the output's error.
 
-    The error is on the sampled inputs and includes the rounding of the bias to fp16. The observer may choose a smaller
-    range than the percentile calibrator.
+    It must reduce the error on the sampled inputs, with the bias in fp16, to ``SHIFT_PAYS`` of the error without. The
+    input's range is that of the percentile calibrator, or a smaller one that the observer chooses.
     """
     calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
     amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
@@ -45,10 +45,10 @@ def assign_convolution(
 
 
 def shifted_range(values: Tensor, amax: float, recipe: Recipe) -> InputRange:
-    """The range of a convolution's input that maps the lowest code to the smallest of ``values``, at most zero.
+    """Compute the asymmetric range of a convolution's input: the lowest code for the smallest of ``values``, or 0.
 
-    Arguments as of ``observed_range``, whose observer gets distances from the smallest value as magnitudes, with all
-    levels on one side. Raises OverflowError when fp16 cannot hold the scale.
+    ``values`` are a sample of the input, ``amax`` its largest magnitude in the calibration. The recipe's observer gets
+    the distances from the smallest value. Raises OverflowError when fp16 cannot hold the scale.
     """
     fmt = FORMATS[recipe.formats_of("conv").activation]
     lowest = max(min(values.min().item(), 0.0), -amax)
@@ -61,12 +61,12 @@ def shifted_range(values: Tensor, amax: float, recipe: Recipe) -> InputRange:
 
 
 def with_shifted_bias(layer: LayerAssignment, weight: Tensor, bias: Tensor | None) -> LayerAssignment:
-    """``layer``, whose input is shifted, with the response added to its bias, and scales for which fp16 holds it well.
+    """Return ``layer`` with the response to its input's shift added to its bias, and weight scales that suit fp16.
 
     The response to the shift may be thirty times as large as the output, and its rounding to fp16 a third of the
-    layer's error. So each channel takes, of the smallest scale that clips nothing and the next few in fp16, at most
-    0.8 % larger, the one whose bias is nearest to fp16. The road not taken is a second addition of the rounding error:
-    runtimes fold it into the first, in fp16.
+    layer's error. So each output channel tries the smallest scale that clips nothing and the next few in fp16, at most
+    0.8 % larger, and keeps the scale whose bias has the smallest rounding error. Alternative not taken: add the
+    rounding error separately; runtimes fold both additions into one, in fp16.
     """
     fmt, scales, biases, row = FORMATS[layer.format], [], [], 0
     for chunk, part in row_chunks(weight, layer):
@@ -88,9 +88,9 @@ def with_shifted_bias(layer: LayerAssignment, weight: Tensor, bias: Tensor | Non
 
 
 def bias_of_shift(codes: Tensor, scale: Tensor, shift: float) -> Tensor:
-    """The response of a convolution, fp32 [out], to a constant input of ``shift``, the same for every output.
+    """Compute the output of a convolution, fp32 [out], for an input of the constant ``shift`` everywhere.
 
-    ``codes`` of the weight are [out, ...], ``scale`` [out, 1...]. Padding has the code of zero. The sum of codes is
-    exact in fp32: 2^24 is more than 100,000 codes.
+    ``codes`` of the quantized weight are [out, ...], ``scale`` [out, 1...]. Padding must be quantized from zero. The
+    sum of up to 100,000 codes is exact in fp32.
     """
     return shift * scale.flatten() * codes.flatten(1).sum(1)

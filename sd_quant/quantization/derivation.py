@@ -1,6 +1,6 @@
-"""The derivation of an assignment: a pure function of the statistics, the weights and the recipe.
+"""Derive layer assignments from calibration statistics, weights and a recipe, as a pure function.
 
-Statistics know no recipe, so another quant_level, alpha or format costs no further calibration.
+Statistics do not depend on ranges or formats, so another quant_level, alpha or format needs no further calibration.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,13 +35,13 @@ def derive(
     attentions: Mapping[str, Heads] = {},
     bias_of: Callable[[str], Tensor | None] = lambda name: None,
 ) -> dict[str, LayerAssignment]:
-    """The assignment of every layer in ``roles`` (role by name).
+    """Derive the assignment of every layer in ``roles`` (role by name).
 
-    ``weight_of`` reads the weight of a layer or norm by its name, ``bias_of`` the bias (None: there is none); the
-    weights of one shared input are in memory at a time. ``inputs`` are the family's shared inputs of linears,
-    ``attentions`` the heads of its attentions by name. ``exceptions`` has, by layer, another recipe, or the reason why
-    the layer stays in high precision. Quantized readers of a shared input have one recipe unless no recipe folds.
-    Raises SdQuantError for a layer to be quantized that calibration never reached or where it saw only zeros,
+    ``weight_of`` reads the weight of a layer or norm by name, ``bias_of`` its bias or None; only the weights of linears
+    with one common input are in memory at a time. ``inputs`` are the tensors that linears share, ``attentions`` the
+    heads of attentions by name. ``exceptions`` has, by layer, another recipe, or the reason why the layer stays in high
+    precision. Quantized linears with one common input need one recipe, unless smoothing is not folded.
+    Raises SdQuantError for a layer to quantize that calibration never reached or whose inputs were all zero,
     ConfigError when no layer is left to quantize.
     """
     own, assignment = dict(exceptions), dict[str, LayerAssignment]()
@@ -103,10 +103,10 @@ def derive(
 def derive_nearest(
     roles: Mapping[str, str], weight_of: Callable[[str], Tensor], recipes: Mapping[str, Recipe]
 ) -> dict[str, LayerAssignment]:
-    """The assignment of layers whose weights alone are quantized, to the nearest codes: it takes no statistics.
+    """Derive the assignment of layers of which only the weights are quantized, round-to-nearest, without calibration.
 
-    ``roles`` and ``weight_of`` as in ``derive``. A layer without one of the ``recipes`` stays in high precision.
-    Raises SdQuantError when a scale cannot be stored.
+    ``roles`` has the role of each layer by name, ``weight_of`` reads a weight, and ``recipes`` has the recipe by layer;
+    a layer without a recipe stays in high precision. Raises SdQuantError when a scale cannot be stored.
     """
     assignment = {}
     for name, role in roles.items():
@@ -119,7 +119,7 @@ def derive_nearest(
 
 
 def by_branch(layers: Iterable[LayerAssignment]) -> list[list[LayerAssignment]]:
-    """The layers, those together whose branches have the very same tensor ``down``."""
+    """Group layers that share one ``down`` tensor object of a low-rank branch; each other layer is its own group."""
     groups: dict[str | int, list[LayerAssignment]] = {}
     for layer in layers:
         groups.setdefault(layer.name if layer.low_rank is None else id(layer.low_rank[1]), []).append(layer)

@@ -1,10 +1,10 @@
-"""Hessians X^T X of layers' inputs over all rows that calibration sees, in diagonal blocks, for GPTQ.
+"""Hessians X^T X of layers' inputs for GPTQ, summed over the calibration pass, in diagonal blocks.
 
 A whole Hessian of SDXL's widest convolution has 11520 x 11520 numbers; diagonal blocks of 256 inputs take 1 kB for each
-input of a layer. Layers that read one tensor have one Hessian, summed where the first of them reads it. The rows of a
-linear are all tokens, those of a convolution padded patches: up to ``MOST_POSITIONS`` in an image and call, every k-th
-position, from another first one in each step. Sums are fp32 in the order of calls: other batches, segments and
-processes change them by about 1e-6 of the largest diagonal, which GPTQ's damping covers.
+input of a layer. Layers with one common input have one Hessian, summed at the first of these layers. The rows of X are
+all tokens for a linear and padded patches for a convolution: every k-th position, at most ``MOST_POSITIONS`` per image
+and call, with a start that changes in each step. Sums are fp32 in the order of calls: other batches, segments and
+processes change them by about 1e-6 of the largest diagonal element, which GPTQ's damping covers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,25 +19,25 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.rotation import rotated
 
 MOST_POSITIONS = 1024  # of a convolution's outputs in an image and call
-ROWS_AT_ONCE = 2048  # that are copied to be multiplied
-LARGEST = 65504.0  # larger inputs are cut, as in the sample: fp16 has no larger ones
+ROWS_AT_ONCE = 2048  # rows that are copied and multiplied at a time
+LARGEST = 65504.0  # inputs are clamped to fp16's largest number, as in the sample
 
 
 @dataclass(frozen=True, slots=True)
 class Hessians:
-    """The Hessians that calibration sums."""
+    """Specification of the Hessians that calibration sums."""
 
     block: int  # inputs of a diagonal block, at most
-    readers: tuple[tuple[str, ...], ...]  # the layers that read one tensor together, a convolution alone
+    readers: tuple[tuple[str, ...], ...]  # groups of layers that read one tensor; a convolution is its own group
 
 
 NO_HESSIANS = Hessians(0, ())
 
 
 def hessians_of(roles: Mapping[str, str], inputs: Sequence[SharedInput], recipe: Recipe) -> Hessians:
-    """The Hessians that a recipe with GPTQ takes: of all layers whose weights it could round, at any ``quant_level``.
+    """Return the Hessians that GPTQ needs for a recipe: of all layers that it could quantize at any ``quant_level``.
 
-    ``roles`` has the role of every layer, ``inputs`` are the shared inputs of linears.
+    ``roles`` has the role of every layer by name, ``inputs`` are the tensors that several linears read.
     """
     if not recipe.hessian or recipe.rounding != "gptq":
         return NO_HESSIANS
@@ -50,19 +50,19 @@ def hessians_of(roles: Mapping[str, str], inputs: Sequence[SharedInput], recipe:
 
 
 def blocks_of(width: int, block: int) -> tuple[int, int, int]:
-    """The shape of a Hessian of ``width`` inputs: (blocks, inputs of one, the same). Zeros fill up the last block."""
+    """Return a Hessian's shape (blocks, n, n) for ``width`` inputs, n <= ``block``. Zeros fill up the last block."""
     size = min(block, width)
     return -(-width // size), size, size
 
 
 def hessian_bytes(widths: Mapping[str, int], hessians: Hessians) -> int:
-    """Bytes of these Hessians; ``widths`` has the inputs of one output of every layer, by name."""
+    """Return the bytes of these Hessians; ``widths`` has, by layer, the number of inputs of one output element."""
     shapes = [blocks_of(widths[readers[0]], hessians.block) for readers in hessians.readers]
     return sum(4 * blocks * rows * columns for blocks, rows, columns in shapes)
 
 
 def add_rows(hessian: Tensor, layer: nn.Module, x: Tensor, step: int) -> None:
-    """Add X^T X of the rows of a layer's input to its ``hessian`` [blocks, n, n]; ``x`` [samples, ...] in one step."""
+    """Add X^T X of a layer's input ``x`` [samples, ...] in one denoising step to its ``hessian`` [blocks, n, n]."""
     blocks, size, _ = hessian.shape
     for some in rows_of(layer, x, step).split(ROWS_AT_ONCE):
         rows = some.float().clamp(-LARGEST, LARGEST)
@@ -71,9 +71,9 @@ def add_rows(hessian: Tensor, layer: nn.Module, x: Tensor, step: int) -> None:
 
 
 def rows_of(layer: nn.Module, x: Tensor, step: int) -> Tensor:
-    """The rows [n, width] of the matrix that ``layer`` multiplies.
+    """Return the rows [n, width] of the matrix that ``layer`` multiplies: tokens, or patches for a convolution.
 
-    Of a convolution up to ``MOST_POSITIONS`` an image: every k-th, from a position on that depends on the ``step``.
+    Of the patches every k-th is returned, at most ``MOST_POSITIONS`` per image, with a start that depends on ``step``.
     """
     if not isinstance(layer, nn.Conv2d):
         return x.reshape(-1, x.shape[-1])
@@ -92,10 +92,10 @@ def rows_of(layer: nn.Module, x: Tensor, step: int) -> Tensor:
 
 
 def diagonal_blocks(hessian: Tensor, width: int, factors: Tensor | None, rotation: int) -> list[Tensor]:
-    """The blocks, fp32 [n, n], of the Hessian R^T diag(factors) H diag(factors) R of smoothed and rotated inputs.
+    """Return the blocks, fp32 [n, n], of the Hessian R^T diag(factors) H diag(factors) R of smoothed, rotated inputs.
 
-    H is the ``hessian`` of ``width`` inputs, ``factors`` [width] are of smoothing (None: none). R rotates groups of
-    ``rotation`` inputs, which divides the size of every block.
+    H is the ``hessian`` of ``width`` inputs, ``factors`` [width] the smoothing factors (None: no smoothing). R rotates
+    groups of ``rotation`` inputs; ``rotation`` divides the size of every block.
     """
     blocks = []
     for index, block in enumerate(hessian):

@@ -1,13 +1,13 @@
-"""The rows of linears that read one tensor, and of the module that produces it and absorbs their smoothing.
+"""Quantization of linears that read one tensor (such as query, key and value): SmoothQuant, ranges, low-rank branches.
 
-All readers of a tensor share one smoothing vector, so that the producer can absorb it. The recipe gives its alpha, or
-it is searched among ``ALPHAS`` for the smallest output errors of the readers.
+The linears share one smoothing vector, so that the module that produces the tensor (a norm or a linear) can absorb it.
+The recipe gives SmoothQuant's alpha, or alpha is searched among ``ALPHAS`` for the linears' smallest output errors.
 
-A static range has to serve prompts that calibration has not seen. Ranges of one fold of the calibrated prompts clip the
-other fold as the whole range clips unseen prompts, and this error counts in the search. Without it, the network's error
-on a trained checkpoint was 3.5 % with calibrated prompts and 4.9 % with others, by clipping in the second linears of
-feed-forwards. The roads not taken: wider ranges, which cost more than they gain where prompts are alike, and ranges
-that hold the other fold whole, which few rows reach.
+A static range must also fit prompts outside of the calibration set. So the search cross-validates: the range of one
+half (fold) of the prompts clips the other half, and this error is added. Without it, the network's error on a trained
+checkpoint was 3.5 % on calibration prompts and 4.9 % on other prompts, by clipping in the second linears of
+feed-forwards. Alternatives not taken: wider ranges, which cost more than they gain where prompts are alike, and ranges
+that contain all of the other fold, which few rows reach.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from sd_quant.quantization.statistics import LayerStatistics
 
 ALPHAS = tuple(index / 10 for index in range(11))  # tried by alpha=auto
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # outputs and sampled inputs of a layer that the search evaluates
-UNSEEN = 3e-4  # share of the rows in which every channel reaches its maximum; chosen on the bench of checkpoints
+UNSEEN = 3e-4  # assumed share of rows in which a channel reaches its maximum; chosen on the bench of checkpoints
 
 
 def assign_linears(
@@ -40,10 +40,10 @@ def assign_linears(
     statistics: Mapping[str, LayerStatistics],
     recipe: Recipe,
 ) -> dict[str, LayerAssignment]:
-    """The changed rows: of the quantized readers; with folding, of all readers and of the producer.
+    """Return new assignments for the quantized linears that read ``shared``; with folding, for all and the producer.
 
-    ``assignment`` holds the rows so far, with a ``reason`` where a reader stays in high precision. ``weights`` are the
-    readers'; ``weight_of`` and ``bias_of`` read the producer's.
+    ``assignment`` has the layers' assignments so far, with a ``reason`` if in high precision. ``weights`` are the
+    linears' by name; ``weight_of`` and ``bias_of`` read the producer's weight and bias by name.
     """
     readers = readers_of(shared, assignment, weights, statistics)
     if readers is None:
@@ -65,7 +65,7 @@ def assign_linears(
 
 @dataclass(frozen=True)
 class Readers:
-    """The linears that read one tensor, without their ranges."""
+    """The linears that read one tensor, before smoothing and ranges are chosen, and the tensor's statistics."""
 
     layers: Sequence[LayerAssignment]
     weights: Mapping[str, Tensor]  # by layer
@@ -78,11 +78,11 @@ class Readers:
         return [layer for layer in self.layers if layer.reason is None]
 
     def scale(self, channel_amax: Tensor, alpha: float, quiet: float) -> Tensor:
-        """The smoothing vector, fp32 [in_features], for these ranges of the channels; ``quiet`` as in ``awake``."""
+        """Compute the smoothing vector, fp32 [in_features], for these ranges of channels; ``quiet`` as in ``awake``."""
         return self.vector(awake(channel_amax, quiet), self.weight_amax, alpha)
 
     def assigned(self, alpha: float | None, recipe: Recipe, quiet: float = 0.0) -> list[LayerAssignment]:
-        """The rows with one smoothing vector; layers in high precision get only the vector."""
+        """Return the layers' assignments for this alpha; layers in high precision only get the smoothing vector."""
         channel_amax, sample = self.statistics.amax.amax(dim=0), self.statistics.rows.values.float()
         scale = None if alpha is None else self.scale(channel_amax, alpha, quiet)
         if scale is not None:
@@ -99,10 +99,10 @@ class Readers:
         return assigned
 
     def branches(self, layers: Sequence[LayerAssignment], recipe: Recipe) -> dict[str, tuple[Tensor, Tensor]]:
-        """The branches of the quantized layers; all of the role ``qkv`` may share ``down``.
+        """Compute the low-rank branches (up, down) of the quantized layers; layers of role ``qkv`` may share ``down``.
 
-        With a part of its outputs a layer has that part of the rank. With the whole rank the search moved too much into
-        the weights: w4a4 lost 0.7 dB on the shipped checkpoint.
+        When the search of alpha evaluates only a part of a layer's outputs, the rank is reduced in proportion. With the
+        whole rank the search chose too large an alpha: w4a4 lost 0.7 dB on the shipped checkpoint.
         """
         groups: dict[str, list[LayerAssignment]] = {}
         for layer in (layer for layer in layers if layer.reason is None):
@@ -117,18 +117,18 @@ class Readers:
         return branches
 
     def best_smoothing(self, recipe: Recipe) -> tuple[float, float]:
-        """The alpha of ``ALPHAS`` and ``quiet`` with the smallest ``expected_error``."""
+        """Return the alpha of ``ALPHAS`` and the quantile ``quiet`` with the smallest ``expected_error``."""
         error, static = self.expected_error(recipe), recipe.static_range(self.quantized[0].role)
         # without a sample the error is always 0, and FIXED_ALPHA is taken
         tried = itertools.product(ALPHAS, QUIET if static else QUIET[:1])
         return min(tried, key=lambda each: (error(*each), abs(each[0] - FIXED_ALPHA)))
 
     def expected_error(self, recipe: Recipe) -> Callable[[float, float], float]:
-        """The sum of the layers' squared errors of outputs by alpha and ``quiet``.
+        """Return a function of alpha and ``quiet``: the sum of the layers' squared relative output errors.
 
-        Without clipping, on ``SEARCHED_OUTPUTS`` outputs of each layer, evenly spaced, and the first ``SEARCHED_ROWS``
-        sampled inputs; for a static range plus that of ``clipped_squares`` in ``UNSEEN`` of the rows. Whole layers, or
-        an observer for each alpha, would cost more than everything else in a recipe.
+        Rounding errors are measured without clipping on ``SEARCHED_OUTPUTS`` evenly spaced outputs of each layer and
+        ``SEARCHED_ROWS`` sampled inputs. A static range adds ``UNSEEN`` times the error of ``clipped_squares``.
+        Whole layers, or an observer for each alpha, would take longer than all other steps of the derivation.
         """
         rows = replace(self.statistics.rows, values=self.statistics.rows.values[:SEARCHED_ROWS])
         step = {name: -(-len(weight) // SEARCHED_OUTPUTS) for name, weight in self.weights.items()}
@@ -149,9 +149,9 @@ class Readers:
         return error
 
     def clipped_squares(self, alpha: float, quiet: float) -> Tensor:
-        """The squared excess of each channel of one fold of the prompts over the range of the other.
+        """Compute, by channel, the squared excess of one fold's largest magnitude over the other fold's range.
 
-        The mean of both folds, fp32 [in_features], in units of the input; 0 where calibration had one prompt.
+        Returns the mean of both directions, fp32 [in_features], in units of the input; 0 if a fold has no prompts.
         """
         folds, squares = self.statistics.folds, torch.zeros_like(self.weight_amax)
         if folds is None or not folds.amax(1).all():
@@ -168,7 +168,7 @@ def readers_of(
     weights: Mapping[str, Tensor],
     statistics: Mapping[str, LayerStatistics],
 ) -> Readers | None:
-    """The readers of a shared input; None where all stay in high precision."""
+    """Return the linears that read a shared input; None if all of these stay in high precision."""
     layers = [assignment[name] for name in shared.readers]
     quantized = [layer.name for layer in layers if layer.reason is None]
     vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
@@ -184,10 +184,10 @@ def absorb_scale(
     bias_of: Callable[[str], Tensor | None],
     scale: Tensor,
 ) -> LayerAssignment | None:
-    """The producer's row with ``scale`` absorbed, in addition to earlier factors, by the outputs that make the tensor.
+    """Return the producer's assignment with ``scale`` multiplied into the outputs that make the shared tensor.
 
-    ``producer`` is the row so far, None for a norm. Returns None for a modulation without a bias, and when fp16 cannot
-    hold the rewritten weight or bias.
+    ``producer`` is its assignment so far, None for a norm. Returns None for a modulation without a bias, and when fp16
+    cannot represent the rewritten weight or bias.
     """
     weight = weight_of(shared.producer)
     parameters = [weight]

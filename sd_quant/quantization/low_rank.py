@@ -1,20 +1,20 @@
-"""Low-rank branches, which stay in fp16 beside a quantized weight: SVDQuant's, and LoRAs.
+"""Low-rank branches in fp16 in parallel to a quantized weight: SVDQuant's, and LoRAs.
 
     W = up @ down + residual        y = Q(x) Q(residual)^T + (x down^T) up^T
 
-SVDQuant's branch (Li et al. 2024) takes the largest singular directions, into which smoothing has moved the outliers of
+SVDQuant's branch (Li et al. 2024) has the largest singular components, into which smoothing has moved the outliers of
 the input ``x``; the residual has small, even numbers. A branch can be refitted to the error E of rounding the residual.
-The error of the output, E X^T for inputs X, has the norm of E L with L L^T = X^T X, so the branch is that of E L, times
-the inverse of L (Zhang et al. 2024, "LQER", whose L is diagonal). Query, key and value of one input may share ``down``,
-for a kernel that computes the three at once.
+The error of the output, E X^T for inputs X, has the norm of E L with L L^T = X^T X, so the refitted branch is the
+truncated SVD of E L, times the inverse of L (Zhang et al. 2024, "LQER", with a diagonal L). Query, key and value of one
+input may share ``down``, for a kernel that computes the three at once.
 
-torch's randomized method (Halko et al. 2009) takes a hundredth of the time of a full decomposition for a 10240x1280
-weight at rank 32. With four power iterations its residual is within 1 % of the smallest possible (tested).
+torch's randomized SVD (Halko et al. 2009) takes a hundredth of the time of a full SVD for a 10240x1280 weight at rank
+32. With four power iterations the norm of its residual is within 1 % of the smallest possible (tested).
 
-A LoRA beside a quantized linear joins its branch, as in nunchaku (``lora/flux/nunchaku_converter.py``); PEFT and
-ComfyUI's bypass (``comfy/weight_adapter/bypass.py``) add the same product to the layer's output. ``rewritten`` takes
-the branch from weights with the LoRA fused: so the weight without the LoRA is quantized, and fp16's rounding of the two
-factors with it. Layers in high precision have the LoRA fused.
+A LoRA on a quantized linear is appended to its branch, as in nunchaku (``lora/flux/nunchaku_converter.py``); PEFT and
+ComfyUI's bypass (``comfy/weight_adapter/bypass.py``) add the same product to the layer's output. ``rewritten``
+subtracts the branch from weights with the LoRA fused: so the weight without the LoRA is quantized, plus the error of
+rounding the two factors to fp16. In layers in high precision the LoRA is fused into the weight.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ OVERSAMPLED = 8  # directions computed beyond the rank
 
 
 def low_rank(weight: Tensor, rank: int, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The branch of a weight W [out, in]: ``up`` [out, rank] and ``down`` [rank, in], both fp16.
+    """Approximate a weight W [out, in] by ``up`` [out, rank] @ ``down`` [rank, in], both fp16 (truncated SVD).
 
-    The product is nearest to W; with ``factor``, a lower triangular L [in, in], up down L is nearest to W L. Both have
-    the square root of the singular values, so that fp16 holds them.
+    With ``factor``, a lower triangular L [in, in], ``up @ down @ L`` approximates W L instead. Each factor gets the
+    square roots of the singular values, so that both fit fp16.
     """
     weight = weight.float() if factor is None else weight.float() @ factor
     with torch.random.fork_rng(devices=[]):
@@ -46,16 +46,16 @@ def low_rank(weight: Tensor, rank: int, factor: Tensor | None = None) -> tuple[T
 
 
 def low_rank_of(weights: Sequence[Tensor], rank: int, factor: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-    """The branches of weights [out, in] with one common ``down``, from the weights on top of each other."""
+    """Compute branches (up, down) of several weights [out, in] with one common ``down``, as of one stacked weight."""
     up, down = low_rank(torch.cat(list(weights)), rank, factor)
     return [(part, down) for part in up.split([len(weight) for weight in weights])]
 
 
 def with_adapter(layer: LayerAssignment, up: Tensor, down: Tensor) -> LayerAssignment:
-    """The row of a quantized linear with a LoRA beside it: ``up`` [out, rank] and ``down`` [rank, in], fp32.
+    """Append a LoRA, ``up`` [out, rank] and ``down`` [rank, in], fp32, to the low-rank branch of a quantized linear.
 
-    The branch reads the smoothed input, so smoothing divides ``down``; absorbed factors multiply ``up``. Both get
-    magnitudes alike, so that fp16 holds them.
+    The branch reads the smoothed input, so smoothing factors divide ``down``; absorbed output factors multiply ``up``.
+    Then both factors are balanced in magnitude, so that they fit fp16.
     """
     if layer.pre_quant_scale is not None:
         down = down / layer.pre_quant_scale

@@ -1,8 +1,8 @@
-"""Ranges of inputs by denoising step, and one range from all: the percentile calibrator of ModelOpt's diffusion
+"""One range of an input from its ranges by prompt and denoising step: the percentile calibrator of ModelOpt's diffusion
 example.
 
-Calibration gives a range for every prompt and denoising step. ``corrected`` reduces them over the prompts of a step,
-and then over the first ``int(n_steps * percentile)`` steps, the noisiest, with the two reductions of
+Calibration records a range (amax) for every prompt and denoising step. ``corrected`` reduces these ranges over the
+prompts of a step, and then over the first ``int(n_steps * percentile)`` steps, the noisiest, with the two reductions of
 ``COLLECT_METHODS``.
 
 ``modelopt`` reproduces ``PercentileCalibrator`` of NVIDIA/Model-Optimizer's
@@ -36,10 +36,10 @@ QUARTILES = {"least": 0.0, "first_quartile": 0.25, "median": 0.5, "third_quartil
 
 
 def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
-    """The range to quantize with, reduced over the prompts and then over the steps.
+    """Reduce ranges to one by ``collect_method``: first over the prompts, then over the first steps.
 
-    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``batch_size`` is ignored. Raises ValueError when
-    ``percentile`` selects no step.
+    ``amax``: fp32 [prompts, steps], steps in the order of denoising. ``percentile``: the fraction of the steps that
+    counts. ``batch_size`` is ignored. Raises ValueError when ``percentile`` selects no step.
     """
     n_steps = amax.shape[1]
     selected = int(n_steps * percentile)
@@ -54,10 +54,10 @@ def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_s
 
 
 def modelopt_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
-    """The range that ModelOpt's example computes with a sampler that calls the UNet once per step.
+    """Compute the range that ModelOpt's example would, with a sampler that calls the UNet once per step.
 
-    Arguments and errors as of ``corrected_amax``. Every ``batch_size`` (at least 1) consecutive prompts were one call,
-    whose range is the largest of its prompts.
+    Like ``corrected_amax``, but reduced over calls of ``batch_size`` (>= 1) consecutive prompts each; the range of a
+    call is the largest of its prompts. Raises ValueError when ``percentile`` selects no step.
     """
     import torch
 
@@ -78,10 +78,10 @@ PERCENTILE_CALIBRATORS: dict[str, Callable[[Tensor, float, str, int], float]] = 
 def ranges_by_step(
     assignment: Mapping[str, LayerAssignment], statistics: Mapping[str, LayerStatistics]
 ) -> list[dict[str, object]]:
-    """A row for each denoising step of each layer whose input is quantized: quartiles of the magnitudes.
+    """Return a table with a row for each layer with a quantized input and each denoising step: quartiles of ranges.
 
-    Quartiles are over a linear's channels, each the largest of all prompts, or over a convolution's prompts. ``kept``
-    is the largest magnitude without clipping; None for an input that is smoothed, rotated or scaled at run time.
+    Quartiles are over a linear's channels (maxima over all prompts), or over a convolution's prompts. ``kept`` is the
+    largest magnitude that is not clipped; None for an input that is smoothed, rotated or scaled at run time.
     """
     rows: list[dict[str, object]] = []
     for name, layer in assignment.items():

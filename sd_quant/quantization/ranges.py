@@ -1,4 +1,4 @@
-"""The ranges that a layer is quantized with: the weight's from the weight, the input's from calibration."""
+"""Ranges (amax) for quantization: of a weight from its values, of an input from calibration."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,18 +20,18 @@ ROTATED_HEADROOM = 2.0  # only a global scale in floating point, for which headr
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """The range of an input. ``amax`` is the largest magnitude of the input minus the shift."""
+    """The range of an input: ``amax``, the largest magnitude of the input minus the shift, and the zero point."""
 
     amax: float
     zero_point: int = 0
 
 
 def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **options) -> float:
-    """The range that the recipe's observer chooses for the input of a layer of this role.
+    """Return the range that the recipe's observer chooses for the input of a layer of this role.
 
-    ``values`` are a sample of the input, ``amax`` is its largest magnitude in the whole calibration, and the result
-    where inputs of this role stay in high precision. Rotated inputs are known from the sample alone, so their range has
-    headroom; without a sample it is the theoretical maximum. ``options`` are the observer's.
+    ``values`` are a sample of the input, ``amax`` its largest magnitude in the whole calibration, which is returned if
+    inputs of this role stay in high precision. Rotated inputs are known from the sample only, so their range has
+    headroom; without a sample it is the theoretical maximum. ``options`` are passed on to the observer.
     """
     name = recipe.formats_of(role).activation
     if name is None:
@@ -46,13 +46,13 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
 
 
 def with_weight_range(layer: LayerAssignment, weight: Tensor) -> LayerAssignment:
-    """``layer`` with the full range of its rewritten weight. ``weight`` is the checkpoint's."""
+    """Return ``layer`` with the range of its rewritten weight, without clipping. ``weight`` is the checkpoint's."""
     amax = output_amax(weight, layer)
     return replace(layer, weight_amax=amax if layer.weight_axis == 0 else amax.amax(0, keepdim=True))
 
 
 def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, recipe: Recipe) -> LayerAssignment:
-    """``layer`` with the recipe's formats for its role, the range of its weight, and ``chosen`` for its input.
+    """Return ``layer`` with the recipe's formats for its role, its weight's range, and its input's range ``chosen``.
 
     Raises SdQuantError when the input's range is zero, or when a scale cannot be stored.
     """

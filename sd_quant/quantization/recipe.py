@@ -1,7 +1,7 @@
-"""A recipe: what is quantized, to which formats, and how its ranges and factors are chosen.
+"""The quantization recipe: which layers are quantized, to which formats, and how ranges and scales are chosen.
 
-No torch is imported here, because the command line checks a recipe, and that it fits a model's layers, before anything
-heavy is loaded.
+No torch is imported here, because the command line checks a recipe against a model's layers before torch is loaded.
+The recipe's checks here need only the layers' names, roles and shapes.
 
 ``quant_level`` selects layers by role, as in the diffusion recipes of ModelOpt and NeMo. Each level adds to the one
 before: 0 nothing; 1 convolutions; 2 feed-forward; 2.5 query, key and value; 3 every other linear; 4 the two matrix
@@ -58,7 +58,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Enable:
-    """The formats of a preset, by kind of layer."""
+    """The formats of a recipe, by kind of layer."""
 
     conv: Pair
     linear: Pair
@@ -67,7 +67,7 @@ class Enable:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The choices of a user. They are checked where a configuration is read, not here."""
+    """All choices of a quantization. Values are validated where a configuration is read, not here."""
 
     quant_level: Annotated[
         float,
@@ -157,49 +157,49 @@ class Recipe:
     ] = 0
 
     def chooses_codes(self, fmt: str) -> bool:
-        """Whether codes and scales of weights in this format are searched, see ``rounding``."""
+        """Return whether weights in the format ``fmt`` get searched codes or scales instead of round-to-nearest."""
         searched = self.rounding != "nearest" or self.scale_search or self.branch_rounds > 0
         return FORMATS[fmt].searched and searched
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether it is derived from inputs of layers, which calibration collects."""
+        """Whether the recipe needs calibration, that is, statistics of the layers' inputs."""
         pairs = self.enable.conv, self.enable.linear
         return self.rank != 0 or any(pair.activation or self.chooses_codes(pair.weight) for pair in pairs)
 
     def scaled_per_token(self, role: str) -> bool:
-        """Whether inputs of layers of this role are scaled token by token."""
+        """Return whether inputs of layers of this role are scaled per token at run time."""
         return self.per_token and role != "conv" and self.enable.linear.activation is not None
 
     def static_range(self, role: str) -> bool:
-        """Whether inputs of layers of this role have a range from calibration, beyond which they are clipped."""
+        """Return whether inputs of layers of this role have a static range from calibration, which clips them."""
         name = self.formats_of(role).activation
         return name is not None and FORMATS[name].static_scale and not self.scaled_per_token(role)
 
     def rotation_of(self, role: str, inputs: int) -> int:
-        """How many of its ``inputs`` a layer of this role rotates together; 0: none."""
+        """Return the group size in which a layer of this role rotates its ``inputs``; 0: no rotation."""
         if role == "conv" or self.enable.linear.activation is None:
             return 0
         return max((group for group in ROTATIONS[1:] if group <= self.rotation and inputs % group == 0), default=0)
 
     def rank_of(self, role: str, shape: tuple[int, ...]) -> int:
-        """The rank of the low-rank branch of a weight of this shape."""
+        """Return the rank of the low-rank branch of a weight of this role and shape; 0: no branch."""
         if role == "conv" or not self.rank:
             return 0
         return self.rank if isinstance(self.rank, int) else max(1, round(self.rank * min(shape)))
 
     def formats_of(self, role: str) -> Pair:
-        """The formats for a layer of this role."""
+        """Return the formats of weight and input for a layer of this role."""
         return self.enable.conv if role == "conv" else self.enable.linear
 
     def observer_of(self, role: str) -> str:
-        """The observer for the input of a layer of this role."""
+        """Return the name of the observer for the input of a layer of this role."""
         by_role = "mse" if role == "conv" else "min_max"
         return by_role if self.observer == BY_ROLE else self.observer
 
 
 def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
-    """The formats that this level uses for ``weights``, ``inputs`` and ``attention``."""
+    """Return the names of the formats that ``quant_level`` uses, by ``weights``, ``inputs`` and ``attention``."""
     pairs = [enable.conv, enable.linear][: math.ceil(quant_level)]
     return {
         "weights": {pair.weight for pair in pairs},
@@ -209,7 +209,7 @@ def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
 
 
 def reason_kept(role: str, quant_level: float) -> str | None:
-    """The reason why a layer of this role stays in high precision, or None when it is quantized."""
+    """Return why a layer of this role stays in high precision, or None when it is quantized."""
     if role == "excluded":
         return "excluded by the model family"
     if role not in QUANT_LEVELS[quant_level]:
@@ -218,9 +218,9 @@ def reason_kept(role: str, quant_level: float) -> str | None:
 
 
 def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
-    """The knobs that have no effect on this recipe, as null, so that equal assignments have equal recipes.
+    """Return the settings that have no effect at this recipe's quant_level, each mapped to None.
 
-    Level 0 quantizes nothing, and level 1 no linears.
+    Level 0 quantizes nothing, level 1 no linears. Recipes with equal results then compare as equal.
     """
     if recipe.quant_level == 0:
         return dict.fromkeys(each.name for each in fields(Recipe) if each.name != "quant_level")
@@ -237,10 +237,10 @@ def check_layers(
     exclude: Collection[str] = (),
     recipes: Mapping[str, Recipe] = {},
 ) -> None:
-    """Raises ConfigError when the recipe does not fit the layers that it quantizes.
+    """Check that the recipe fits the layers that it quantizes. Raises ConfigError if not.
 
-    ``roles`` has the role of every layer, ``shapes`` the shape of its weight and ``recipes`` the layer's own recipe, if
-    it has one, all by name. ``attentions`` are the names of attentions that can be quantized.
+    By layer name, ``roles`` has the roles, ``shapes`` the shapes of weights, and ``recipes`` recipes that replace
+    ``recipe``. ``attentions`` are the names of attentions that can be quantized, ``exclude`` patterns of names.
     """
     for name in check_selection(roles, recipe, attentions, exclude):
         if found := misfit(name, roles[name], shapes[name], recipes.get(name, recipe)):
@@ -250,7 +250,7 @@ def check_layers(
 def check_selection(
     roles: Mapping[str, str], recipe: Recipe, attentions: Collection[str] = (), exclude: Collection[str] = ()
 ) -> list[str]:
-    """The layers that the recipe's level selects and the patterns of ``exclude`` leave. Raises ConfigError for none."""
+    """Return the layers that quant_level selects and ``exclude`` does not match. Raises ConfigError if none is left."""
     level = recipe.quant_level
     if level == 0:
         return []
@@ -271,7 +271,7 @@ def check_selection(
 
 
 def misfit(name: str, role: str, shape: tuple[int, ...], recipe: Recipe) -> tuple[str, str] | None:
-    """Why a recipe does not fit a layer of this role and shape of weight, and what can be done; None: it fits."""
+    """Return why a recipe does not fit a layer of this role and weight shape, and a remedy; None if it fits."""
     formats, numbers = recipe.formats_of(role), math.prod(shape[1:])
     if recipe.rank_of(role, shape) > min(shape):
         return (
@@ -294,10 +294,10 @@ def misfit(name: str, role: str, shape: tuple[int, ...], recipe: Recipe) -> tupl
 
 
 def is_excluded(name: str, exclude: Collection[str]) -> bool:
-    """Whether a layer's name matches one of the ``fnmatch`` patterns."""
+    """Return whether a layer's name matches one of the ``fnmatch`` patterns in ``exclude``."""
     return any(fnmatchcase(name, pattern) for pattern in exclude)
 
 
 def excluded(names: Iterable[str], exclude: Collection[str]) -> dict[str, str]:
-    """The reason why layers stay in high precision whose names match a pattern, by name."""
+    """Return, for each layer whose name matches a pattern in ``exclude``, the reason for high precision, by name."""
     return {name: "excluded by the preset" for name in names if is_excluded(name, exclude)}

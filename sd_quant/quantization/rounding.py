@@ -1,14 +1,14 @@
-"""The codes and scales of a weight of four bits: a search for the best scales, and GPTQ.
+"""Quantization of weights of four bits or in blocks, better than round-to-nearest: a search of scales, and GPTQ.
 
-**Scales.** A scale that clips a block's largest number has finer steps for all others; NVFP4's steps between 3, 4 and 6
-are so coarse that some blocks err less when their largest number becomes 4 (four over six, Cook et al. 2025). Every
-block, or every row of a format without blocks, takes the best of the format's ``tried_scales``.
+**Scales.** A scale that clips a block's largest number has finer steps for its other numbers; NVFP4's steps between 3,
+4 and 6 are so coarse that some blocks err less when their largest number becomes 4 (four over six, Cook et al. 2025).
+Every block, or every row of a format without blocks, gets the best of the format's ``tried_scales``.
 
 **GPTQ** (Frantar et al. 2022) compensates the rounding of one input in the inputs that follow. With the inverse of the
 Hessian H = X^T X of the layer's inputs, and U its upper Cholesky factor, rounding w_j to q_j changes w_k by
 -(w_j - q_j) U_jk / U_jj for all k > j, within ``COLUMNS`` inputs, which bounds time and memory. X are the sampled rows,
-fewer than the inputs, so H is damped far more than with a whole calibration set. With ``Recipe.hessian`` H is of all
-rows, in diagonal blocks (``hessians``), within which compensation then stays.
+fewer than the inputs, so H is damped far more than with a whole calibration set. With ``Recipe.hessian``, H is summed
+over all rows in diagonal blocks (``hessians``), and inputs compensate only within their block.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ ScalesOf = Callable[[Tensor], tuple[Tensor, ...]]  # columns [out, n] -> scales 
 def with_rounded_weight(
     layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics, recipe: Recipe
 ) -> LayerAssignment:
-    """``layer``, whose weight is of four bits or in blocks, with the codes and scales that the recipe chooses.
+    """Quantize a layer's weight by GPTQ or to nearest, as the recipe says, and return ``layer`` with codes and scales.
 
     ``weight`` [out, in...] is the checkpoint's. Raises SdQuantError when GPTQ has fewer than ``FEWEST_ROWS`` rows,
     ConfigError when the statistics lack the recipe's Hessian.
@@ -59,7 +59,7 @@ def with_rounded_weight(
 def with_refined_branches(
     layers: Sequence[LayerAssignment], weights: Sequence[Tensor], statistics: LayerStatistics, recipe: Recipe
 ) -> list[LayerAssignment]:
-    """Layers that share a branch's ``down``, refitted ``recipe.branch_rounds`` times to the rounding errors of all.
+    """Refit the branches of layers that share ``down`` to their rounding errors, ``recipe.branch_rounds`` times.
 
     ``statistics`` are of the common input. The residual is rounded to nearest here: GPTQ in every round gained nothing
     and took four times as long.
@@ -85,7 +85,7 @@ def with_refined_branches(
 
 
 def smoothed_rows(layer: LayerAssignment, statistics: LayerStatistics) -> Tensor:
-    """The sampled inputs as the layer's weight is multiplied with them, fp32 [n, in]."""
+    """Return the sampled inputs after smoothing, fp32 [n, in]."""
     rows = statistics.rows.values.float()
     if layer.pre_quant_scale is None:
         return rows
@@ -93,9 +93,9 @@ def smoothed_rows(layer: LayerAssignment, statistics: LayerStatistics) -> Tensor
 
 
 def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
-    """The scales of some columns [out, n]; with ``scale_search``, with the smallest squared error of each block.
+    """Return the scales of some ``columns`` [out, n] of a weight; with ``scale_search``, the best scale of each block.
 
-    Without blocks there is a scale for each row, or one for all where there is one ``amax``.
+    The best has the smallest squared error. Without blocks there is a scale per row, or one in all if ``amax`` is [1].
     """
     if fmt.static_scale:
         amax = amax[:, None] if len(amax) > 1 else amax[0]
@@ -121,9 +121,9 @@ def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) ->
 
 
 def hessians_of_layer(layer: LayerAssignment, statistics: LayerStatistics, recipe: Recipe) -> list[Tensor]:
-    """The damped Hessians, fp32 [n, n], of a layer's inputs as its codes multiply them, in diagonal blocks.
+    """Return the damped Hessians, fp32 [n, n] per diagonal block, of a layer's smoothed and rotated inputs.
 
-    Raises as ``with_rounded_weight``.
+    Raises SdQuantError for fewer than ``FEWEST_ROWS`` sampled rows, ConfigError without the recipe's Hessian.
     """
     count = len(statistics.rows.values)
     if count < FEWEST_ROWS:
@@ -146,10 +146,10 @@ def hessians_of_layer(layer: LayerAssignment, statistics: LayerStatistics, recip
 
 
 def gptq(weight: Tensor, hessians: Iterable[Tensor], fmt: Format, scales_of: ScalesOf) -> tuple[Tensor, ...]:
-    """Codes [out, in] of ``weight`` fp32 [out, in] and their scales.
+    """Quantize ``weight``, fp32 [out, in], by GPTQ: return codes [out, in] and scales.
 
-    ``hessians`` [n, n] are of n inputs that compensate for each other, block by block. A block's scales are chosen
-    after the compensation of all earlier inputs, a row's before any.
+    ``hessians`` are the damped diagonal blocks [n, n]; n inputs compensate for each other. Scales of blocks are chosen
+    after all earlier inputs are compensated, scales of rows before any.
     """
     codes, scales, step = [], list[tuple[Tensor, ...]](), fmt.block or STEP
     known, start = scales_of(weight) if fmt.static_scale or fmt.row_scale else (), 0
@@ -169,7 +169,7 @@ def gptq(weight: Tensor, hessians: Iterable[Tensor], fmt: Format, scales_of: Sca
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of a damped Hessian [n, n]. Raises SdQuantError for a forged one."""
+    """Return the inverse's upper Cholesky factor. Raises SdQuantError if ``hessian`` is not positive definite."""
     try:
         return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
     except torch.linalg.LinAlgError as error:
@@ -179,7 +179,7 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The codes of a block [n, out], and the errors that later inputs compensate. Changes ``block``."""
+    """Return the codes of a block [n, out] and the errors that later inputs compensate; ``block`` is overwritten."""
     codes, errors = [], torch.empty_like(block)
     for index, numbers in enumerate(block):
         column, own = numbers[:, None], [of_input(each, index, len(block)) for each in scales]
@@ -191,17 +191,17 @@ def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor
 
 
 def of_input(scale: Tensor, index: int, inputs: int) -> Tensor:
-    """The scales [out, 1] of one of a block's ``inputs`` from the block's [out, n]; a global scale [] unchanged."""
+    """Return the scales [out, 1] of input ``index`` of ``inputs`` from ``scale`` [out, n]; a global [] is unchanged."""
     return scale[:, index * scale.shape[1] // inputs, None] if scale.ndim else scale
 
 
 def damped_hessian(rows: Tensor) -> Tensor:
-    """The damped Hessian [in, in] of inputs ``rows`` [n, in]."""
+    """Compute the damped Hessian [in, in] of inputs ``rows`` [n, in]."""
     return damped(rows.T @ rows, DAMPING)
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """``hessian`` [in, in] in units of its mean diagonal, plus the damping, which is all that inputs of zeros have."""
+    """Normalize ``hessian`` [in, in] by its mean diagonal and add ``damping`` to the diagonal, so it is invertible."""
     hessian = hessian / hessian.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
     hessian.diagonal().add_(damping)
     return hessian

@@ -1,12 +1,12 @@
-"""Weights processed in chunks of rows: their ranges, and the error of the output when a layer is quantized.
+"""A weight's ranges and the output error of a quantized layer, computed in chunks of the weight's rows.
 
 With known ranges, every row of a weight, or every group of rows whose blocks share a scale, is processed independently,
 and a chunk stays in the processor's cache. On the full-size UNet this is three times as fast as with whole weights, in
 a third of the memory.
 
-The error is of weight, input, and the bias of a shift. The road not taken is the error of the sum of all denoising
-steps, in which a weight's error, the same in every step, counts as many times as there are steps: it loses 0.3 dB on
-average on a bench of ten checkpoints.
+The output error includes rounding of weight, input and shifted bias. Alternative not taken: the error summed over all
+denoising steps, in which a weight's error, the same in every step, counts once per step: it loses 0.3 dB on average on
+a bench of ten checkpoints.
 """
 
 import math
@@ -26,12 +26,12 @@ CHUNK = 2**18  # numbers of a weight
 
 
 def rows_per_chunk(weight: Tensor, multiple: int = 1) -> int:
-    """The number of rows of ``weight`` [out, ...] that have about ``CHUNK`` numbers, a ``multiple``."""
+    """Return how many rows of ``weight`` [out, ...] have about ``CHUNK`` numbers, rounded to a ``multiple``."""
     return max(1, CHUNK // weight[0].numel() // multiple) * multiple
 
 
 def row_chunks(weight: Tensor, layer: LayerAssignment) -> Iterator[tuple[Tensor, LayerAssignment]]:
-    """Chunks [rows, in] of a weight [out, in...], or [rows] of a norm's [out], each with the layer of these rows."""
+    """Yield chunks [rows, in] of a weight [out, in...] ([rows] of a norm's [out]), with ``layer`` for these rows."""
     rows = rows_per_chunk(weight, 1 if layer.format is None else FORMATS[layer.format].block_rows)
     for start in range(0, len(weight), rows):
         chunk = weight[start : start + rows]
@@ -39,7 +39,7 @@ def row_chunks(weight: Tensor, layer: LayerAssignment) -> Iterator[tuple[Tensor,
 
 
 def layer_of_rows(layer: LayerAssignment, rows: slice) -> LayerAssignment:
-    """``layer`` reduced to these outputs."""
+    """Return ``layer`` restricted to these rows (output channels) of its weight."""
     per_row = layer.weight_axis == 0 and layer.weight_amax is not None
     return replace(
         layer,
@@ -53,29 +53,29 @@ def layer_of_rows(layer: LayerAssignment, rows: slice) -> LayerAssignment:
 
 
 def output_amax(weight: Tensor, layer: LayerAssignment) -> Tensor:
-    """The range of each row of the rewritten and rotated weight, fp32 [out]."""
+    """Return the largest magnitude in each row of the rewritten and rotated weight, fp32 [out]."""
     chunks = (rotated(rewritten(chunk, part), layer.rotation) for chunk, part in row_chunks(weight, layer))
     return torch.cat([chunk.abs().amax(dim=1) for chunk in chunks])
 
 
 def input_amax(weights: Sequence[Tensor]) -> Tensor:
-    """The range of each column over all ``weights`` of the checkpoint, fp32 [in]."""
+    """Return the largest magnitude in each column over all ``weights`` [out, in] of the checkpoint, fp32 [in]."""
     columns = (chunk.float().abs().amax(dim=0) for weight in weights for chunk in weight.split(rows_per_chunk(weight)))
     return reduce(torch.maximum, columns)
 
 
 def fits_half(parameter: Tensor, layer: LayerAssignment) -> bool:
-    """Whether fp16 can hold the rewritten weight or bias."""
+    """Return whether the rewritten weight or bias is finite in fp16."""
     return all(torch.isfinite(rewritten(chunk, part).half()).all() for chunk, part in row_chunks(parameter, layer))
 
 
 def with_output_error(layer: LayerAssignment, weight: Tensor, statistics: LayerStatistics) -> LayerAssignment:
-    """``layer`` with the error of its output on the sampled inputs."""
+    """Return ``layer`` with ``output_error``, measured on the sampled inputs."""
     return replace(layer, output_error=output_error(layer, weight, statistics.rows.values))
 
 
 def output_error(layer: LayerAssignment, weight: Tensor, sample: Tensor) -> float | None:
-    """|quantized output - output| / |output|; None when the sample is empty or the output all zero.
+    """Compute |quantized output - output| / |output|; None when the sample is empty or the output all zero.
 
     ``weight`` [out, in...] is the checkpoint's. ``sample`` [n, in] are inputs, or flattened patches for a convolution.
     """

@@ -7,13 +7,13 @@ Here ``a`` is the largest magnitude of each input channel, ``w`` that of each co
 channel that is never active gets 1, where ModelOpt's mask usually keeps the clamp's limit.
 
 The module that produces the input can absorb the factors: a norm in its gain and bias, a linear in the rows of its
-weight. Where the input is ``norm * (1 + scale) + shift``, the linear that makes scale and shift absorbs them: with p
-for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift. All readers of the input then share one
-vector, and ``w`` is taken over all their weights. ModelOpt multiplies before every layer, each with its own vector.
+weight. If the input is ``norm * (1 + scale) + shift``, the linear that computes scale and shift absorbs them: with p
+for ``pre_quant_scale``, scale' = p * scale + (p - 1) and shift' = p * shift. All linears that read the input then share
+one vector, and ``w`` is the maximum over their weights. ModelOpt multiplies before every layer, each by its own vector.
 
-Equation 4 amplifies quiet channels, and a static range clips one that another prompt wakes: in the worst image of a
-trained checkpoint, a channel reached 4.8 times the smoothed range. So where alpha is searched for a static range, the
-number of quiet channels (``awake``) is searched with it, see ``linears``.
+Equation 4 amplifies channels with small magnitudes in calibration; another prompt may make such a channel large, and a
+static range then clips it: in the worst image of a trained checkpoint, a channel reached 4.8 times the smoothed range.
+So when alpha is searched for a static range, a lower limit of magnitudes (``awake``) is searched too, see ``linears``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:  # the table below is read before torch is loaded
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-4, 1e4
 DEAD_CHANNEL = 2.0**-31  # a channel with no larger magnitude is never active
-QUIET = (0.0, 0.75, 0.97)  # parts of the channels that count as loud as the next one at least, tried by alpha=auto
+QUIET = (0.0, 0.75, 0.97)  # quantiles of channels' magnitudes, tried as lower limits by alpha=auto, see ``awake``
 
 
 def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:
-    """The factor of each input channel, fp32 [in_features]; 1 for channels that are never active.
+    """Compute SmoothQuant's 1 / s of each input channel, fp32 [in_features]; 1 for channels that are never active.
 
     ``activation_amax`` and ``weight_amax``: fp32 [in_features], ``alpha`` in 0..1.
     """
@@ -43,20 +43,20 @@ def pre_quant_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) 
 
 
 def awake(activation_amax: Tensor, quiet: float) -> Tensor:
-    """``activation_amax`` [in_features] with quiet channels raised to the quantile ``quiet`` of all.
+    """Raise each channel of ``activation_amax`` [in_features] to at least the quantile ``quiet`` of all channels.
 
-    Channels that are never active stay at zero.
+    Channels that are never active (at most ``DEAD_CHANNEL``) are unchanged.
     """
     raised = activation_amax.clamp(min=activation_amax.quantile(quiet))
     return raised.where(activation_amax > DEAD_CHANNEL, activation_amax)
 
 
 def range_keeping_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:
-    """The multiple of ``pre_quant_scale`` that leaves the largest magnitude of the input unchanged.
+    """Rescale ``pre_quant_scale`` by one factor so that the largest magnitude of the input does not change.
 
-    For a modulation, whose bias stores p - 1 in fp16 (p as above): the rounding error, up to 2^-12, would be large
-    relative to a small p. With this multiple loud channels have a p of about 1, and the error is far below a step of
-    eight bits. A common factor changes codes only through the rounding of scales to fp16.
+    Used for a modulation, whose bias stores p - 1 in fp16 (p: ``pre_quant_scale``). The rounding error, up to 2^-12,
+    would be large relative to a small p; with this factor, channels of large magnitude have p near 1, and the error is
+    far below an 8-bit step. A common factor changes quantized values only through the rounding of scales to fp16.
     """
     scale = pre_quant_scale(activation_amax, weight_amax, alpha)
     largest, smoothed = activation_amax.max(), (activation_amax * scale).max()
@@ -64,7 +64,7 @@ def range_keeping_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: flo
 
 
 def per_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
-    """A separate input for every layer, without a producer: a vector and a multiplication per layer."""
+    """Split shared inputs into one per linear, without a producer: each linear gets a vector and a multiplication."""
     alone = [replace(shared, producer=None, modulation=None) for shared in inputs]
     return [replace(shared, readers=(reader,)) for shared in alone for reader in shared.readers]
 

@@ -1,10 +1,10 @@
-"""Calibration statistics of every layer's inputs. An assignment is derived from them and from the weights.
+"""Calibration statistics of every layer's inputs, from which layer assignments are derived.
 
-They hold ranges for each denoising step, per channel for a linear and per prompt for a convolution, which suffices for
-every recipe; for a linear also the ranges of two folds of the prompts, an estimate of unseen prompts' ranges; and a
-small sample of inputs to measure errors on. A row of the sample is the input of one output element: a token for a
-linear, a padded patch for a convolution. Rows of the lowest random priorities are kept, so statistics of disjoint
-prompts merge exactly, in any order; Hessians, which only a recipe with ``hessian`` takes, to rounding.
+They contain ranges (amax) for each denoising step, per channel for a linear and per prompt for a convolution, enough
+for every recipe; for a linear also the ranges of two folds of the prompts, to estimate clipping with unseen prompts;
+and a small sample of inputs to measure errors on. A row of the sample is the input of one output element: a token for a
+linear, a padded patch for a convolution. Rows with the lowest random priorities are kept, so statistics of disjoint
+prompts merge exactly, in any order. Hessians, only for recipes with ``hessian``, merge up to rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,18 +29,18 @@ class Sample:
 
 @dataclass(slots=True)
 class LayerStatistics:
-    """The inputs of one layer."""
+    """Statistics of the inputs of one layer."""
 
     kind: str  # "linear" or "conv"
     amax: Tensor  # largest magnitudes, fp32: [steps, in_features] of a linear, [prompts, steps] of a conv
     rows: Sample  # up to ``ROWS``, fp16: [rows, in_features] of a linear, [rows, in_channels * kh * kw] of a conv
     folds: Tensor | None = None  # of a linear: largest magnitudes in even and in odd prompts, fp32 [2, in_features]
-    hessian: Tensor | None = None  # fp32 [blocks, n, n], see ``hessians``; one tensor for all layers that read one
+    hessian: Tensor | None = None  # fp32 [blocks, n, n], see ``hessians``; shared by layers with one input
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest magnitude in a part's activations."""
+    """The largest magnitude among the activations of a part of the pipeline (denoiser, text encoder, VAE)."""
 
     place: str  # "output of <layer>", or "input of <norm>", which reads a residual stream
     largest: float
@@ -48,7 +48,7 @@ class Peak:
 
 @dataclass(slots=True, repr=False)
 class Statistics:
-    """The inputs of all layers and of the whole network."""
+    """Statistics of the inputs of all layers and of the whole network."""
 
     layers: dict[str, LayerStatistics]  # by the layer's name
     calls: dict[str, Sample]  # by the input's name: up to ``CALLS`` values, of the same calls for every input
@@ -57,7 +57,7 @@ class Statistics:
 
     @property
     def steps(self) -> int | None:
-        """Denoising steps of an image; None where no layer was reached."""
+        """The number of denoising steps recorded; None if calibration reached no layer."""
         return next((layer.amax.shape[-1 if layer.kind == "conv" else 0] for layer in self.layers.values()), None)
 
     @property
@@ -72,24 +72,24 @@ class Statistics:
 
 
 def layer_kind(module: nn.Module) -> str:
-    """The ``kind`` of a layer in ``LayerStatistics``: "conv" or "linear"."""
+    """Return the ``kind`` of a layer in ``LayerStatistics``: "conv" or "linear"."""
     return "conv" if isinstance(module, nn.Conv2d) else "linear"
 
 
 def width_of(layer: nn.Module) -> int:
-    """The number of inputs of one output element: in_features, or in_channels * kh * kw."""
+    """Return the number of inputs of one output element: in_features, or in_channels * kh * kw."""
     return layer.get_parameter("weight")[0].numel()
 
 
 def lowest(samples: Sequence[Sample], limit: int) -> Sample:
-    """The ``limit`` rows of lowest priority among all ``samples``."""
+    """Merge ``samples``: return the ``limit`` rows of lowest priority among all."""
     priority = torch.cat([sample.priority for sample in samples])
     order = priority.argsort()[:limit]
     return Sample(torch.cat([sample.values for sample in samples])[order], priority[order])
 
 
 def merge(statistics: Sequence[Statistics]) -> Statistics:
-    """The statistics of all prompts from those of disjoint sets of prompts."""
+    """Merge the statistics of disjoint sets of prompts."""
     names = dict.fromkeys(name for part in statistics for name in part.layers)
     layers, sums = {}, dict[tuple[int, ...], Tensor]()  # by what is summed: a Hessian of several layers stays one
     for name in names:
@@ -114,11 +114,11 @@ def merge(statistics: Sequence[Statistics]) -> Statistics:
 
 
 def highest(peaks: Sequence[Mapping[str, Peak]]) -> dict[str, Peak]:
-    """The larger of the peaks of each part."""
+    """Return the largest peak of each part among several passes."""
     parts = dict.fromkeys(part for each in peaks for part in each)
     return {part: max((each[part] for each in peaks if part in each), key=lambda peak: peak.largest) for part in parts}
 
 
 def shapes_of(calls: Mapping[str, Sample]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the inputs of one call by name."""
+    """Return the shape of each input of one call of the network, by the input's name."""
     return {name: tuple(sample.values.shape[1:]) for name, sample in calls.items()}

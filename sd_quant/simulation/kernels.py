@@ -1,15 +1,14 @@
-"""Matrix products of codes on a GPU in one Triton kernel, with scales, bias and the cast to the model's dtype.
+"""Triton kernels for INT8 and FP8 matrix products and convolutions on a GPU, with scales, bias and cast fused.
 
-torch's INT8 product leaves int32 sums to write and read again, and torch has no convolution of codes. Here a
-convolution is an implicit GEMM, with nothing unfolded in memory, and a linear a 1 x 1 convolution. For FP8 in blocks,
-each product of 128 inputs is multiplied by the scales of both sides before it is added, as in DeepSeek-V3 (arXiv
-2412.19437, section 3.3).
+torch's INT8 product writes int32 sums that must be read again, and torch has no convolution of INT8 or FP8. Here a
+convolution is an implicit GEMM, which unfolds nothing in memory, and a linear is a 1 x 1 convolution. For FP8 in
+blocks, each partial product over 128 inputs is multiplied by the block scales of input and weight before it is added,
+as in DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 
-Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once. The roads
-not taken: CUTLASS, which is better tuned but needs a build system; and a kernel that dequantizes weights of four bits
-while it multiplies, on an H200 1.6 to 4 times slower than torch's product of dequantized weights, except for a few rows
-of inputs. On Hopper, Triton waits for every INT8 product before it begins the next (FP8's overlap), so torch multiplies
-INT8 there.
+Triton comes with every torch for NVIDIA GPUs; its launcher requires a C compiler and Python's headers, once.
+Alternatives not taken: CUTLASS, better tuned but with a build system; and a kernel that dequantizes 4-bit weights while
+it multiplies, on an H200 1.6 to 4 times slower than torch's product of dequantized weights, except for a few rows of
+inputs. On Hopper, Triton does not overlap INT8 products as it does FP8 products, so torch multiplies INT8 there.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,31 +19,31 @@ import triton.language as tl
 import triton.testing
 from torch import Tensor
 
-TOO_MANY = 2**31  # numbers in a tensor: the kernels count in 32 bits
+TOO_MANY = 2**31  # elements of a tensor: the kernels' indices have 32 bits
 
 
 def tile(rows: int, outputs: int, inputs: int, stages: int, warps: int) -> triton.Config:
-    """A configuration of a kernel: numbers of rows, outputs and inputs that one program multiplies at a time."""
+    """Build a kernel configuration: the numbers of rows, outputs and inputs that one program multiplies at a time."""
     blocks = {"BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs}
     return triton.Config(blocks, num_stages=stages, num_warps=warps)
 
 
 PRODUCT_TILES = [tile(128, 256, 64, 4, 8), tile(128, 128, 128, 3, 8), tile(128, 128, 64, 4, 4), tile(64, 128, 64, 4, 4)]
-BLOCK_TILES = [tile(128, 128, 128, 3, 8), tile(64, 128, 128, 4, 4)]  # whose inputs are a block
+BLOCK_TILES = [tile(128, 128, 128, 3, 8), tile(64, 128, 128, 4, 4)]  # BLOCK_INPUTS is the size of a quantization block
 
 
 def tile_time(call, quantiles):
-    """The time of a configuration as Triton measures it, in a fifth of the time: SDXL has some forty shapes."""
+    """Benchmark a configuration like Triton, with a fifth of its repetitions: SDXL has some forty shapes to tune."""
     return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 
 def grid_of(rows: int, outputs: int) -> Callable[[dict], tuple[int]]:
-    """The number of programs for an output of this size, by a configuration's blocks."""
+    """Return Triton's grid for an output [rows, outputs]: a function from a configuration to the number of programs."""
     return lambda config: (triton.cdiv(rows, config["BLOCK_ROWS"]) * triton.cdiv(outputs, config["BLOCK_OUTPUTS"]),)
 
 
 def check_size(numbers: int) -> None:
-    """Raises ValueError for a tensor of too many ``numbers``."""
+    """Check that 32-bit indices suffice for a tensor of ``numbers`` elements. Raises ValueError from 2^31 on."""
     if numbers >= TOO_MANY:
         raise ValueError(f"a layer of {numbers} numbers is too large; use a smaller batch")
 
@@ -53,9 +52,9 @@ def check_size(numbers: int) -> None:
 def tile_of_program(
     rows, outputs, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr
 ):  # fmt: skip
-    """The rows and the columns of this program's tile of an output [rows, outputs].
+    """Return the row and column indices of this program's tile of an output [rows, outputs].
 
-    Programs are numbered in groups that read the same columns, so that these stay in the L2 cache.
+    Consecutive programs form groups that read the same columns of the weight, which then stay in the L2 cache.
     """
     program, columns = tl.program_id(0), tl.cdiv(outputs, BLOCK_OUTPUTS)
     group = program // (GROUP * columns)
@@ -77,9 +76,9 @@ def product_kernel(
     SUM: tl.constexpr, ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of ``output`` [rows, outputs], a row for each output pixel.
+    """Compute one tile of ``output`` [rows, outputs], with one row per output pixel, as an implicit GEMM.
 
-    Padding has the code ``zero_point``, in FP8 the code of 0.
+    Padding has the value ``zero_point`` in INT8, zero in FP8.
     """
     row, column = tile_of_program(rows, outputs, GROUP, BLOCK_ROWS, BLOCK_OUTPUTS)
     channel = tl.arange(0, BLOCK_INPUTS)
@@ -123,11 +122,11 @@ def product(
     codes: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, geometry: Sequence[int], zero_point: int,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The convolution of ``codes`` [B, H, W, C] with ``weight`` [N, KH, KW, C], in ``dtype`` [B, OH, OW, N].
+    """Convolve a quantized input ``codes`` [B, H, W, C] with ``weight`` [N, KH, KW, C]: [B, OH, OW, N] in ``dtype``.
 
-    Both are int8 with exact sums, or both float8_e4m3fn with fp32 sums. ``scale`` fp32 [N] is the scale of the codes
-    times that of the weight; ``bias`` is [N]. ``geometry`` is stride, padding and dilation. int8 codes are padded with
-    ``zero_point``. Raises ValueError for tensors of 2^31 numbers and more.
+    Both are int8 with exact sums, or both float8_e4m3fn with fp32 sums. ``scale``, fp32 [N], is the product of input
+    scale and weight scale; ``bias`` is [N]. ``geometry`` is stride, padding and dilation. int8 inputs are padded with
+    ``zero_point``. Raises ValueError for tensors of 2^31 elements and more.
     """
     (_, height, width, channels), (outputs, kernel_height, kernel_width, _) = codes.shape, weight.shape
     stride, padding, dilation = geometry
@@ -151,7 +150,7 @@ def product_like(codes, weight, scale, bias, geometry, zero_point, dtype):
 
 
 def product_shape(codes: Tensor, weight: Tensor, geometry: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a convolution's output, [B, OH, OW, N]."""
+    """Return the shape [B, OH, OW, N] of the output of ``product``."""
     stride, padding, dilation = geometry
     sizes = (
         (codes.shape[axis] + 2 * padding - dilation * (weight.shape[axis] - 1) - 1) // stride + 1 for axis in (1, 2)
@@ -166,7 +165,7 @@ def block_product_kernel(
     SCALE_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of ``output`` [rows, outputs]; ``SCALE_ROWS`` rows of the weight share a scale."""
+    """Compute one tile of ``output`` [rows, outputs]; blocks of ``SCALE_ROWS`` weight rows x 128 share a scale."""
     row, column = tile_of_program(rows, outputs, GROUP, BLOCK_ROWS, BLOCK_OUTPUTS)
     here, inputs = tl.arange(0, BLOCK_INPUTS), blocks * BLOCK_INPUTS
     sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
@@ -191,10 +190,10 @@ def block_product(
     codes: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None,
     scale_rows: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The product of E4M3 ``codes`` [M, K] with ``weight`` [N, K], both in blocks of 128, in ``dtype`` [M, N].
+    """Multiply an E4M3 input ``codes`` [M, K] by ``weight`` [N, K], both in blocks of 128: [M, N] in ``dtype``.
 
     ``input_scale`` is fp32 [M, K / 128], ``weight_scale`` fp32 [ceil(N / scale_rows), K / 128], ``bias`` [N]. Sums are
-    fp32. Raises ValueError for tensors of 2^31 numbers and more.
+    fp32. Raises ValueError for tensors of 2^31 elements and more.
     """
     (rows, _), (outputs, _) = codes.shape, weight.shape
     output = torch.empty(rows, outputs, dtype=dtype, device=codes.device)

@@ -1,8 +1,8 @@
-"""The assignment simulated in torch by NVIDIA ModelOpt's quantizers with our scales, without a calibration.
+"""Simulate layer assignments in torch (fake quantization) with NVIDIA ModelOpt's quantizers and our scales.
 
-ModelOpt computes INT8 and FP8. Its four-bit formats require CUDA, so its quantizers call our arithmetic as a backend. A
-shift is a quantizer's bias there, a low-rank branch a forward hook, quantized attention an attention processor. Without
-hooks, processors and backend the result is an ordinary ModelOpt model for ``mto.save`` and ``mto.restore``.
+ModelOpt computes INT8 and FP8. Its 4-bit formats require CUDA, so for other formats its quantizers call our arithmetic
+as a backend. An input's shift is the quantizer's bias, a low-rank branch a forward hook, quantized attention an
+attention processor. Without hooks, processors and backend the result is an ordinary ModelOpt model for ``mto.save``.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ROUNDED = "rounded_"  # prefix of the buffers with a weight's codes and scales, 
 
 @dataclass(frozen=True, slots=True)
 class LayerQuantizer:
-    """The work of one quantizer of a layer besides smoothing."""
+    """The operation of one quantizer of a layer, apart from smoothing: format, rotation, scaling per token."""
 
     format: str
     rotation: int = 0
@@ -37,22 +37,22 @@ class LayerQuantizer:
 
     @property
     def modelopts(self) -> bool:
-        """Whether ModelOpt computes it, not our backend."""
+        """Whether ModelOpt's own code computes this quantization, instead of our backend."""
         return FORMATS[self.format].modelopt_num_bits is not None and not self.rotation and not self.per_token
 
     def config(self, axis: int | None) -> dict:
-        """ModelOpt's configuration, with one range, or one for each index of ``axis``."""
+        """Return ModelOpt's configuration of the quantizer, with one range, or one for each index of ``axis``."""
         if self.modelopts:
             return {"num_bits": FORMATS[self.format].modelopt_num_bits, "axis": axis}
         return {"num_bits": 8, "axis": axis, "backend": BACKEND, "backend_extra_args": asdict(self)}
 
     def amax(self, amax, scale):
-        """The amax for ModelOpt's quantizer to use our ``scale``; for our backend, ``amax``."""
+        """Return the amax to set in the quantizer, so that it uses our ``scale``; our backend gets ``amax``."""
         return scale * FORMATS[self.format].largest_code if self.modelopts else amax
 
 
 def quantizers(layer: LayerAssignment) -> dict[str, LayerQuantizer]:
-    """The quantizers of a layer by the names of their attributes in ModelOpt's modules."""
+    """Return the quantizers of a layer by attribute name in ModelOpt's modules: weight_quantizer, input_quantizer."""
     made = {}
     if layer.format is not None:
         made["weight_quantizer"] = LayerQuantizer(layer.format, layer.rotation)
@@ -62,7 +62,7 @@ def quantizers(layer: LayerAssignment) -> dict[str, LayerQuantizer]:
 
 
 def quantizer_configs(layer: LayerAssignment) -> dict[str, dict]:
-    """ModelOpt's configuration of each quantizer of a layer, by the names of ``quantizers``."""
+    """Return ModelOpt's configuration of each quantizer of a layer, by attribute name as in ``quantizers``."""
     configs = {}
     for name, quantizer in quantizers(layer).items():
         configs[name] = quantizer.config(layer.weight_axis if name == "weight_quantizer" else None)
@@ -72,7 +72,7 @@ def quantizer_configs(layer: LayerAssignment) -> dict[str, dict]:
 
 
 def fake_quantize_by_backend(x: Tensor, quantizer) -> Tensor:
-    """``x`` fake-quantized along its last axis, a convolution's weight along [C, KH, KW]: the backend for ModelOpt."""
+    """Fake-quantize ``x`` along its last axis, a convolution's weight along [C, KH, KW]: a backend for ModelOpt."""
     how = LayerQuantizer(**quantizer.backend_extra_args)
     rounded = [buffer for name, buffer in quantizer.named_buffers(recurse=False) if name.startswith(ROUNDED)]
     if rounded:
@@ -84,7 +84,7 @@ def fake_quantize_by_backend(x: Tensor, quantizer) -> Tensor:
 
 
 def low_rank_hook(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
-    """A forward hook that adds ``(x @ down^T) @ up^T`` to a linear's output, for the smoothed input ``x``."""
+    """Return a forward hook that adds ``(x @ down^T) @ up^T`` to a linear's output, for the smoothed input ``x``."""
 
     def hook(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         x = inputs[0]
@@ -97,10 +97,10 @@ def low_rank_hook(up: Tensor, down: Tensor) -> Callable[[nn.Module, tuple, Tenso
 
 @torch.no_grad()
 def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn.Module:
-    """Insert ModelOpt's quantizers into ``module``, in place, and return it.
+    """Insert ModelOpt's quantizers into ``module``, in place, and return ``module``.
 
-    Its weights are smoothed; the quantizers round them in every call. On the meta device only quantizers have values.
-    Quantizers are configured here, because ModelOpt compares every rule of its own with the names of all modules.
+    Weights are replaced by smoothed ones; the quantizers round them in every call. On the meta device only quantizers
+    have values. Each quantizer is configured directly, because ModelOpt matches each rule with all modules' names.
     """
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints how many it inserted
         warnings.filterwarnings("ignore", "transformers .* is not tested")
@@ -143,23 +143,23 @@ def simulate(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> nn
 
 
 def without_ties(weight: Tensor, rounded: Tensor, quantizer) -> Tensor:
-    """``weight`` with the values in ``rounded`` where ModelOpt's ``quantizer`` takes another code.
+    """Return ``weight`` with values from ``rounded`` wherever ModelOpt's ``quantizer`` rounds to another value.
 
-    ModelOpt multiplies by the reciprocal of a scale, so a weight half-way between two codes may get the other one: an
-    eighth off in FP8, as much as by a wrong scale in a channel with few large weights.
+    ModelOpt multiplies by the reciprocal of a scale, so a weight half-way between two quantized values may be rounded
+    the other way: an error of an eighth in FP8, as large as one by a wrong scale in a channel with few large weights.
     """
     other = (quantizer(weight) - rounded).abs() > rounded.abs() / 64  # less than a step, and more than fp32's rounding
     return torch.where(other, rounded, weight)
 
 
 def like(number: Tensor, weight: Tensor) -> Tensor:
-    """``number`` in the dtype of ``weight`` and on its device, unless that is the meta device."""
+    """Convert ``number`` to the dtype of ``weight``, and move it to the same device except to the meta device."""
     return number.to(weight.dtype) if weight.is_meta else number.to(weight)
 
 
 @contextmanager
 def unrounded(quantizer) -> Iterator[None]:
-    """A context in which ``quantizer`` smooths but does not round."""
+    """Disable rounding of ``quantizer`` in the ``with`` block; smoothing (``pre_quant_scale``) stays on."""
     enabled = quantizer.is_enabled
     quantizer.disable()
     try:
@@ -170,8 +170,8 @@ def unrounded(quantizer) -> Iterator[None]:
 
 
 def between_roundings(layer: nn.Module, x: Tensor) -> Tensor:
-    """``x``, an input of a simulated layer, moved half-way to its dequantized value: no error of fp16 changes a
-    code."""
+    """Move ``x``, an input of a simulated layer, half-way to its dequantized value, so that small errors, as of fp16,
+    do not change how it is rounded."""
     quantizer = layer.input_quantizer
     if not quantizer.is_enabled:
         return x
@@ -183,7 +183,7 @@ def between_roundings(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
-    """Whether ModelOpt's checkpoint can store the assignment; it cannot store our hooks, processors and backend."""
+    """Return whether ModelOpt's checkpoint can store the assignment: it needs no hook, processor or backend of ours."""
     return all(
         all(quantizer.modelopts for quantizer in quantizers(layer).values())
         and layer.low_rank is None
@@ -193,7 +193,7 @@ def restorable(assignment: Mapping[str, LayerAssignment]) -> bool:
 
 
 def save_quantized(module: nn.Module, path: Path) -> None:
-    """Write ``module`` as ModelOpt's own checkpoint, atomically."""
+    """Write ``module`` as a ModelOpt checkpoint (``mto.save``), atomically."""
     import modelopt.torch.opt as mto
 
     # an open file, because torch writes the name of a path that it is given into the checkpoint

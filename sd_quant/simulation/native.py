@@ -1,9 +1,9 @@
-"""Quantized layers that torch computes from codes, without an exported file.
+"""Quantized layers in torch that store INT8, FP8 or 4-bit weights and multiply INT8 or FP8, without an export.
 
-A layer holds codes, scales and a function that multiplies codes: torch's own (``torch._int_mm``, ``torch._scaled_mm``)
-or a Triton kernel (``kernels``), see ``PRODUCTS``. A convolution is a matrix product of unfolded codes, or, where that
-is slower, a convolution of dequantized numbers in the model's own precision, which gains nothing. The road not taken is
-torchao, whose quantizers choose their own scales.
+A layer holds codes (quantized values), scales and a function that multiplies codes: torch's (``torch._int_mm``,
+``torch._scaled_mm``) or a Triton kernel (``kernels``), see ``PRODUCTS``. A convolution is a matrix product of unfolded
+codes or a Triton kernel, or, where these are slower, a convolution of dequantized numbers in the model's precision,
+with no gain in speed. Alternative not taken: torchao, whose quantizers choose their own scales.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,19 +24,19 @@ from sd_quant.quantization.formats.blocks import per_number
 from sd_quant.quantization.rotation import rotated, rotation_matrix
 from sd_quant.simulation.rewrite import rewrite
 
-INT8_MIN_ROWS = 17  # of CUDA's INT8 product
-HOPPER = 9  # the major number of its compute capability
+INT8_MIN_ROWS = 17  # the fewest rows that torch._int_mm multiplies on CUDA
+HOPPER = 9  # major number of Hopper's compute capability
 
 
 def own_factors(layer: LayerAssignment, weight: Tensor) -> Tensor | None:
-    """``pre_quant_scale`` in fp16, as in the graph, if the layer itself multiplies its input."""
+    """Return ``pre_quant_scale`` in fp16 as in the graph; None if there is none or an earlier layer absorbed it."""
     return layer.pre_quant_scale.half().to(weight) if layer.multiplies else None
 
 
 class NativeLayer(nn.Module):
-    """Codes and scales of a ``weight``, and the ``product`` that multiplies the codes with those of the input.
+    """A layer with quantized weight and input: weight codes, scales, and the ``product`` function of both codes.
 
-    Here and below, a constructor's ``weight``, fp32 [N, C, ...], is smoothed and not yet rounded.
+    In all constructors here, ``weight``, fp32 [N, C, ...], is smoothed and not yet rounded.
     """
 
     codes: Tensor  # [N, K]; K of a convolution runs over height, width and channels
@@ -63,20 +63,20 @@ class NativeLayer(nn.Module):
         self.register_buffer("matrix", rotation_matrix(layer.rotation).to(weight) if layer.rotation else None)
 
     def smoothed(self, x: Tensor) -> Tensor:
-        """An input [..., C] smoothed and rotated, in fp32: bf16 has too few bits for numbers to be quantized."""
+        """Smooth and rotate an input [..., C] in fp32, because bf16 has too few bits; a plain input is unchanged."""
         smoothed = x if self.pre_quant_scale is None else x.float() * self.pre_quant_scale
         if self.matrix is None:
             return smoothed
         return (smoothed.float().unflatten(-1, (-1, len(self.matrix))) @ self.matrix).flatten(-2)
 
     def quantized(self, smoothed: Tensor) -> Tensor:
-        """The codes of a smoothed input [..., C]."""
+        """Quantize a smoothed input [..., C], after subtracting the layer's shift."""
         shifted = smoothed.float() - self.shift if self.shift else smoothed
         return FORMATS[self.format].quantize(shifted, self.input_scale)
 
 
 class NativeLinear(NativeLayer):
-    """A linear; its ``product`` takes codes [M, C] and returns [M, N]."""
+    """A linear with a static input scale; its ``product`` takes quantized inputs [M, C] and returns [M, N]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiplied(self.smoothed(x), x.dtype)
@@ -86,7 +86,7 @@ class NativeLinear(NativeLayer):
 
 
 class PerTokenLinear(nn.Module):
-    """A linear that divides each input token by its largest magnitude, and multiplies the product by that."""
+    """A linear with dynamic scales: divides each input token by its largest magnitude, then multiplies the output."""
 
     def __init__(self, weight: Tensor, bias, layer: LayerAssignment, product: "Product"):
         super().__init__()
@@ -100,7 +100,7 @@ class PerTokenLinear(nn.Module):
 
 
 class BlockLinear(nn.Module):
-    """A linear of codes in blocks, whose ``product`` takes codes [M, C] and their scales and returns [M, N]."""
+    """A linear in a format with blocks; its ``product`` takes input codes [M, C] and scales and returns [M, N]."""
 
     codes: Tensor  # [N, C]
     weight_scale: Tensor  # fp32 [ceil(N / scale_rows), C / block]
@@ -124,7 +124,7 @@ class BlockLinear(nn.Module):
 
 
 class NativeConv(NativeLayer):
-    """A convolution; its ``product`` takes codes [B, H, W, C] and returns [B, H', W', N]."""
+    """A quantized convolution; its ``product`` takes quantized inputs [B, H, W, C] and returns [B, H', W', N]."""
 
     def __init__(self, conv: nn.Conv2d, weight: Tensor, layer: LayerAssignment, product: "Product"):
         super().__init__(weight, conv.bias, layer, product)
@@ -140,7 +140,7 @@ class NativeConv(NativeLayer):
 
 
 class RoundedConv(nn.Module):
-    """A convolution of fake-quantized numbers in the model's own precision."""
+    """A convolution that fake-quantizes its input and weight and computes in the model's own precision."""
 
     input_scale: Tensor  # fp32, a scalar
 
@@ -159,7 +159,7 @@ class RoundedConv(nn.Module):
 
 
 class WeightOnly(nn.Module):
-    """A linear or convolution of high-precision inputs; its weight is stored as codes, dequantized in every call."""
+    """A linear or convolution with inputs in high precision and a quantized weight, dequantized in every call."""
 
     codes: Tensor  # one row, 4-bit codes two to a byte
     pre_quant_scale: Tensor | None  # see ``own_factors``
@@ -178,7 +178,7 @@ class WeightOnly(nn.Module):
         self.geometry = (module.stride, module.padding, module.dilation, module.groups) if is_conv else None
 
     def dequantized(self) -> Tensor:
-        """The weight from its codes, fp32."""
+        """Dequantize the stored weight, fp32, in its original shape."""
         fmt = FORMATS[self.format]
         scales = (getattr(self, f"{kind.lower()}_scale").float() for kind in fmt.onnx_scale_types)
         codes = fmt.unpack(self.codes.flatten())[: self.rows.numel()]
@@ -197,7 +197,7 @@ BlockProduct = Callable[[Tensor, Tensor, BlockLinear, torch.dtype], Tensor]  # t
 
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of INT8 codes by torch: exact sums, in fp64 where torch's saturate; scale and bias in fp32."""
+    """Multiply INT8 codes with torch: exact sums, in fp64 on CPUs where torch's saturate; scale and bias in fp32."""
     if layer.saturates and codes.device.type == "cpu":
         product = (codes.double() @ layer.codes.T.double()).float()
     else:
@@ -208,16 +208,16 @@ def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
 
 @cache
 def int_mm_saturates() -> bool:
-    """Whether torch's INT8 product of the largest codes is wrong: without VNNI, oneDNN adds two products in 16 bits."""
+    """Test whether torch's INT8 product overflows on this CPU: without VNNI, oneDNN adds two products in 16 bits."""
     largest = torch.full((INT8_MIN_ROWS, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(largest, largest.T) != 64 * 127**2).any())
 
 
 def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of FP8 codes by torch, summed in fp32 or by the GPU's fast accumulation, then rounded to ``dtype``.
+    """Multiply FP8 codes with torch, summed in fp32 or by the GPU's fast accumulation, then rounded to ``dtype``.
 
-    torch supports scales per row on few GPUs and in bfloat16 only, so it multiplies with the largest, and the ratios
-    are applied afterwards.
+    torch supports a scale per output channel on few GPUs and in bfloat16 only, so it multiplies with the largest scale,
+    and the output is then multiplied by each channel's ratio to that scale.
     """
     per_row = layer.weight_scale.numel() > 1
     fused_bias = layer.bias if dtype != torch.float32 and not per_row else None  # CUDA adds none to fp32
@@ -229,15 +229,15 @@ def scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
 
 
 def dequantized_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of dequantized codes in fp32, at no gain in speed.
+    """Multiply codes as fp32 numbers, with no gain in speed.
 
-    torch's own FP8 product on a processor is the same, but with AMX a thousand times as slow (oneDNN's reference).
+    torch's own FP8 product on a CPU gives the same result, but with AMX a thousand times as slow (oneDNN's reference).
     """
     return add_bias((codes.float() @ layer.codes.float().T) * layer.scale, layer).to(dtype)
 
 
 def dequantized_block_mm(codes: Tensor, scale: Tensor, layer: BlockLinear, dtype: torch.dtype) -> Tensor:
-    """``dequantized_mm`` of codes in blocks."""
+    """Multiply codes in blocks (input scales: ``scale``) as dequantized fp32 numbers, with no gain in speed."""
     inputs = codes.float() * per_number(scale, codes.shape[-1])
     of_rows = layer.weight_scale.repeat_interleave(layer.scale_rows, 0)[: len(layer.codes)]
     weight = layer.codes.float() * per_number(of_rows, codes.shape[-1])
@@ -245,18 +245,18 @@ def dequantized_block_mm(codes: Tensor, scale: Tensor, layer: BlockLinear, dtype
 
 
 def kernel_block_mm(codes: Tensor, scale: Tensor, layer: BlockLinear, dtype: torch.dtype) -> Tensor:
-    """The product of codes in blocks by the Triton kernel."""
+    """Multiply FP8 codes in blocks (input scales: ``scale``) with the Triton kernel."""
     given = codes, layer.codes, scale, layer.weight_scale, layer.bias, layer.scale_rows, dtype
     return torch.ops.sd_quant.block_product(*given)
 
 
 def add_bias(output: Tensor, layer: Any) -> Tensor:
-    """``output`` plus the layer's bias, if it has one."""
+    """Add the layer's bias, if it has one, to ``output``."""
     return output if layer.bias is None else output + layer.bias
 
 
 def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
-    """A convolution of INT8 codes as ``int_mm`` of one row per window, ordered like the weight (KH, KW, C)."""
+    """Convolve INT8 codes by unfolding: ``int_mm`` with one row per window, ordered like the weight (KH, KW, C)."""
     windows = F.pad(codes, (0, 0, *4 * [conv.padding]), value=conv.zero_point)
     for axis, size in enumerate(conv.kernel_size, start=1):
         span = conv.dilation * (size - 1) + 1
@@ -266,19 +266,19 @@ def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tens
 
 
 def kernel_linear(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """The product of codes by the Triton kernel, as a 1 x 1 convolution."""
+    """Multiply INT8 or FP8 codes [M, C] with the Triton kernel, as a 1 x 1 convolution: [M, N]."""
     rows, weight = codes[:, None, None], layer.codes[:, None, None]
     return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, (1, 0, 1), 0, dtype)[:, 0, 0]
 
 
 def kernel_convolution(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
-    """A convolution of codes by the Triton kernel."""
+    """Convolve INT8 or FP8 codes [B, H, W, C] with the Triton kernel."""
     weight, geometry = conv.codes.unflatten(1, (*conv.kernel_size, -1)), (conv.stride, conv.padding, conv.dilation)
     return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, geometry, conv.zero_point, dtype)
 
 
 def aligned(product: Product, alignment: int) -> Product:
-    """``product`` for layers whose sizes are multiples of ``alignment``, as CUDA requires, else the Triton kernel."""
+    """Wrap ``product``: layers with sizes that are no multiples of ``alignment``, which CUDA requires, use Triton."""
 
     def multiplied(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
         unaligned = any(size % alignment for size in layer.codes.shape)
@@ -315,13 +315,13 @@ PRODUCTS["hopper"] = PRODUCTS["cuda"] | {"INT8": Products(aligned_int_mm, None)}
 
 
 def products_on(device: torch.device) -> Mapping[str, Products]:
-    """The ``PRODUCTS`` of a device that is there."""
+    """Return the entry of ``PRODUCTS`` for a device of this machine."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
     return PRODUCTS["hopper" if hopper else device.type]
 
 
 def layer_of(module: nn.Module, layer: LayerAssignment, products: Mapping[str, Products]) -> nn.Module:
-    """The layer of codes that replaces ``module``, whose weight is smoothed and not yet rounded."""
+    """Build the native quantized layer that replaces ``module``, whose weight is smoothed and not yet rounded."""
     weight, fmt = module.get_parameter("weight").detach().float(), FORMATS[layer.format]
     if layer.activation_format is None:
         return WeightOnly(module, weight, layer)
@@ -343,10 +343,10 @@ def with_native_layers(
     device: torch.device = CPU,
     products: Mapping[str, Products] | None = None,
 ) -> nn.Module:
-    """Smooth ``unet`` and replace its quantized layers by layers of codes, in place, and return it.
+    """Smooth ``unet``, replace its quantized layers by the native layers of this module, in place, and return it.
 
-    ``products`` replaces those of ``device``. ModelOpt's modules of ``simulate``, even idle ones, keep a compiler from
-    fusing.
+    ``products`` are by default those of ``device``. ``unet`` should not come from ``modelopt.simulate``: ModelOpt's
+    modules, even if disabled, keep a compiler from fusing.
     """
     if device.type == "cuda":
         import sd_quant.simulation.kernels  # noqa: F401  # registers its operators
@@ -359,8 +359,8 @@ def with_native_layers(
 
 
 def share_weights(network: nn.Module, other: nn.Module) -> None:
-    """Replace tensors of a ``network`` by those of the ``other`` with the same bytes, so that memory holds them
-    once."""
+    """Replace tensors of ``network`` by tensors of ``other`` with the same name and content, so that memory holds only
+    one copy."""
 
     def tensors(of: nn.Module) -> dict[str, Tensor]:
         named = chain(of.named_parameters(), of.named_buffers())
@@ -376,9 +376,9 @@ def share_weights(network: nn.Module, other: nn.Module) -> None:
 
 
 def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignment]) -> dict[str, str]:
-    """The type, a name of onnx.TensorProto, that each quantized layer of a ``network`` with native layers multiplies.
+    """Return the type (a name of onnx.TensorProto) in which each quantized layer of ``network`` multiplies, by name.
 
-    Attention's products multiply dequantized numbers, as in the simulation.
+    ``network`` has native layers. Attention's products are "FLOAT": they multiply dequantized numbers.
     """
     dequantized = {"FLOAT8E4M3FN", *(["INT8"] if int_mm_saturates() else [])} if best_device().type == "cpu" else set()
     types = {product: "FLOAT" for layer in assignment.values() for product in layer.attention_products}
@@ -391,7 +391,7 @@ def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignm
 
 
 def check_device(formats: Collection[str]) -> None:
-    """Raises ResourceError if this machine's GPU does not support torch's products of inputs in these ``formats``."""
+    """Check that this machine's GPU, if any, can multiply inputs in these ``formats``. Raises ResourceError if not."""
     if not formats or not torch.cuda.is_available():
         return
     capability = torch.cuda.get_device_capability()

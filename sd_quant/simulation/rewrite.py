@@ -1,6 +1,6 @@
-"""A network as its assignment rewrites it before weights are rounded: smoothed weights, quantized attention products.
+"""Apply the parts of layer assignments that come before rounding: smoothed weights, quantized attention products.
 
-Both ``modelopt`` (quantizers) and ``native`` (layers that multiply codes) build on it and round the weights.
+Both ``modelopt`` (fake quantization) and ``native`` (quantized layers) start from this network and round its weights.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from sd_quant.quantization.formats import FORMATS, Format
 
 @torch.no_grad()
 def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> None:
-    """Smooth weights and norms of ``module`` in place, without rounding, and quantize its attentions' products."""
+    """Rewrite weights, biases and norms of ``module`` in place, without rounding, and quantize attention's products."""
     for layer in assignment.values():
         target = module.get_submodule(layer.name)
         if layer.role != "attention":
@@ -29,7 +29,7 @@ def rewrite(module: nn.Module, assignment: Mapping[str, LayerAssignment]) -> Non
 
 
 class QuantizedAttention(nn.Module):
-    """An attention processor of diffusers with quantized inputs of its two matrix products."""
+    """A diffusers attention processor that fake-quantizes the inputs of attention's two matrix products."""
 
     def __init__(self, layer: LayerAssignment):
         super().__init__()
@@ -52,18 +52,18 @@ class QuantizedAttention(nn.Module):
         return attention.to_out[1](attention.to_out[0](self.mixed(*heads)))
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
-        """The output [B, tokens, heads * head_width] for inputs [B, heads, tokens, head_width].
+        """Compute attention's output [B, tokens, heads * head_width] from inputs [B, heads, tokens, head_width].
 
-        The products of integers take no ``mask``, because none of their attentions has one.
+        In an integer format no ``mask`` is supported: only attentions without a mask are quantized to integers.
         """
         root = query.shape[-1] ** -0.25
         return self.products(query * root, key * root, value, *mask).transpose(1, 2).flatten(2)
 
 
 class QuantizedJointAttention(QuantizedAttention):
-    """The computation of diffusers' JointAttnProcessor2_0: tokens of image, then of text, attend to each other.
+    """Quantized version of diffusers' JointAttnProcessor2_0: image tokens, then text tokens, attend to each other.
 
-    Without text it is a self-attention. The text's output has no projection in the last block.
+    Without text it is a self-attention. In the last block the text's output is not projected.
     """
 
     def forward(self, attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_, **__):
@@ -77,9 +77,9 @@ class QuantizedJointAttention(QuantizedAttention):
 
 
 class QuantizedFluxAttention(QuantizedAttention):
-    """The computation of diffusers' FluxAttnProcessor: tokens of text, then of image; queries and keys are rotated.
+    """Quantized version of diffusers' FluxAttnProcessor: text tokens, then image tokens, with RoPE on query and key.
 
-    Without text it is the attention of a single block, without an output projection.
+    Without text it is the attention of a single-stream block, without an output projection.
     """
 
     def forward(
@@ -113,9 +113,9 @@ PROCESSORS = {  # by the name of diffusers' own, which they replace; QuantizedAt
 
 
 def heads_of(attention, stream: Stream, tokens: Tensor, context: Tensor | None = None) -> list[Tensor]:
-    """Query, key and value [B, heads, tokens, head_width] of one stream, from diffusers' Attention.
+    """Compute query, key and value [B, heads, tokens, head_width] of one stream with diffusers' ``attention``.
 
-    Key and value are of ``context``, by default of ``tokens``.
+    Key and value are computed from ``context``, by default from ``tokens``.
     """
     found, context = [], tokens if context is None else context
     for linear, norm, read in (
@@ -130,15 +130,15 @@ def heads_of(attention, stream: Stream, tokens: Tensor, context: Tensor | None =
 
 
 def fake_quantized(fmt: Format, x: Tensor, number: float) -> Tensor:
-    """``x`` quantized and dequantized. The scale is a Python float, so that no call waits for a GPU to read it."""
+    """Fake-quantize ``x`` with the scale ``number``, a Python float, so that no call waits for a GPU to read it."""
     scale = torch.full((), number, device=x.device)
     return fmt.dequantize(fmt.quantize(x, scale), scale).to(x)
 
 
 class FloatProducts(nn.Module):
-    """QK^T and softmax times V in a floating-point format, for query, key and value [B, heads, tokens, head_width].
+    """QK^T and softmax times V, fake-quantized in FP8, for query, key and value [B, heads, tokens, head_width].
 
-    A ``mask`` [B, heads, 1 or tokens, keys] is added to the scores, which are not rounded.
+    ``mask`` [B, heads, 1 or tokens, keys] is added to the scores; the scores are not rounded.
     """
 
     def __init__(self, layer: LayerAssignment):
@@ -153,7 +153,7 @@ class FloatProducts(nn.Module):
 
 
 class IntegerProducts(nn.Module):
-    """The same two products in integers, see ``quantization.attention``."""
+    """QK^T and softmax times V, fake-quantized in integers as ``quantization.attention`` describes."""
 
     def __init__(self, layer: LayerAssignment):
         super().__init__()

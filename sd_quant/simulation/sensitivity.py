@@ -1,10 +1,10 @@
-"""The sensitivity of layers to quantization, for a choice of layers to keep in fp16.
+"""Sensitivity of layers to quantization, to choose which layers to keep in fp16.
 
-A layer's sensitivity is the relative error of the whole network's output when only that layer is quantized, on network
-inputs sampled during calibration, after guidance. Squared errors of single layers are assumed to add up, as small and
-independent ones do; then the best n layers to keep are the n most sensitive ones. A measured curve with several layers
-kept at once tests that. The road not taken is an integer program over pairs of layers, which requires the square of
-this many passes.
+A layer's sensitivity is the relative error of the whole network's output, after guidance, when only that layer is
+quantized, on network inputs sampled during calibration. Squared errors of single layers are assumed to add up, as small
+independent errors do; then the best n layers to keep are the n most sensitive ones. A curve, measured with several
+layers kept at once, tests this. Alternative not taken: an integer program over pairs of layers, which requires
+quadratically many passes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """The network's error by single layer, and with the most sensitive layers kept in high precision."""
+    """Errors of the network's output: by single quantized layer, and with the most sensitive layers kept in fp16."""
 
     network_error: dict[str, float]  # relative error of the network's output by the one layer quantized, largest first
     # For several numbers of kept layers: {"kept", "relative_error", "predicted"}, predicted as the sum of squared
@@ -30,9 +30,9 @@ class Sensitivity:
 
 
 def layers_to_keep(keep: int | float, quantized: int) -> int:
-    """The number of ``quantized`` layers to keep in high precision: ``keep``, or that fraction of them.
+    """Return how many of ``quantized`` layers to keep in high precision: ``keep``, or the fraction ``keep`` of these.
 
-    Raises ConfigError when none would be left to quantize.
+    Raises ConfigError when no layer would be left to quantize.
     """
     kept = keep if isinstance(keep, int) else round(keep * quantized)
     if kept and kept >= quantized:
@@ -44,15 +44,15 @@ def layers_to_keep(keep: int | float, quantized: int) -> int:
 
 
 def curve_points(kept: int, quantized: int) -> list[int]:
-    """The numbers of kept layers in the curve: 0, the powers of two, and ``kept``, in order."""
+    """Return the numbers of kept layers to measure, ascending: 0, powers of two below ``quantized``, and ``kept``."""
     powers = [2**power for power in range(quantized.bit_length()) if 2**power < quantized]
     return sorted({0, *powers, kept})
 
 
 def guided(output: Tensor, guidance_scale: float) -> Tensor:
-    """The output after guidance, of [2, ...], unconditional and conditional, for one prompt; [1, ...] is unchanged.
+    """Apply guidance to one prompt's output [2, ...], unconditional and conditional; other outputs are unchanged.
 
-    It is ``u + guidance_scale * (c - u)`` (Ho and Salimans 2022, with ``guidance_scale`` as diffusers has it).
+    Returns ``u + guidance_scale * (c - u)`` (Ho and Salimans 2022, with diffusers' meaning of ``guidance_scale``).
     """
     if len(output) != 2:
         return output
@@ -61,9 +61,9 @@ def guided(output: Tensor, guidance_scale: float) -> Tensor:
 
 
 class Switched:
-    """The ModelOpt model ``simulated`` with ``layers`` that are quantized one by one or together in a measurement.
+    """A fake-quantized ModelOpt model ``simulated``, in which the quantizers of ``layers`` can be switched on and off.
 
-    ``run`` returns the output of the network that contains the model, for the sampled inputs.
+    ``run()`` returns the output of the network that contains the model, for the sampled inputs.
     """
 
     def __init__(self, simulated: nn.Module, run: Callable[[], Tensor], layers: Sequence[str]):
@@ -76,7 +76,7 @@ class Switched:
 
     @torch.no_grad()
     def output(self, quantized: Collection[str]) -> Tensor:
-        """The network's output with no other layers quantized."""
+        """Return the network's output when, of ``layers``, only those in ``quantized`` are quantized."""
         for name, quantizers in self.quantizers.items():
             for quantizer in quantizers:
                 quantizer.enable() if name in quantized else quantizer.disable()
@@ -91,7 +91,7 @@ class Switched:
         return self.output(())
 
     def error(self, quantized: Collection[str]) -> float:
-        """The relative error of the network's output with no other layers quantized."""
+        """Return the relative error of the network's output when only the layers in ``quantized`` are quantized."""
         return relative_error(self.expected, self.output(quantized))
 
 
@@ -100,17 +100,17 @@ Measure = Callable[[Mapping[str, Collection[str]], Callable[[Collection[str]], f
 
 
 def one_by_one(choices: Mapping[str, Collection[str]], error: Callable[[Collection[str]], float]) -> dict[str, float]:
-    """Measure all errors here."""
+    """Measure the error of each choice of quantized layers, one after another in this process, by name."""
     return {name: error(quantized) for name, quantized in choices.items()}
 
 
 def sensitivity_of(
     error: Callable[[Collection[str]], float], layers: Sequence[str], kept: int, measure: Measure = one_by_one
 ) -> Sensitivity:
-    """Sensitivity of ``layers`` by the network's ``error`` with some of them quantized; ``kept`` is one curve point.
+    """Measure the sensitivity of ``layers``: each layer quantized alone, then the curve of several layers kept.
 
-    ``measure`` gets ``len(layers)`` choices of single layers first, and then the ``len(curve_points(...))`` of the
-    curve.
+    ``error`` returns the network's error with the given layers quantized. ``measure`` is called twice, with the single
+    layers and with the curve's points. ``kept`` is one of the points.
     """
     errors = measure({name: [name] for name in layers}, error)
     ranked = dict(sorted(errors.items(), key=lambda item: -item[1]))
@@ -130,7 +130,7 @@ def sensitivity_of(
 def sensitivity_rows(
     sensitivity: Sensitivity, assignment: Mapping[str, LayerAssignment], kept: int
 ) -> list[dict[str, object]]:
-    """The rows of ``sensitivity.csv``, most sensitive first; ``assignment`` is the one with no layer kept."""
+    """Return the rows of ``sensitivity.csv``, most sensitive first; ``assignment`` is that before layers are kept."""
     return [
         {
             "rank": rank,

@@ -1,8 +1,8 @@
-"""Number formats: how real numbers are stored in few bits.
+"""Number formats: how real numbers are stored in few bits, as integer or floating-point codes and scales.
 
-A format is one row of ``FORMATS``, which imports no torch, so that an impossible recipe is refused at once, and a
-module of pure functions or an object in one. Other rooms read these facts and name no format. docs/extending.md says
-how to add one.
+A format is an entry of the table ``FORMATS``, which needs no torch, so that an invalid recipe is rejected at once, plus
+its arithmetic: a module of pure functions, or an object with these methods. Code elsewhere reads the table's fields and
+does not test for format names. docs/extending.md explains how to add a format.
 
 | format       | codes                | scales                                              | published in             |
 |--------------|----------------------|-----------------------------------------------------|--------------------------|
@@ -19,8 +19,8 @@ how to add one.
 | q4_1..       | 4 to 8 bits          | see ``ggml``                                        | ggml's ggml-quants.c     |
 
 A range, or amax, is the largest magnitude of a tensor or of a part of it. A format without blocks has static scales,
-from the weight itself or from calibration. A format with blocks measures the range of every block of numbers along the
-last axis, for an activation while the network runs.
+from the weight itself or from calibration, one per tensor or output channel ("one per range" above). A format with
+blocks measures the range of every block of numbers along the last axis, for an activation while the network runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """Facts of a number format, and its arithmetic: fp32, from ``x`` of any floating-point dtype."""
+    """A number format: its properties, and its arithmetic in fp32 for ``x`` of any floating-point dtype."""
 
     name: str
     bits: int  # of one code, without its scales
@@ -46,40 +46,40 @@ class Format:
     onnx_type: str  # of the codes, a name of onnx.TensorProto; "": graphs hold the decoded weight in fp16
     onnx_scale_types: tuple[str, ...]  # of the scale per range or block, and of the global scale if there is one
     opset: int  # the first whose DequantizeLinear takes these types
-    min_compute_capability: int  # GPUs that TensorRT can build a plan for, 89 for 8.9, even with weights alone
-    layer_tolerance: float  # of the output of a layer with weights in it, in an engine; see ``inference.parity``
-    module: str = ""  # with the functions, or an object in one; by default the one of the format's name in this folder
+    min_compute_capability: int  # of GPUs for which TensorRT can build a plan, even for weights only; 89 for 8.9
+    layer_tolerance: float  # for the output error of an engine's layer in this format, see ``inference.parity``
+    module: str = ""  # "module" or "module:object" with the functions; by default the module here of the format's name
     attention: bool = False  # whether attention's matrix products can be computed in it
     modelopt_num_bits: int | tuple[int, int] | None = None  # for ModelOpt's quantizers; None: they call this arithmetic
     torch_compute_capability: tuple[int, int] | None = None  # GPUs on which torch multiplies codes; None: on none
-    block_bytes: int | None = None  # of a block with its scales; None: what the types above take
-    block_rows: int = 1  # of a weight whose blocks share a scale; inputs have one for each row
-    row_scale: bool = False  # whether blocks' scales are relative to one of the whole row, which must be there
+    block_bytes: int | None = None  # bytes of a block with its scales; None: as computed from the types above
+    block_rows: int = 1  # consecutive rows of a weight whose blocks share a scale; inputs have a scale for each row
+    row_scale: bool = False  # whether blocks' scales are relative to a scale of the whole row
     narrow: str | None = None  # the format in place of this one for a weight that its blocks do not divide
 
     @property
     def static_scale(self) -> bool:
-        """Whether scales are computed from ranges that are known before the network runs."""
+        """Whether scales are computed before the network runs, from weights or calibration; false with blocks."""
         return self.block is None
 
     @property
     def equal_levels(self) -> bool:
-        """Whether codes are integers times one scale."""
+        """Whether values are integers times a static scale, so that neighbouring levels are equally far apart."""
         return self.static_scale and self.onnx_type.startswith("INT")
 
     @property
     def searched(self) -> bool:
-        """Whether codes and scales of weights can be searched. With 255 equal levels that gains nothing."""
+        """Whether codes and scales of weights can be searched (GPTQ, best scales); not in int8, which gains nothing."""
         return self.block is not None or self.bits < 8 or not self.equal_levels
 
     @property
     def needs_amax(self) -> bool:
-        """Whether an input requires a range from calibration: for a static scale, or for a global one."""
+        """Whether an input requires a range from calibration: for a static scale, or for a global scale."""
         return self.static_scale or len(self.onnx_scale_types) > 1
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        """torch's dtypes for ``onnx_scale_types``."""
+        """The torch dtypes of ``onnx_scale_types``."""
         import torch
 
         dtypes = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "FLOAT8E4M3FN": torch.float8_e4m3fn}
@@ -87,43 +87,43 @@ class Format:
 
     @cached_property
     def arithmetic(self) -> Any:
-        """The module, or the object, with the functions."""
+        """The module or object with this format's functions, imported on first use."""
         return resolve_name(self.module or f"{__name__}.{self.name}")
 
     @property
     def largest_code(self) -> float:
-        """The code of ``amax``. Only formats with static scales have one."""
+        """The code to which ``amax`` is quantized, such as 127. Only formats with static scales have it."""
         return self.arithmetic.QMAX
 
     def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """The scales of ``x`` in fp32, exactly representable in ``onnx_scale_types``. ``amax`` broadcasts over ``x``.
+        """Compute the scales of ``x``, fp32 with values of ``onnx_scale_types``. ``amax`` broadcasts over ``x``.
 
         Raises OverflowError when a scale cannot be stored, SdQuantError when blocks do not divide ``x``.
         """
         return self.arithmetic.scales(x, amax)
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, ...], ...]:
-        """Candidates for a search, ``scales(x, amax)`` first. Only formats that are ``searched`` have them."""
+        """Return candidate scales for a search, ``scales(x, amax)`` first. Only for formats that are ``searched``."""
         return self.arithmetic.tried_scales(x, amax)
 
     def quantize(self, x: Tensor, *scales: Tensor) -> Tensor:
-        """The codes of ``x``, in its shape: integers as int8, E4M3 as float8_e4m3fn, E2M1 as bit patterns in uint8."""
+        """Quantize ``x`` to codes of its shape: integers in int8, E4M3 in float8_e4m3fn, E2M1 bit patterns in uint8."""
         return self.arithmetic.quantize(x, *scales)
 
     def dequantize(self, codes: Tensor, *scales: Tensor) -> Tensor:
-        """The numbers that the codes stand for, fp32."""
+        """Return the numbers that the codes represent, fp32."""
         return self.arithmetic.dequantize(codes, *scales)
 
     def onnx_scale(self, apply: Callable[..., Any], amax: Any, global_scale: float) -> Any:
-        """The scale of each block, computed in the graph from the ONNX value ``amax``. Only for formats with blocks.
+        """Add ONNX nodes that compute the scale of each block from the value ``amax``. Only for formats with blocks.
 
-        ``apply(op_type, *inputs, **attributes)`` inserts a node and returns its output. An input may be a number, and
-        a type a name of onnx.TensorProto.
+        ``apply(op_type, *inputs, **attributes)`` inserts a node and returns its output. Inputs may be Python numbers;
+        types in attributes are names of onnx.TensorProto.
         """
         return self.arithmetic.onnx_scale(apply, amax, global_scale)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """The codes as ONNX stores them: 4-bit codes two to a byte, the first in the low half."""
+        """Pack codes as ONNX stores them: 4-bit codes two to a byte, the first in the low half."""
         import torch
 
         from sd_quant.quantization.formats.blocks import pack_nibbles
@@ -133,7 +133,7 @@ class Format:
         return codes.view(torch.uint8) if codes.is_floating_point() else codes
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The codes of ``pack`` as one row; with one more at the end if there was an odd number of 4-bit codes."""
+        """Undo ``pack``; 4-bit codes become one flat row, with an extra code at the end if their number was odd."""
         import torch
 
         from sd_quant.quantization.formats.blocks import unpack_nibbles
@@ -175,23 +175,23 @@ FORMATS: dict[str, Format] = {row.name: row for row in (
 
 
 def dividing(name: str, numbers: int) -> str:
-    """The format ``name``, or its stand-in where its blocks do not divide a weight's ``numbers`` for one output."""
+    """Return ``name``, or the format's ``narrow`` substitute if its blocks do not divide a weight row's ``numbers``."""
     fmt = FORMATS[name]
     return name if fmt.narrow is None or fmt.block is None or numbers % fmt.block == 0 else fmt.narrow
 
 
 def divides(name: str, numbers: int) -> bool:
-    """Whether blocks of the format, or of its stand-in, divide the ``numbers`` of a weight for one output."""
+    """Return whether blocks of the format, or of its ``narrow`` substitute, divide a weight row's ``numbers``."""
     block = FORMATS[dividing(name, numbers)].block
     return block is None or numbers % block == 0
 
 
 def min_compute_capability(names: Iterable[str]) -> int:
-    """The smallest compute capability of a GPU that supports all the formats ``names``; 0 for none."""
+    """Return the smallest GPU compute capability (89 for 8.9) that supports all formats ``names``; 0 for no names."""
     return max((FORMATS[name].min_compute_capability for name in names), default=0)
 
 
 def fake_quantize(fmt: Format, x: Tensor, amax: Tensor) -> Tensor:
-    """``x`` quantized and dequantized, fp32."""
+    """Quantize and dequantize ``x``, fp32, with the scales for ``amax``."""
     scales = fmt.scales(x, amax)
     return fmt.dequantize(fmt.quantize(x, *scales), *scales)

@@ -1,4 +1,4 @@
-"""Common parts of formats: blocks along the last axis, two codes to a byte, and scales in tiles."""
+"""Helpers that several formats share: blocks along the last axis, 4-bit packing, and cuBLAS's tiles of scales."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 4  # of block scales, as cuBLAS requires them
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
-    """``x`` [..., n] in blocks, fp32 [..., n / size, size]. Raises SdQuantError when ``size`` does not divide n."""
+    """Split ``x`` [..., n] into blocks, fp32 [..., n / size, size]. Raises SdQuantError unless ``size`` divides n."""
     if x.shape[-1] % size:
         raise SdQuantError(
             f"{x.shape[-1]} numbers do not divide into blocks of {size}; keep the layer in high precision, "
@@ -25,12 +25,12 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
 
 def per_number(scale: Tensor, numbers: int) -> Tensor:
-    """The scale of each of ``numbers`` along the last axis, from one per block: [..., blocks] -> [..., numbers]."""
+    """Repeat the scale of each block for all of its numbers: [..., blocks] -> [..., numbers]."""
     return scale.repeat_interleave(numbers // scale.shape[-1], dim=-1)
 
 
 def per_channel(scale: Tensor, weight: Tensor) -> Tensor:
-    """``scale`` [out] shaped to broadcast over ``weight`` [out, ...]."""
+    """Reshape ``scale`` [out] to broadcast over ``weight`` [out, ...]."""
     return scale.view(-1, *[1] * (weight.ndim - 1))
 
 
@@ -38,17 +38,17 @@ def per_channel(scale: Tensor, weight: Tensor) -> Tensor:
 class PerBlock(ABC):
     """A format with one scale for each block of ``size`` numbers along the last axis, [..., n / size]."""
 
-    numbers: Any  # their ``quantize`` and ``dequantize`` by a scale for each
+    numbers: Any  # the format of the numbers: its ``quantize`` and ``dequantize`` take one scale per number
     size: int
-    rows: int = 1  # whose blocks share a scale
-    clips: tuple[float, ...] = (1.0,)  # of a block's largest magnitude, tried for a weight
+    rows: int = 1  # consecutive rows of a weight whose blocks share a scale
+    clips: tuple[float, ...] = (1.0,)  # fractions of a block's largest magnitude that a search tries as its range
 
     @abstractmethod
     def of_peak(self, peak: Tensor) -> Tensor:
-        """The scale of blocks with this largest magnitude. Raises OverflowError where it has none."""
+        """Compute the scale of each block from its largest magnitude. Raises OverflowError if it cannot be stored."""
 
     def peaks(self, x: Tensor) -> Tensor:
-        """The largest magnitude of the numbers that share each block's scale, [..., n / size]."""
+        """Return the largest magnitude among the numbers that share each block's scale, [..., n / size]."""
         peak = blocks(x, self.size).abs().amax(-1)
         if self.rows > 1:
             peak = torch.cat([group.amax(0, keepdim=True).expand_as(group) for group in peak.split(self.rows)])
@@ -69,19 +69,19 @@ class PerBlock(ABC):
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """n codes in C order as uint8 [ceil(n / 2)], the first in the low half of its byte, as in ONNX's ``raw_data``."""
+    """Pack n 4-bit codes, in C order, into uint8 [ceil(n / 2)], the first in the low half, as ONNX's ``raw_data``."""
     nibbles = codes.contiguous().view(torch.uint8).flatten() & 0xF
     pairs = F.pad(nibbles, (0, len(nibbles) % 2)).view(-1, 2)
     return pairs[:, 0] | pairs[:, 1] << 4
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The nibbles 0..15 of ``pack_nibbles``, uint8, two of each byte."""
+    """Unpack each byte into two codes 0..15, the low half first: uint8, flat."""
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten()
 
 
 def in_tiles(scales: Tensor) -> Tensor:
-    """Block scales [N, blocks] of eight bits in cuBLAS's layout, padded with zeros to whole tiles.
+    """Reorder 8-bit block scales [N, blocks] into cuBLAS's tiled layout, padded with zeros to whole tiles.
 
     A tile has 128 rows and 4 columns. In memory, row r of a tile is followed by row r + 32.
     Source: cuBLAS's documentation, layout of 1D block scaling factors.
@@ -93,7 +93,7 @@ def in_tiles(scales: Tensor) -> Tensor:
 
 
 def from_tiles(tiled: Tensor, rows: int, columns: int) -> Tensor:
-    """The block scales [rows, columns] from ``in_tiles``' layout, in any shape, without the padding."""
+    """Undo ``in_tiles``: return the block scales [rows, columns] from a tiled tensor of any shape, without padding."""
     high, wide = up_to(rows, TILE_ROWS), up_to(columns, TILE_COLUMNS)
     tiles = tiled.view(torch.uint8).reshape(high // TILE_ROWS, wide // TILE_COLUMNS, 32, 4, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(high, wide)[:rows, :columns].contiguous().view(tiled.dtype)

@@ -16,16 +16,16 @@ BOUNDARIES = torch.where(torch.arange(7) % 2 == 0, HALFWAY, HALFWAY.nextafter(to
 
 
 def encode(x: Tensor) -> Tensor:
-    """The codes of the nearest numbers, uint8 0..15."""
+    """Round ``x`` to the nearest E2M1 numbers and return their codes, uint8 0..15."""
     magnitude = torch.bucketize(x.abs().float(), BOUNDARIES.to(x.device), out_int32=True).to(torch.uint8)
     return magnitude | torch.signbit(x).to(torch.uint8) << 3
 
 
 def decode(codes: Tensor) -> Tensor:
-    """The numbers of the codes, fp32.
+    """Return the numbers that the codes represent, fp32.
 
-    The magnitude's three bits are fp16's lowest exponent bits and its highest mantissa bit, times 2^14. A table would
-    be copied to the GPU in every call, which a CUDA graph cannot record.
+    The magnitude's three bits become fp16's two lowest exponent bits and highest mantissa bit; times 2^14 that is the
+    number. A lookup table would be copied to the GPU in every call, which a CUDA graph cannot record.
     """
     bits = codes.to(torch.int16)
     return ((bits & 8) << 12 | (bits & 7) << 9).view(torch.float16).float() * 2.0**14

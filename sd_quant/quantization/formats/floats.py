@@ -1,19 +1,19 @@
-"""Floating-point numbers of eight and four bits (``e2m1``), with one scale per range or one per block.
+"""Floating-point formats: FP8 E4M3 with one scale per tensor, channel or block, and the MX formats' blocks.
 
 E4M3 (Micikevicius et al. 2022, OCP FP8 1.0) has four exponent and three mantissa bits, and no infinity. Down to
 ``amax`` * 2^-15 numbers have a relative precision of 2^-4, so outliers cost little and inputs need no smoothing; below
 that the steps are equal, like an integer's. Magnitudes beyond 448 become 448, as in TensorRT and in ONNX with
-``saturate``; they are clamped here, because torch does not do so in every version and on every device. Not taken: E5M2,
-which inference has no use for.
+``saturate``; they are clamped here, because torch does not do so in every version and on every device. Alternative not
+taken: E5M2, which inference has no use for.
 
 | format                | scale                                                                                  |
 |-----------------------|----------------------------------------------------------------------------------------|
-| fp8                   | ``amax / 448``, as ModelOpt's                                                          |
-| fp8_128, fp8_128x128  | ``max |block| / 448`` in fp16: DeepSeek-V3's blocks (arXiv 2412.19437, 3.3), whose     |
-|                       | last ones in a weight may have fewer rows                                              |
-| mxfp8                 | ``2^ceil(log2(max |block| / 448))``, as of ModelOpt and ComfyUI: it clips nothing      |
-| mxfp4                 | ``2^(floor(log2(max |block|)) - 2)``, the specification's (5.2, 6.3): it clips up to a |
-|                       | quarter of a block's largest number, which costs less than a bit of all others         |
+| fp8                   | ``amax / 448``, as in ModelOpt                                                         |
+| fp8_128, fp8_128x128  | ``max |block| / 448`` in fp16: DeepSeek-V3's blocks (arXiv 2412.19437, 3.3); the last  |
+|                       | blocks of a weight may have fewer rows                                                 |
+| mxfp8                 | ``2^ceil(log2(max |block| / 448))``, as in ModelOpt and ComfyUI: it clips nothing      |
+| mxfp4                 | ``2^(floor(log2(max |block|)) - 2)``, as specified (5.2, 6.3): it clips up to a        |
+|                       | quarter of a block's largest number, which costs less than a bit of its other numbers  |
 
 transformers' ``FineGrainedFP8`` stores scales of blocks in fp32. Rounding to three bits of mantissa costs the same at
 any scale, so a block's own scale gains only numbers 2^15 times smaller than the largest, which underflow with one scale
@@ -36,7 +36,7 @@ LOGARITHM_ERROR = 1e-5
 
 
 class E4M3:
-    """FP8 with one scale per range."""
+    """FP8 E4M3 with one static scale per tensor or output channel."""
 
     QMAX = 448.0
 
@@ -44,7 +44,7 @@ class E4M3:
         return (scale_of(amax, self.QMAX),)
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
-        """One candidate, because E4M3 is about as precise with any other scale."""
+        """Return ``scales`` as the only candidate, because E4M3 is about as precise with any other scale."""
         return (self.scales(x, amax),)
 
     def quantize(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ class Mxfp4(PerBlock):
         return torch.ldexp(torch.ones_like(peak), exponent)
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor], ...]:
-        """The specification's scale, and twice that, which clips nothing."""
+        """Return the specification's scale, and twice that scale, which clips nothing."""
         (scale,) = self.scales(x, amax)
         return (scale,), ((2 * scale).clamp(max=2.0**LARGEST_EXPONENT),)
 
     def onnx_scale(self, apply, amax, global_scale: float):
-        """``2^floor(log2(amax)) / 4``. Rounding to fp16 turns the nearly exact fp32 result into the power of two."""
+        """Add nodes for ``2^floor(log2(amax)) / 4``; the cast to fp16 rounds to the exact power of two."""
         logarithm = apply("Div", apply("Log", apply("Max", amax, 4 * 2.0**SMALLEST_EXPONENT)), math.log(2))
         exponent = apply("Floor", apply("Add", logarithm, LOGARITHM_ERROR))
         return apply("Cast", apply("Exp", apply("Mul", apply("Sub", exponent, 2.0), math.log(2))), to="FLOAT16")
@@ -77,12 +77,12 @@ class Mxfp4(PerBlock):
 
 class Mxfp8(PerBlock):
     def of_peak(self, peak: Tensor) -> Tensor:
-        """In fp32 as in ModelOpt: ``frexp`` chooses the next scale for a few numbers above 448 times a power of two."""
+        """Compute scales in fp32 like ModelOpt: ``frexp`` differs for a few numbers above 448 times a power of two."""
         exponent = (finite(peak) / FP8.QMAX).log2().ceil().clamp(SMALLEST_EXPONENT, LARGEST_EXPONENT)
         return torch.ldexp(torch.ones_like(peak), exponent.int())
 
     def onnx_scale(self, apply, amax, global_scale: float):
-        """``2^ceil(log2(amax / 448))``, rounded to the power of two as in MXFP4."""
+        """Add nodes for ``2^ceil(log2(amax / 448))``; the cast to fp16 rounds to the exact power of two."""
         held = apply("Max", amax, FP8.QMAX * 2.0**SMALLEST_EXPONENT)
         logarithm = apply("Div", apply("Log", apply("Div", held, FP8.QMAX)), math.log(2))
         exponent = apply("Ceil", apply("Sub", logarithm, LOGARITHM_ERROR))
@@ -90,7 +90,7 @@ class Mxfp8(PerBlock):
 
 
 def finite(peak: Tensor) -> Tensor:
-    """``peak``. Raises OverflowError when a number is infinite or NaN."""
+    """Return ``peak`` unchanged. Raises OverflowError when a number in it is infinite or NaN."""
     if not torch.isfinite(peak).all():
         raise OverflowError("a number that is infinite or NaN has no power of two above it")
     return peak

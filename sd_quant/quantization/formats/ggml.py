@@ -1,4 +1,4 @@
-"""ggml's blocks of weights, as a GGUF file holds them: Q4_1, Q5_0, Q5_1, Q8_0, and the K-quants Q4_K, Q5_K and Q6_K.
+"""ggml's formats of weights in GGUF files: Q4_1, Q5_0, Q5_1, Q8_0, and the K-quants Q4_K, Q5_K and Q6_K.
 
     Q5_0, Q8_0        x = scale * q                   fp16 scale, one per 32 numbers
     Q4_1, Q5_1        x = scale * q + least           fp16 scale and least, one each per 32 numbers
@@ -8,11 +8,11 @@
 Codes q with a least number or a minimum m begin at zero. All arithmetic is fp32 in the order of ggml's own decoder
 (``dequantize_row_*`` in ggml-quants.c), equal to the bit.
 
-``scales`` maps the smallest and the largest number of a block to the first and the last code. ``tried_scales`` fits
-scales near that one, and least numbers, to the codes by least squares, as ggml's ``make_qkx2_quants`` does, block by
-block, and keeps the best; d and dmin once more when s and m are integers. Gaussian numbers' squared error is 1 to 20 %
-below that of other encoders (``test_ggml``). Not taken: ggml's weights in that fit, ``|x|`` plus its root mean square,
-which stand for unknown inputs; GPTQ knows them here.
+``scales`` maps the smallest and the largest number of a block to the first and the last code. ``tried_scales`` starts
+near that scale, fits scale and least number to the codes by least squares, as ggml's ``make_qkx2_quants`` does, block
+by block, and keeps the best; d and dmin are refitted when s and m are integers. The squared error for Gaussian numbers
+is 1 to 20 % below other encoders' (``test_ggml``). Alternative not taken: ggml's weights in that fit, ``|x|`` plus its
+root mean square, which approximate unknown layer inputs; here GPTQ uses the recorded inputs instead.
 
 No DequantizeLinear of ONNX has two levels of scales, or a least number that is no multiple of the scale, so graphs hold
 the decoded weight in fp16.
@@ -27,34 +27,34 @@ from torch import Tensor
 from sd_quant.quantization.formats.blocks import blocks, per_number
 
 SHARES = (0.92, 0.96, 1.0, 1.04, 1.08)  # of the scale that spans a block, tried for a weight
-FITS = 2  # of scale and least number to the codes, for each of them
+FITS = 2  # rounds of fitting scale and least number to the codes, for each share
 SUPER = 256  # numbers of a K-quant's block
 LARGEST_HALF = 65504.0
 
 
 def half(x: Tensor) -> Tensor:
-    """``x`` in fp32, exactly representable in fp16. Raises OverflowError where it is not finite in fp16."""
+    """Round ``x`` to fp16 and return it as fp32. Raises OverflowError for magnitudes above 65504 and for NaN."""
     if not (x.abs() <= LARGEST_HALF).all():
         raise OverflowError(f"a scale or least number of {x.abs().max().item():g} is none of fp16")
     return x.half().float()
 
 
 def over(x: Tensor, scale: Tensor) -> Tensor:
-    """``x / scale``, zero where the scale is."""
+    """Return ``x / scale``, and zero where the scale is zero."""
     return torch.where(scale == 0, 0.0, x / scale)
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Codes ``low`` .. ``high`` of numbers in blocks [..., size] by one straight line each: scale * q + least."""
+    """Affine quantization of blocks [..., size] with one line each, x = scale * q + least, and q in low .. high."""
 
     low: int
     high: int
-    least: bool  # False: it is zero
+    least: bool  # whether there is a least number; False: it is zero
     below_zero: bool = False  # whether least numbers are zero at most, as a minimum m is
 
     def spanned(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The line [..., 1] that ends in a block's smallest and largest number, or in the one of largest magnitude."""
+        """Return scale and least number [..., 1] that span a block: minimum to maximum, or its largest magnitude."""
         if self.least:
             small, large = torch.aminmax(x, dim=-1, keepdim=True)
             small = small.clamp(max=0) if self.below_zero else small
@@ -69,7 +69,7 @@ class Lines:
         return over(x - least, scale).round().clamp(self.low, self.high)
 
     def fitted(self, x: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """The line with the least squared error for these codes."""
+        """Return the scale and least number with the smallest squared error for these codes (linear regression)."""
         through_zero = over((x * codes).sum(-1, keepdim=True), codes.square().sum(-1, keepdim=True))
         if not self.least:
             return through_zero, torch.zeros_like(through_zero)
@@ -81,7 +81,7 @@ class Lines:
         return torch.where(least > 0, through_zero, scale), least.clamp(max=0)
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The line of each block with the smallest squared error: ``spanned``, or one fitted that began near it."""
+        """Return each block's best scale and least number: ``spanned``, or a fit started near that scale."""
         scale, least = spanned = self.spanned(x)
         fewest = self.error(x, scale, least)
         for share in SHARES:
@@ -98,19 +98,19 @@ class Lines:
         return (scale * self.codes(x, scale, least) + least - x).square().sum(-1, keepdim=True)
 
 
-SIX_BITS = Lines(-63, 63, least=False)  # of which scales and minimums, never below zero, use half
+SIX_BITS = Lines(-63, 63, least=False)  # scales and minimums are never negative, so they use 0..63
 
 
 @dataclass(frozen=True)
 class Blocks(ABC):
-    """The common arithmetic of all formats, whose subclasses compute the ``lines`` of numbers from scales."""
+    """Common arithmetic of all ggml formats; subclasses expand stored scales to scale and least number (``lines``)."""
 
     line: Lines
     size: int = 32  # numbers of one line
 
     @abstractmethod
     def lines(self, x: Tensor, *scales: Tensor) -> tuple[Tensor, Tensor]:
-        """The scale and the least number of each of ``x``."""
+        """Expand the stored ``scales`` to a scale and a least number for each element of ``x``."""
 
     def quantize(self, x: Tensor, *scales: Tensor) -> Tensor:
         return self.line.codes(x.float(), *self.lines(x, *scales)).to(torch.int8)
@@ -122,10 +122,10 @@ class Blocks(ABC):
 
 @dataclass(frozen=True)
 class OneLine(Blocks):
-    """A format with a scale, and a least number if there is one, for every 32 numbers."""
+    """A ggml format with one fp16 scale, and for Q4_1 and Q5_1 one fp16 least number, for every 32 numbers."""
 
     def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """The scale of every block, and its least number, [..., n / 32]; ``amax`` is not used."""
+        """Return the scale [..., n / 32] of each block, and its least number if the format has it; ignores ``amax``."""
         return self.stored(*self.line.spanned(blocks(x, self.size)))
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, ...], ...]:
@@ -142,12 +142,12 @@ class OneLine(Blocks):
 
 @dataclass(frozen=True)
 class KQuant(Blocks):
-    """A format of sub-blocks, whose scales and minimums, if any, are integers times one scale of 256 numbers each."""
+    """A K-quant: scales (and minimums) of sub-blocks are integers, times an fp16 scale per block of 256 numbers."""
 
-    integers: Lines = SIX_BITS  # that its scales and minimums are
+    integers: Lines = SIX_BITS  # integers that stand for sub-blocks' scales and minimums
 
     def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """d [..., n / 256] and s [..., n / size]; with minimums d, dmin, s and m. ``amax`` is not used."""
+        """Return d [..., n / 256] and s [..., n / size], with minimums d, dmin, s and m. ``amax`` is unused."""
         return self.stored(*self.line.spanned(self.sub_blocks(x)))
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, ...], ...]:
@@ -155,11 +155,11 @@ class KQuant(Blocks):
         return self.scales(x, amax), searched, self.refitted(x, *searched)
 
     def sub_blocks(self, x: Tensor) -> Tensor:
-        """[..., n / 256, 256 / size, size]"""
+        """Split ``x`` [..., n] into sub-blocks [..., n / 256, 256 / size, size]."""
         return blocks(x, SUPER).unflatten(-1, (-1, self.size))
 
     def stored(self, scale: Tensor, least: Tensor) -> tuple[Tensor, ...]:
-        """From the lines [..., n / 256, 256 / size, 1] of all sub-blocks."""
+        """Convert sub-blocks' scales and least numbers [..., n / 256, 256 / size, 1] to the tensors of ``scales``."""
         wanted = [each.squeeze(-1) for each in (scale, -least)[: 1 + self.line.least]]
         steps = [half(self.integers.spanned(each)[0]) for each in wanted]
         integers = [
@@ -168,7 +168,7 @@ class KQuant(Blocks):
         return *(step.squeeze(-1) for step in steps), *(each.flatten(-2) for each in integers)
 
     def refitted(self, x: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
-        """The scales with d, and dmin, of the least squared error for the same integers and codes."""
+        """Refit d (and dmin) by least squares for fixed integers s (and m) and codes; return all scales."""
         codes, numbers = self.quantize(x, *scales).float(), x.shape[-1]
         count = len(scales) // 2
         slopes = blocks(codes * per_number(scales[count], numbers), SUPER)

@@ -1,10 +1,10 @@
-"""INT4 on a grid of INT8: a code times the scale of its block, rounded to an integer, times the scale of its row.
+"""INT4 weights for INT8 kernels: code times block scale, rounded to an INT8 integer, times the scale of the row.
 
     x = clamp(round(relative * q), -127, 127) * scale      relative E4M3, one per 16 numbers; scale fp32, one per row
 
 A kernel reads four bits and multiplies INT8, with inputs in INT8: ComfyUI's ``asym_w4a8_int8`` (comfy-kitchen's
-``backends/eager/w4a8_int8.py``), whose codes are these plus 8, of rotated weights and inputs. Not taken: its code book
-of 16 levels for Gaussian numbers in place of -8..7, which every layer of a file would store, and its six bits.
+``backends/eager/w4a8_int8.py``), which stores these codes plus 8 and rotates weights and inputs. Alternatives not
+taken: its code book of 16 levels for Gaussian numbers instead of -8..7, stored for every layer, and its six-bit codes.
 """
 
 import torch
@@ -19,7 +19,7 @@ QMAX, LARGEST = INT4.QMAX, 127.0
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """The relative scale of every block, [..., n / 16], and the scale of the row, [..., 1]; ``amax`` is not used."""
+    """Return the relative scale of each block [..., n / 16] and the scale of each row [..., 1]; ``amax`` is unused."""
     return tried_scales(x, amax)[0]
 
 
@@ -34,7 +34,7 @@ def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
 
 
 def quantize(x: Tensor, relative: Tensor, scale: Tensor) -> Tensor:
-    """The nearer of the codes whose levels, before they are rounded, are on either side of a number."""
+    """Quantize ``x`` to int8 codes: of the two codes around a number, take that with the nearer rounded level."""
     wanted, step = x.float() / scale, per_number(relative, x.shape[-1])
     below = torch.where(step == 0, 0.0, wanted / step).floor()
     low, high = (code.clamp(-QMAX - 1, QMAX) for code in (below, below + 1))

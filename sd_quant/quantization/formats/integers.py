@@ -1,9 +1,9 @@
 """Symmetric integers: ``q = clamp(round(x / scale), -QMAX - 1, QMAX)``, ``scale = amax / QMAX``, zero point 0.
 
-INT4 in blocks is the group quantization of ModelOpt and deepcompressor. With one scale per row it is coarser, for
-rotated weights and inputs that are scaled per token (ConvRot, Huang et al. 2025; ComfyUI's ``convrot_w4a4``): a row
-then takes one integer product, where blocks take a sum of products. The lowest code occurs only where a search or GPTQ
-clips. Not taken: zero points, which TensorRT's INT4 does not have.
+INT4 in blocks is the group quantization of ModelOpt and deepcompressor. INT4 with one scale per row is coarser; it is
+for rotated weights and inputs scaled per token (ConvRot, Huang et al. 2025; ComfyUI's ``convrot_w4a4``): a row needs
+one integer product, with blocks a sum of scaled products. The lowest code occurs only where a search or GPTQ clips.
+Alternative not taken: zero points, which TensorRT's INT4 does not have.
 
 A scale is rounded to fp16 *before* anything is quantized with it, because the graph stores it in fp16. So simulation,
 stored weights and engine use the same number.
@@ -19,11 +19,11 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.formats.blocks import PerBlock
 
 SMALLEST_SCALE = 2.0**-20  # smaller ones have few bits in fp16, or are zero; weights this small do not matter
-CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a range, tried for a weight
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # fractions of a range that a search tries for a weight
 
 
 def scale_of(amax: Tensor, qmax: float) -> Tensor:
-    """``amax / qmax`` in fp32, exactly representable in fp16; 1 where ``amax`` is zero.
+    """Return the scale ``amax / qmax``, rounded to fp16 and returned in fp32; 1 where ``amax`` is zero.
 
     Raises OverflowError when a scale does not fit fp16 or is NaN.
     """
@@ -34,13 +34,13 @@ def scale_of(amax: Tensor, qmax: float) -> Tensor:
 
 
 def unchecked_scale_of(amax: Tensor, qmax: float) -> Tensor:
-    """``scale_of``, infinite or NaN where it is not representable; no call waits for a GPU."""
+    """Compute ``scale_of`` without its check, which waits for a GPU: infinite or NaN if fp16 cannot hold the scale."""
     return torch.where(amax == 0, 1.0, (amax.float() / qmax).clamp(min=SMALLEST_SCALE)).half().float()
 
 
 @dataclass(frozen=True)
 class Integers:
-    """Integers with one scale per range."""
+    """Symmetric integers -QMAX - 1 .. QMAX with one static scale per tensor or output channel."""
 
     QMAX: float
 
@@ -58,7 +58,7 @@ class Integers:
 
 
 class Proportional(PerBlock):
-    """A format whose scales map the largest magnitude of each block to the largest of its ``numbers``."""
+    """A format with one fp16 scale per block, which maps the block's largest magnitude to the largest code, QMAX."""
 
     @property
     def QMAX(self) -> float:
@@ -68,11 +68,11 @@ class Proportional(PerBlock):
         return scale_of(peak, self.QMAX)
 
     def unchecked_scales(self, x: Tensor) -> Tensor:
-        """The one of ``scales``, infinite or NaN where it is not representable; no call waits for a GPU."""
+        """Compute block scales without the check, which waits for a GPU: infinite or NaN if fp16 cannot hold one."""
         return unchecked_scale_of(self.peaks(x), self.QMAX)
 
     def onnx_scale(self, apply, amax, global_scale: float):
-        """``max(amax / QMAX, SMALLEST_SCALE)`` in fp16. The codes of a block of zeros are zero with any scale."""
+        """Add nodes for ``max(amax / QMAX, SMALLEST_SCALE)`` in fp16. Blocks of zeros have zero codes at any scale."""
         return apply("Cast", apply("Max", apply("Div", amax, self.QMAX), SMALLEST_SCALE), to="FLOAT16")
 
 

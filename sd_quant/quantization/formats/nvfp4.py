@@ -2,8 +2,8 @@
 
     global = amax / (6 * 448)        scale = E4M3(max |block| / 6 / global)        x = E2M1 * scale * global
 
-TensorRT's ``FP4DynamicQuantize`` and ModelOpt's ``NVFP4QTensor`` compute the same, but for a scale that E4M3 would
-round to zero: here it is E4M3's smallest number, so that a block of zeros is not divided by zero.
+TensorRT's ``FP4DynamicQuantize`` and ModelOpt's ``NVFP4QTensor`` compute the same, except for a scale that E4M3 would
+round to zero: here it becomes E4M3's smallest number, so that a block of zeros is not divided by zero.
 """
 
 import torch
@@ -19,13 +19,13 @@ SMALLEST_PRODUCT = 2.0**-24  # of fp16, which holds no smaller positive number
 
 
 def scales(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of every block, [..., n / 16] in E4M3 numbers, and the global scale []. Raises as ``global_scale``."""
+    """Return each block's E4M3 scale [..., n / 16] and the global scale []. Raises OverflowError if ``amax`` is inf."""
     common = global_scale(amax)
     return block_scales(x, common, e2m1.LARGEST), common
 
 
 def global_scale(amax: Tensor) -> Tensor:
-    """The scale [] of a tensor from the largest ``amax``. Raises OverflowError when that is infinite or NaN."""
+    """Return the global scale [] of a tensor from the largest ``amax``. Raises OverflowError if it is not finite."""
     peak = amax.float().max()
     if not torch.isfinite(peak):
         raise OverflowError(f"an amax of {peak.item():g} gives no scale")
@@ -33,24 +33,24 @@ def global_scale(amax: Tensor) -> Tensor:
 
 
 def rebased(scale: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """The block scales for the global scale ``new`` in place of ``old``, rounded to E4M3 once more, and ``new``."""
+    """Convert block scales from global scale ``old`` to ``new``, rounding to E4M3 again; return both new scales."""
     return (scale * (old / new)).clamp(SMALLEST_E4M3, FP8.QMAX).to(torch.float8_e4m3fn).float(), new
 
 
 def block_scales(x: Tensor, common: Tensor, code: float) -> Tensor:
-    """The E4M3 scale of every block that maps the block's largest number to ``code``; ``common`` is the global one."""
+    """Return the E4M3 scales that map each block's largest magnitude to ``code``; ``common`` is the global scale."""
     wanted = blocks(x, BLOCK).abs().amax(-1) / code / common
     return wanted.clamp(SMALLEST_E4M3, FP8.QMAX).to(torch.float8_e4m3fn).float()
 
 
 def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Scales that map a block's largest number to 6, or to 4, the next smaller code."""
+    """Return two candidates: scales that map a block's largest magnitude to 6, or to 4, the next smaller number."""
     six, common = scales(x, amax)
     return (six, common), (block_scales(x, common, 4.0), common)
 
 
 def scale_per_number(scale: Tensor, global_scale: Tensor, numbers: int) -> Tensor:
-    """The product of both scales for each of ``numbers`` along the last axis, rounded to fp16 as in the graph."""
+    """Return block scale times global scale, rounded to fp16 as in the graph, for each of ``numbers`` per row."""
     return per_number((scale * global_scale).half().float(), numbers)
 
 
@@ -63,7 +63,7 @@ def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def onnx_scale(apply, amax, global_scale: float):
-    """``amax / 6`` in E4M3 steps of ``global_scale``, in fp16."""
+    """Add nodes for ``amax / 6``, rounded to E4M3 times ``global_scale``, in fp16."""
     wanted = apply("Max", apply("Div", amax, e2m1.LARGEST), SMALLEST_E4M3 * global_scale)
     codes = apply("QuantizeLinear", wanted, global_scale, output_dtype="FLOAT8E4M3FN")
     return apply("DequantizeLinear", codes, global_scale, output_dtype="FLOAT16")

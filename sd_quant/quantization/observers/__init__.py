@@ -1,5 +1,5 @@
-"""Observers choose the range of an activation from a sample of its values: a smaller one has finer steps and clips
-more.
+"""Observers: choose the range of an activation from a sample of its values. A smaller range has finer steps and clips
+more values.
 
 | observer | range                                                           |
 |----------|-----------------------------------------------------------------|
@@ -7,8 +7,8 @@ more.
 | mse      | rounding and clipping the sample has the smallest squared error |
 
 The sample is smoothed like the layer's input, so another observer costs no further calibration. E4M3 gains little from
-``mse``. docs/extending.md says how to add an observer. The roads not taken are a percentile, a histogram's error and
-its entropy: docs/lab_notebook.md has their figures. This file imports no torch, because knobs are checked without it.
+``mse``. docs/extending.md explains how to add an observer. Alternatives not taken: a percentile, and a histogram's
+error or entropy, measured in docs/lab_notebook.md. torch is not imported here: settings are checked without it.
 """
 
 import pkgutil
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """One way of choosing the range of an activation."""
+    """A method of choosing the range of an activation."""
 
     function: str  # "module:function", imported when it is called
     one_scale: bool = False  # whether it requires a format with one scale, because it tries ranges on the sample
 
     def __call__(self, values: "Tensor", amax: float, **options) -> float:
-        """The range to quantize with, in (0, ``amax``].
+        """Return the range to quantize with, in (0, ``amax``].
 
         ``values``: fp32 of any shape, a sample of the layer's inputs. ``amax``: the largest magnitude of the whole
         calibration. Options: ``fmt``, the input's format (default: INT8); ``levels``, the number of equal levels above
@@ -41,12 +41,12 @@ class Observer:
         return pkgutil.resolve_name(self.function)(values, amax, **options)
 
     def judges(self, fmt: Format) -> bool:
-        """Whether the observer can choose ranges for this format."""
+        """Return whether the observer can choose ranges for this format."""
         return fmt.static_scale or not self.one_scale
 
 
 def min_max(values: "Tensor", amax: float, **_) -> float:
-    """``amax``, the largest magnitude of the whole calibration."""
+    """Return ``amax``, the largest magnitude of the whole calibration."""
     return amax
 
 

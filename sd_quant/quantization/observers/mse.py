@@ -1,6 +1,6 @@
 """The observer ``mse``: the range with which rounding and clipping the sample has the smallest squared error.
 
-ModelOpt's observer of that name measures the error at the middles of bins that may be as wide as a step. Here the
+ModelOpt's mse calibrator measures the error at the centers of histogram bins that may be as wide as a step. Here the
 values are sorted, and the error of a range is exact. The levels are k * s, and values above b_k = (k - 1/2) s are
 rounded to level k or higher, so that
 
@@ -27,10 +27,10 @@ RANGES = 0.99 ** np.arange(math.log(2 * LEVELS) / -math.log(0.99))
 
 
 def mse(values: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int = LEVELS, **_) -> float:
-    """The range with the smallest mean squared error among ``amax`` and ``RANGES``; the widest if several have it.
+    """Return the range with the smallest mean squared error among ``amax`` and ``RANGES``; of equals, the widest.
 
-    It is ``amax`` where the sample is empty, all zero or not finite. The steps of a floating-point format repeat with
-    every factor of two, so ranges down to half the peak are tried.
+    Returns ``amax`` if the sample is empty, all zero or not finite. For floating-point formats only ranges down to half
+    the sample's peak are tried, because their steps repeat with every factor of two.
     """
     magnitudes = values.detach().cpu().float().abs().flatten()
     peak = magnitudes.max().item() if len(magnitudes) else 0.0
@@ -46,9 +46,9 @@ def mse(values: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int 
 
 
 def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: int = LEVELS) -> np.ndarray:
-    """The mean squared error, fp64 [m], of ``magnitudes`` (fp32 [n], >= 0) quantized with each of the ranges [m].
+    """Compute the mean squared error, fp64 [m], of quantizing ``magnitudes`` (fp32 [n], >= 0) with each range [m].
 
-    ``levels`` is the number of equal levels above zero.
+    ``thresholds`` are the ranges; ``levels`` is the number of equal levels above zero.
     """
     ordered = np.sort(magnitudes.numpy())  # torch takes three times as long
     sums = np.concatenate([[0.0], ordered.cumsum(dtype=np.float64)])
