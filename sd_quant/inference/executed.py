@@ -14,7 +14,7 @@ MOST_NAMED = 5  # layers in the warning; the record names all
 
 
 def types_of_layers(products: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return each layer's type in ``products``, which has it under one of the layer's ``names``, or lacks it."""
+    """Return each layer's multiplication type, if ``products`` lists it under one of the layer's ``names``."""
     known = {layer: [name for name in aliases if name in products] for layer, aliases in names.items()}
     return {layer: products[found[0]] for layer, found in known.items() if found}
 

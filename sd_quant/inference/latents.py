@@ -32,7 +32,7 @@ def from_safetensors(path: Path) -> Tensor:
 
 
 def from_torch(path: Path) -> Any:
-    """Load a file of torch.save. Raises ValueError for compressed or overlapping records and for a harmful pickle."""
+    """Load a torch.save file. Raises ValueError for compressed or overlapping records, or a pickle of endless work."""
     with ZipFile(path) as archive:
         if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
             raise ValueError("its records are larger than the file")

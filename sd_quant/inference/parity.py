@@ -224,7 +224,7 @@ def exported_outputs(
 
 
 def rounded_inputs(simulation: Simulation, dtype: torch.dtype) -> Simulation:
-    """Round the simulation's layer inputs to ``dtype``, because bf16 is coarser than INT8's steps."""
+    """Return the simulation with layer inputs rounded to ``dtype``: bf16 can be coarser than INT8's steps."""
     return replace(simulation, inputs={name: crop.to(dtype).half() for name, crop in simulation.inputs.items()})
 
 

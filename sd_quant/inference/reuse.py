@@ -84,10 +84,10 @@ def best_replacements(known: Sequence[Replacement], products: Tensor, count: int
 
 
 def answers_before(kept: Outputs, denoiser: str, step: int, places: Sequence[int]) -> Answer:
-    """Return a function that answers calls with ``kept`` outputs of a run that differs from this one from ``step`` on.
+    """Return a function that looks up a call's output among the ``kept`` outputs of an earlier run, or returns None.
 
-    It knows all outputs of other parts, and the denoiser's before ``step``. ``places`` are the steps of the denoiser's
-    calls in a batch; in ``step`` itself the denoiser is not called, or another engine is."""
+    Reused are all outputs of other parts, and the denoiser's before ``step``, at which the new run first differs.
+    ``places`` has the step of each denoiser call in a batch. At ``step`` the new run calls no or another denoiser."""
     before, of_a_batch = sum(place < step for place in places), len(places) - places.count(step)
 
     def answer(part: str, number: int) -> Mapping[str, Tensor] | None:
