@@ -87,7 +87,7 @@ def answers_before(kept: Outputs, denoiser: str, step: int, places: Sequence[int
     """Return a function that looks up a call's output among the ``kept`` outputs of an earlier run, or returns None.
 
     Reused are all outputs of other parts, and the denoiser's before ``step``, at which the new run first differs.
-    ``places`` has the step of each denoiser call in a batch. At ``step`` the new run calls no or another denoiser."""
+    ``places`` has the step of each denoiser call in a batch. The new run skips ``step``, or uses another engine."""
     before, of_a_batch = sum(place < step for place in places), len(places) - places.count(step)
 
     def answer(part: str, number: int) -> Mapping[str, Tensor] | None:
