@@ -1,7 +1,7 @@
-"""Engines: one interface over the runtimes that compute the exported parts.
+"""Engines: one interface to the inference runtimes that compute the exported parts of a model.
 
-A runtime is one row of ``RUNTIMES`` and, if it loads files, one module beside this one (docs/extending.md). Rows import
-neither torch nor a runtime, and a runtime that is not installed affects only jobs that name it.
+A runtime is one entry of ``RUNTIMES`` and, if it loads files, one module in this package (docs/extending.md). Entries
+import neither torch nor the runtime, so a missing runtime affects only jobs that name it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def refused_by_tensorrt(where: str, fmt: Format) -> str | None:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Facts of a runtime. Functions are ``module:function``, imported when they are called."""
+    """The properties of a runtime. Functions are given as "module:function" and imported when they are called."""
 
     name: str
     file: str | None  # the kind of file that it loads, onnx or plan; None: it computes torch's own modules
@@ -63,7 +63,7 @@ class Runtime:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Peak memory, measured by benchmarks/full_size.py, rounded up; without a mapped file, which may be dropped."""
+        """Peak bytes per parameter, rounded up from benchmarks/full_size.py; memory-mapped files do not count."""
         return 4.0 if self.file is None else 6.5
 
 
@@ -101,26 +101,26 @@ PLAN_BUILDERS = [name for name, runtime in RUNTIMES.items() if runtime.file == "
 
 
 def why_not(name: str, used: Mapping[str, Collection[str]]) -> str | None:
-    """The first reason why the runtime cannot execute ``used`` (``recipe.formats_used``), or None."""
+    """Return the first reason why the runtime cannot execute the formats ``used``, by where they are used, or None."""
     reasons = (RUNTIMES[name].refuses(where, FORMATS[fmt]) for where in used for fmt in used[where])
     return next((reason for reason in reasons if reason), None)
 
 
 def not_installed(name: str) -> str | None:
-    """The message that a runtime's package is missing, or None."""
+    """Return a message when the runtime's package is missing, otherwise None."""
     package, extra = RUNTIMES[name].package, RUNTIMES[name].extra
     found = find_spec(package) is not None
     return None if found else f"the package {package} is not installed; pip install 'sd-quant[{extra}]'"
 
 
 def check_installed(name: str) -> None:
-    """Raises ResourceError when a runtime's package is missing."""
+    """Raise ResourceError when the runtime's package is missing."""
     if missing := not_installed(name):
         raise ResourceError(f"{missing}, or choose another infer= or export_trt=")
 
 
 def imported(name: str, what: str) -> Any:
-    """A module or function of the runtime ``name``. Raises ResourceError when it cannot be imported."""
+    """Import a module or "module:function" for the runtime ``name``. Raises ResourceError when the import fails."""
     try:
         return pkgutil.resolve_name(what)
     except ImportError as error:
@@ -129,7 +129,7 @@ def imported(name: str, what: str) -> Any:
 
 
 def load_engine(name: str, path: Path, **options: object) -> Engine:
-    """The engine of an ONNX file or plan; ``options`` are those of the runtime's ``load``.
+    """Load an ONNX file or TensorRT plan into the runtime ``name``; ``options`` are passed to its ``load`` function.
 
     Raises ConfigError for an unknown name, ResourceError for a missing runtime or device, ArtifactError for a broken
     file.
@@ -141,16 +141,16 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
 
 
 def loadable(name: str, onnx_path: Path, shapes: Mapping[str, Sequence[int]]) -> Path:
-    """The file that a runtime loads: the ONNX file, or one built beside it for these shapes of its inputs."""
+    """Return the file that the runtime loads: the ONNX file, or a plan built from it for these input shapes."""
     build = RUNTIMES[name].build
     return onnx_path if build is None else imported(name, build)(onnx_path, name, shapes)
 
 
 def products_of(engine: Engine, path: Path) -> dict[str, str]:
-    """The type that each node multiplies, by the node's name: a name of onnx.TensorProto, such as INT8 for codes.
+    """Return the type in which each ONNX node is multiplied, by node name, such as INT8 (names of onnx.TensorProto).
 
-    ``path`` is the ONNX file of the engine. The graph that runs is read, after fusion: FLOAT where codes are
-    dequantized first. Nodes that the runtime does not name are absent.
+    The types are read from the runtime's graph after fusion: FLOAT where quantized values are dequantized first.
+    ``path`` is the engine's ONNX file. Nodes that the runtime does not name are missing from the result.
     """
     products = RUNTIMES[engine.name].products
     return {} if products is None else imported(engine.name, products)(engine, path)

@@ -1,7 +1,7 @@
 """The interface of every engine: a callable from named tensors to named tensors.
 
-Outputs own their memory. The road not taken is a base class with buffers to allocate, bind and copy, as in NeMo and
-demoDiffusion: there a second call overwrites the outputs of the first.
+Outputs own their memory. Alternative not taken: a base class with buffers to allocate, bind and copy, as in NeMo and
+demoDiffusion, where a second call overwrites the outputs of the first.
 """
 
 from typing import Protocol
@@ -12,22 +12,22 @@ from sd_quant.devices import CPU
 
 
 class Engine(Protocol):
-    """A loaded network."""
+    """A network loaded in some runtime, ready to be called."""
 
     name: str  # that of its runtime in sd_quant.engines.RUNTIMES
     inputs: dict[str, torch.dtype]  # names of the inputs in their order, and the dtypes to which they are cast
     device: torch.device  # where it computes and leaves its outputs; inputs that are there already are not copied
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The outputs, on the engine's device, for ``inputs`` from any device and of any dtype.
+        """Compute the outputs, on the engine's device, for ``inputs`` on any device and of any dtype.
 
-        Raises ValueError for wrong names and for shapes that the graph does not support, ConfigError for shapes
-        outside the profile of a plan, because knobs chose both.
+        Raises ValueError for wrong names and for shapes that the graph does not support, ConfigError for shapes outside
+        a TensorRT plan's optimization profile, because the user configures shapes and profile.
         """
         ...
 
     def reopen(self) -> bool:
-        """Move the engine's memory, whose addresses change its speed by chance. Returns whether it moved."""
+        """Move the engine to other memory addresses, which affect its speed by chance. Return whether it moved."""
         ...
 
     def close(self) -> None:
@@ -41,9 +41,9 @@ def cast_inputs(
     device: torch.device = CPU,
     contiguous: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """The tensors in the expected order and dtype on ``device``, ``contiguous`` or in their own memory formats.
+    """Cast ``given`` to the ``expected`` order and dtypes on ``device``; if not ``contiguous``, memory formats stay.
 
-    Raises ValueError unless the names agree.
+    Raises ValueError for missing or unknown names.
     """
     if expected.keys() != given.keys():
         raise ValueError(f"the engine takes inputs {sorted(expected)} but was given {sorted(given)}")

@@ -15,7 +15,7 @@ TAKE_FP8 = (
 
 
 def current_gpu() -> str | None:
-    """The compute capability of the GPU that torch uses, such as SM89, or None."""
+    """Return the compute capability of the GPU that torch uses, such as "SM89", or None without a GPU."""
     try:
         ctypes.CDLL(DRIVER)
     except OSError:
@@ -26,6 +26,6 @@ def current_gpu() -> str | None:
 
 
 def better_format(compute_capability: str | None, formats_of_inputs: Iterable[str]) -> str | None:
-    """Return why another format than these is faster on a GPU, and which; None where nothing is known."""
+    """Return advice to use a faster format on this GPU than the given input formats, or None."""
     integers = any(FORMATS[name].onnx_type == "INT8" for name in formats_of_inputs if name in FORMATS)
     return TAKE_FP8 if compute_capability == HOPPER and integers else None

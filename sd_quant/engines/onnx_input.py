@@ -1,6 +1,6 @@
-"""Checks of an ONNX file before a runtime reads it: it is whole, with all of its files in its own folder.
+"""Check, before a runtime reads an ONNX file, that it is complete and that its weights are in its own folder.
 
-The road not taken is ``onnx.checker``, which reads no file of weights and takes seconds for a large graph.
+Alternative not taken: ``onnx.checker``, which does not read external weights and takes seconds for a large graph.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFL
 
 
 def onnx_files(path: Path) -> list[Path]:
-    """The ONNX file and the files of its weights.
+    """Return the ONNX file and the files of its external weights, after checking them.
 
-    Raises ArtifactError unless ``path`` is a graph whose files are all in its folder, and whole. Runtimes check less:
-    TensorRT's parser takes the text "hello" for a network without layers.
+    Raises ArtifactError for a file that is no ONNX graph, and for weights that are missing, truncated or in another
+    folder. Runtimes check less: TensorRT's parser reads the text "hello" as a network without layers.
     """
     model = _model(path)
     if not model.graph.output:
@@ -53,10 +53,10 @@ def onnx_files(path: Path) -> list[Path]:
 
 
 def structure_of(path: Path) -> str:
-    """A digest of an ONNX file without its constants: the same for files that a runtime computes equally fast.
+    """Return a digest of an ONNX graph without its weights, equal for files that a runtime computes equally fast.
 
-    Integers of at most one axis count: with zero points other than zero, runtimes choose other kernels. Raises
-    ArtifactError for a file that is not ONNX.
+    Integer tensors of at most one axis are included, because runtimes choose other kernels for nonzero zero points.
+    Raises ArtifactError for a file that is not ONNX.
     """
     model = _model(path)
     del model.metadata_props[:]
@@ -76,7 +76,7 @@ def _model(path: Path) -> onnx.ModelProto:
 
 
 def _is_whole(tensor: onnx.TensorProto, folder: Path) -> bool:
-    """Whether as many bytes are stored as the dimensions claim, which a runtime may allocate without looking."""
+    """Return whether the file stores as many bytes as the dimensions require; runtimes may not check this."""
     numbers = math.prod(tensor.dims)
     if any(side < 0 for side in tensor.dims):
         return False
@@ -93,12 +93,12 @@ def _is_whole(tensor: onnx.TensorProto, folder: Path) -> bool:
 
 
 def _location(tensor: onnx.TensorProto) -> str:
-    """The file of the tensor's data, the last of several as in onnx, whose ExternalDataInfo raises for damage."""
+    """Return the file name of a tensor's external data: the last entry, as in onnx, or "" without one."""
     return os.fsdecode({entry.key: entry.value for entry in tensor.external_data}.get("location", ""))
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """All tensors of a graph: initializers and attributes, of subgraphs too."""
+    """Yield all tensors of a graph and its subgraphs: initializers and attributes."""
     yield from graph.initializer
     for attribute in (attribute for node in graph.node for attribute in node.attribute):
         yield from (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors)

@@ -27,7 +27,7 @@ MULTIPLY_FLOATS = {"Conv", "FusedConv", "FusedMatMul", "Gemm", "MatMul", "MatMul
 
 
 class OnnxRuntimeEngine:
-    """A session as an ``Engine``."""
+    """An ONNX Runtime session as an ``Engine``."""
 
     name, device = "onnxruntime", CPU
 
@@ -57,7 +57,7 @@ class OnnxRuntimeEngine:
 
 
 def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
-    """Load an ONNX file onto the CPU provider alone. ``threads`` is by default torch's.
+    """Load an ONNX file on the CPU provider only. ``threads`` defaults to torch's number of threads.
 
     Raises ArtifactError for a broken file, ResourceError where another provider would run it.
     """
@@ -73,7 +73,7 @@ def load(path: Path, *, threads: int | None = None) -> OnnxRuntimeEngine:
 
 
 def session_options(path: Path, threads: int | None = None) -> onnxruntime.SessionOptions:
-    """The options with which the file at ``path`` is optimized and run."""
+    """Return the session options with which the file at ``path`` is optimized and run."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # fp32; else inputs become INT8
@@ -87,7 +87,7 @@ def session_options(path: Path, threads: int | None = None) -> onnxruntime.Sessi
 
 
 def products(engine: OnnxRuntimeEngine, path: Path) -> dict[str, str]:
-    """See ``sd_quant.engines.products_of``. The file is optimized again, into a temporary file beside it."""
+    """Implement ``sd_quant.engines.products_of``, by optimizing the file again and reading the optimized graph."""
     with temporary_folder(path.parent) as folder:
         options, optimized = session_options(path), Path(folder) / "optimized.onnx"
         options.optimized_model_filepath = str(optimized)

@@ -1,7 +1,7 @@
 """OpenVINO on the CPU: the runtime without a GPU. It runs the same Q/DQ graphs as TensorRT, with int8 kernels.
 
-Unquantized layers compute in fp32 (INFERENCE_PRECISION_HINT) unless bf16 is asked for. OpenVINO's default is
-the processor's 16 bits, which give other images on the next machine. Files in bf16 compute in fp32 (``in_fp32``).
+Unquantized layers compute in fp32 (INFERENCE_PRECISION_HINT) unless the caller requests bf16. OpenVINO's default is the
+processor's own 16-bit type, so that machines would differ in their images. Files in bf16 run in fp32 (``in_fp32``).
 
 A model is compiled for the shapes of each call, because for dynamic shapes OpenVINO fuses no element-wise nodes: a pass
 of the shipped UNet takes 1.1 to 1.5 times as long (docs/results_speed.md), of the full SDXL's 1.05 times. Shapes are
@@ -9,9 +9,9 @@ dynamic where fused kernels of OpenVINO 2026.4 round differently: with FP8 (0.04
 else 0.012, as ONNX Runtime), and with dequantized codes, where with AVX2 alone an attention of known shapes is wrong by
 0.04 of the UNet's output.
 
-Without VNNI, int8 kernels add two products of codes in 16 bits, and the sum saturates: a layer's output is off by up to
-0.16 of its norm. Where a test product shows that, codes are dequantized and multiplied in fp32, at no gain in speed.
-The road not taken is weights of seven bits (NNCF's ``overflow_fix``): each processor would need its own file.
+Without VNNI, int8 kernels add two products in 16 bits, and the sum saturates: a layer's output is off by up to 0.16 of
+its norm. Where a test product saturates, INT8 values are dequantized and multiplied in fp32, without any speed-up.
+Alternative not taken: weights of seven bits (NNCF's ``overflow_fix``), for which each processor needs its own file.
 """
 
 import logging
@@ -54,21 +54,21 @@ ARITHMETIC = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Scale
 
 @cache
 def core() -> openvino.Core:
-    """The only core of this process.
+    """Return the process's only ``openvino.Core``.
 
-    Each core moves the stack of signal handlers where the processor has AMX. Two that end in the order in which they
-    began would leave freed memory to the next signal: Ctrl-C would end the process by SIGSEGV.
+    On processors with AMX each core replaces the stack of signal handlers. If a process had two, destroyed in the order
+    of creation, the next signal would use freed memory: Ctrl-C would crash the process with SIGSEGV.
     """
     return openvino.Core()
 
 
 class OpenVinoEngine:
-    """A model as an ``Engine``."""
+    """An OpenVINO model as an ``Engine``, compiled for the shapes of its calls."""
 
     name, device = "openvino", CPU
 
     def __init__(self, model: openvino.Model, path: Path, settings: dict[str, str | int], kept: int = KEPT):
-        """``model`` is read from the ONNX file at ``path``; ``kept`` of its compiled models stay."""
+        """``model`` was read from the ONNX file ``path``; up to ``kept`` compiled models, by shapes, stay in memory."""
         self.model, self.path, self.settings, self.kept = model, path, settings, kept
         self.threads = settings["INFERENCE_NUM_THREADS"]
         # In a compiled model names are ambiguous: an input in front of an optimized node has that node's name too.
@@ -91,7 +91,7 @@ class OpenVinoEngine:
         return {name: tensor_of(outputs[index], self.dtypes[index]) for index, name in enumerate(self.outputs)}
 
     def compiled_for(self, shapes: Shapes) -> openvino.CompiledModel:
-        """The model compiled for inputs of these shapes. Raises ValueError where the graph has none."""
+        """Return the model compiled for these input shapes. Raises ValueError for shapes that the graph excludes."""
         if not all(map(openvino.PartialShape.compatible, self.shapes, map(openvino.PartialShape, shapes))):
             takes = f"{self.path.name} takes {dict(zip(self.inputs, self.shapes, strict=True))}"
             raise ValueError(f"{self.refusal(shapes)}: {takes}")
@@ -114,13 +114,13 @@ class OpenVinoEngine:
 
     @property
     def compiled(self) -> openvino.CompiledModel:
-        """The model of the last call; before any call, for dynamic shapes."""
+        """The compiled model of the last call; before the first call, the model compiled for dynamic shapes."""
         if not self.compiled_models:
             self.compiled_models[()] = compiled_model(self.model, self.path, self.settings)
         return list(self.compiled_models.values())[-1]
 
     def reopen(self) -> bool:
-        """Import the exported form of the last model, four times as fast as compiling it."""
+        """Replace the last compiled model by an imported copy, which takes a quarter of the compilation time."""
         compiled, shapes = self.compiled, next(reversed(self.compiled_models))
         if self.exported is None or self.exported[0] != shapes:
             stream = BytesIO()
@@ -138,20 +138,20 @@ class OpenVinoEngine:
 
 
 def shared_memory(tensor: torch.Tensor) -> np.ndarray | openvino.Tensor:
-    """The tensor for OpenVINO, in place."""
+    """Wrap the tensor for OpenVINO without a copy."""
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()
     return openvino.Tensor(tensor.view(torch.int16).numpy(), openvino.Shape(tensor.shape), openvino.Type.bf16)
 
 
 def tensor_of(output: np.ndarray, dtype: str) -> torch.Tensor:
-    """The tensor of an output; bf16 comes as fp16, with the bits of bf16."""
+    """Convert an output to a tensor; OpenVINO returns bf16 as an fp16 array with the bits of bf16."""
     tensor = torch.from_numpy(output)
     return tensor.view(torch.bfloat16) if dtype == "bf16" else tensor
 
 
 def dtype_of(port: openvino.Output, path: Path) -> torch.dtype:
-    """The dtype of an input. Raises ArtifactError for one for which OpenVINO gets no tensors."""
+    """Return the torch dtype of an input. Raises ArtifactError for a type without one (``DTYPES``)."""
     found = port.element_type.get_type_name()
     if found in DTYPES:
         return DTYPES[found]
@@ -162,7 +162,7 @@ def dtype_of(port: openvino.Output, path: Path) -> torch.dtype:
 
 
 def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | int]) -> openvino.CompiledModel:
-    """Raises ArtifactError when OpenVINO cannot compile ``model``, ResourceError when it would not run on the CPU."""
+    """Compile ``model``. Raises ArtifactError when that fails, ResourceError for a device other than the CPU."""
     try:
         compiled = core().compile_model(model, "CPU", settings)
     except RuntimeError as error:
@@ -173,11 +173,11 @@ def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | 
 
 
 def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kept: int = KEPT) -> OpenVinoEngine:
-    """Read an ONNX file for this machine's CPU. ``threads`` is by default torch's, ``kept`` as in OpenVinoEngine.
+    """Load an ONNX file for this machine's CPU. ``threads`` defaults to torch's, ``kept`` is as in OpenVinoEngine.
 
-    ``precision`` of unquantized layers is fp32 or bf16; fp32 where the processor has no bf16, and for a file without
-    weights of 16 bits, because a part that is exported in fp32, like a VAE, requires fp32.
-    Raises ArtifactError for a broken file and ResourceError when OpenVINO has no CPU.
+    ``precision`` of unquantized layers is fp32 or bf16. It falls back to fp32 on a processor without bf16, and for a
+    file without 16-bit weights, because parts that are exported in fp32, such as a VAE, require fp32.
+    Raises ArtifactError for a broken file and ResourceError when OpenVINO has no CPU device.
     """
     onnx_files(path)
     if "CPU" not in core().available_devices:
@@ -210,9 +210,9 @@ def types_in(model: openvino.Model) -> set[str]:
 
 
 def in_fp32(model: openvino.Model) -> openvino.Model:
-    """Change ``model``, of a file in bf16, to fp32 but for its inputs and outputs.
+    """Convert ``model``, read from a file in bf16, to fp32, except for its inputs and outputs.
 
-    OpenVINO converts a file's fp16 by its precision hint, but not its bf16.
+    OpenVINO's precision hint converts fp16 in a file, and not bf16.
     """
     bf16 = openvino.Type.bf16
     ports = [[i for i, port in enumerate(each) if port.element_type == bf16] for each in (model.inputs, model.outputs)]
@@ -237,9 +237,9 @@ def in_fp32(model: openvino.Model) -> openvino.Model:
 
 
 def round_by_arithmetic(model: openvino.Model) -> None:
-    """Replace each quantizer by ONNX's ``clamp(round(x / scale) + zero_point)``, in place.
+    """Replace each FakeQuantize by ONNX's definition, ``clamp(round(x / scale) + zero_point)``, in place.
 
-    With ``DEQUANTIZED``, OpenVINO 2026.4 moves quantizers through transposes, and fails at some.
+    With ``DEQUANTIZED``, OpenVINO 2026.4 moves quantizers through transposes, which fails for some graphs.
     """
     for op in (op for op in model.get_ops() if op.get_type_name() == QUANTIZER):
         low, high, lowest_code, largest_code = (op.input_value(port).get_node().get_data() for port in range(1, 5))
@@ -252,7 +252,7 @@ def round_by_arithmetic(model: openvino.Model) -> None:
 
 @cache
 def saturates() -> bool:
-    """Whether the int8 kernels' product of the largest codes is wrong: two of their products exceed 16 bits."""
+    """Return whether this processor's int8 kernels saturate: their product of vectors of 127 is wrong."""
     x = opset.parameter([1, LARGEST_CODES.size], np.float32)
     low, high = opset.constant(np.float32(-128)), opset.constant(np.float32(127))
     codes = opset.fake_quantize(x, low, high, low, high, 256)
@@ -265,10 +265,10 @@ def saturates() -> bool:
 
 
 def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, list[str]]]:
-    """Precision and original names of each multiply-accumulate layer of the graph that runs, after fusion.
+    """Return the kernel's precision and the original names of each multiply-accumulate layer, after fusion.
 
-    The precision is the end of the kernel's name; runtimePrecision is that of the codes even if they are dequantized
-    first. u8 counts as i8: OpenVINO shifts a convolution's inputs for the processor.
+    The precision is the end of the kernel's name, because runtimePrecision is int8 even where values are dequantized
+    first. u8 counts as i8: OpenVINO shifts a convolution's inputs for some processors.
     """
     layers = []
     for layer in engine.compiled.get_runtime_model().get_ops():
@@ -281,9 +281,9 @@ def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, list[str]]]:
 
 
 def products(engine: OpenVinoEngine, path: Path) -> dict[str, str]:
-    """As ``sd_quant.engines.products_of``. Parts of a decomposed node have its name before a slash.
+    """Implement ``sd_quant.engines.products_of``. OpenVINO names the parts of a decomposed node "<node>/...".
 
-    With ``DEQUANTIZED`` every product is a float's, by the file's names, some of which the graph that runs lacks.
+    With ``DEQUANTIZED`` all products are FLOAT, by the node names of the file, some of which the compiled graph lacks.
     """
     if DEQUANTIZED.items() <= engine.settings.items():
         nodes = (op for op in engine.model.get_ops() if op.get_type_name() in ARITHMETIC)
@@ -293,5 +293,5 @@ def products(engine: OpenVinoEngine, path: Path) -> dict[str, str]:
 
 
 def int8_layers(engine: OpenVinoEngine) -> int:
-    """The number of convolutions and matrix products that run with int8 kernels."""
+    """Count the convolutions and matrix products that run with int8 kernels."""
     return sum(precision == "i8" for precision, _ in arithmetic_layers(engine))

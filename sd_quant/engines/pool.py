@@ -1,7 +1,7 @@
 """Engines that are opened on first use; where memory is short, one is closed before the next is opened.
 
-The full-size model in three variants takes 45 GB at once, its largest part 15 GB. The road not taken is a process per
-engine: variants share the parts that are not quantized.
+The full-size model in three variants takes 45 GB at once, its largest part 15 GB. Alternative not taken: a process per
+engine, because variants share the engines of parts that are not quantized.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class OnDemand(Mapping[str, Value], Generic[Value]):
-    """Values by name, of ``make(name)`` whenever one is read; names are known without that."""
+    """A mapping whose values are computed by ``make(name)`` on every access; listing its names computes nothing."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], Value]):
         self.names, self.make = list(names), make
@@ -54,9 +54,9 @@ class Pool:
 
 
 class Variant(OnDemand[Engine]):
-    """The engines of one variant of the model by part, from a pool; of precise steps too, see ``inference.calls``."""
+    """The engines of one variant of the model, by part, opened from a pool; also those of precise steps ("part/h")."""
 
     def __init__(self, pool: Pool, keys: Mapping[str, Hashable]):
-        """``keys`` gives each part's key in the ``pool``."""
+        """``keys`` maps each part to its engine's key in the ``pool``."""
         super().__init__(keys, lambda part: pool[keys[part]])
         self.pool = pool

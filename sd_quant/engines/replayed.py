@@ -1,8 +1,8 @@
-"""An engine on a GPU that replays its calls as a CUDA graph: no Python and no launch between thousands of kernels.
+"""Replay an engine's calls on a GPU as a CUDA graph, which avoids Python and launch overhead between its kernels.
 
-A graph is valid for one set of shapes, so a call with other shapes records a new one. It has its own memory, so inputs
-and outputs are copied, at little cost. The roads not taken are the CUDA graphs of TensorRT for RTX and torch.compile,
-each for one runtime only, and a graph for every shape, because each keeps its memory.
+A graph is valid for one set of shapes, so a call with other shapes records a new graph. A graph has its own memory, so
+inputs and outputs are copied, at little cost. Alternatives not taken: the CUDA graphs of TensorRT for RTX and
+torch.compile, each for one runtime only; and a graph for every shape, because each graph keeps its memory.
 """
 
 import torch
@@ -14,7 +14,7 @@ WARMUP = 3  # calls before the recording, for compilers, and for libraries that 
 
 
 class Replayed:
-    """An engine that replays the calls of ``engine``. It raises as ``engine`` does, before a recording."""
+    """An engine that replays the calls of ``engine`` as a CUDA graph; ``engine`` can only raise while recording."""
 
     def __init__(self, engine: Engine):
         self.engine, self.name, self.inputs, self.device = engine, engine.name, engine.inputs, engine.device
@@ -45,7 +45,7 @@ def tensor_shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def record(engine: Engine, given: dict[str, Tensor]) -> tuple:
-    """The CUDA graph of a call of ``engine``, the tensors that it reads and those that it writes."""
+    """Record a call of ``engine``. Returns the CUDA graph, its static input tensors and its output tensors."""
     static = {name: tensor.clone() for name, tensor in given.items()}
     stream = torch.cuda.Stream(engine.device)  # nothing can be recorded on the default stream
     stream.wait_stream(torch.cuda.current_stream(engine.device))

@@ -44,10 +44,10 @@ class TorchEngine:
 
 
 def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.dtype:
-    """The dtype that a part computes in, by ``infer.precision``.
+    """Return the dtype in which a part computes, given the knob ``infer.precision``.
 
-    ``auto`` is the exported graph's on a GPU, usually fp16, and fp32 on a CPU. A part exported in fp32, because it
-    overflows in fp16 (the VAE), computes in fp32, and one in bf16 never in fp16.
+    ``auto`` means the exported graph's dtype on a GPU, usually fp16, and fp32 on a CPU. A part exported in fp32 because
+    it overflows in fp16, such as a VAE, always computes in fp32; a part exported in bf16 never computes in fp16.
     """
     if contract.weights == torch.float32 or (precision == "auto" and device.type == "cpu"):
         return torch.float32
@@ -59,9 +59,9 @@ def dtype_on(device: torch.device, precision: str, contract: Contract) -> torch.
 def compiled(module: nn.Module, mode: str | None = None) -> nn.Module:
     """Let torch compile ``module`` block by block, in place; as a whole where it has no known blocks.
 
-    ``mode`` is torch.compile's: ``max-autotune-no-cudagraphs`` tries kernels of Triton and CUTLASS beside cuBLAS's.
-    Blocks of one kind and shape share the code compiled at the first call; a whole network takes minutes. Layers of
-    codes outside of blocks are compiled one by one, so that each quantizes its input in one kernel.
+    ``mode`` is torch.compile's: ``max-autotune-no-cudagraphs`` also tries Triton's and CUTLASS's kernels, not only
+    cuBLAS's. Equal blocks share the code compiled at the first call; compiling a whole network takes minutes. Natively
+    quantized layers outside of blocks are compiled one by one, so that each quantizes its input in one kernel.
     """
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), MAX_COMPILATIONS))
@@ -77,7 +77,7 @@ def compiled(module: nn.Module, mode: str | None = None) -> nn.Module:
 
 
 def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Move ``module`` to ``device``, in place, its parameters to ``dtype`` and its buffers (codes, scales) as they are.
+    """Move ``module`` to ``device``, in place; parameters become ``dtype``, buffers (quantized weights) keep theirs.
 
     On a GPU its memory format is channels last, the fastest for convolutions.
     """

@@ -1,14 +1,14 @@
 """Quantize the two matrix products of an attention in an ONNX graph, and restore its Softmax for TensorRT.
 
-Floating-point formats put QuantizeLinear and DequantizeLinear in front of both products. Integers replace the Softmax
-(``quantization.attention``):
+For floating-point formats, QuantizeLinear and DequantizeLinear are inserted before both products. For integer formats,
+the Softmax is replaced, too (``quantization.attention``):
 
     query ─ Mul ──────────────── Q ─ DQ ┐
     key ─ Sub(key_mean) ─ Mul ── Q ─ DQ ┴ MatMul ─ Q ─ DQ ┬──────────── Sub ─ Mul ─ Exp ─ Q ─ DQ ┬─ MatMul ─ Div ─ Mul
                                                           └ ReduceMax ──┘                        └─ ReduceSum ─┘
 
 The second MatMul also reads the value, scaled and quantized. OpenVINO runs both products in INT8 and the rest in one
-kernel. TensorRT supports no unsigned codes and has one kernel for the attention as it was traced.
+kernel. TensorRT supports no UINT8, and has one kernel for unquantized attention.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ MASK = "Add"  # between scores and softmax
 
 
 def attention_before(linear: str) -> str:
-    """The attention whose output a linear reads, if that is an output projection; of the whole block in Flux's single
-    blocks."""
+    """Return the name of the attention whose output projection ``linear`` is: of ``to_out.0``, or of ``proj_out`` in
+    Flux's single blocks; otherwise a name that no attention has."""
     attention, found, _ = linear.rpartition(".to_out.0")
     return attention if found else linear.removesuffix("proj_out") + "attn"
 
@@ -75,7 +75,7 @@ def quantize_attention(weight: ir.Value, layer: LayerAssignment) -> None:
 
 
 def in_fp32(products: Sequence[ir.Node], attention: str, dtype: ir.DataType) -> None:
-    """Let both products of an attention read fp32, and their readers outputs rounded to ``dtype``."""
+    """Cast the inputs of an attention's two products to fp32, and the output of the second product to ``dtype``."""
     scores, mixed = products
     cast = lambda before, each, what, to: insert(before, "Cast", [each], f"{attention}.{what}", to=to)  # noqa: E731
     for node, index, what in ((scores, 0, "query"), (scores, 1, "key"), (mixed, 1, "value")):
@@ -86,7 +86,7 @@ def in_fp32(products: Sequence[ir.Node], attention: str, dtype: ir.DataType) -> 
 def quantize_by_rows(
     scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment, dtype: ir.DataType
 ) -> None:
-    """Compute the products ``scores`` and ``mixed`` in integers without ``softmax``, all between them in ``dtype``."""
+    """Let ``scores`` and ``mixed`` multiply integers; between them, operations in ``dtype`` replace ``softmax``."""
     found, fmt, graph = head_factors(layer), FORMATS[layer.activation_format], softmax.graph
 
     def head_constant(what: str, values: Tensor) -> ir.Value:
@@ -129,9 +129,9 @@ def quantize_by_rows(
 
 
 def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path:
-    """The network with attention as it was traced, in the empty ``folder``; ``onnx_path`` if none is in integers.
+    """Undo integer attention: write the graph with its original attention to ``folder``, and return the new path.
 
-    The files of ``weights`` are linked, not copied.
+    Returns ``onnx_path`` if no attention is in integers. The files of ``weights`` are linked, not copied.
     """
     model = ir.load(onnx_path)
     sums = [node for node in model.graph if (node.name or "").endswith(ROW_SUM)]
@@ -157,9 +157,9 @@ def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path
 
 
 def nearest_producer(value: ir.Value, op_type: str, through: Sequence[str] = MOVES) -> ir.Node:
-    """The nearest node of a type in front of ``value``, behind first inputs of nodes of the types ``through``.
+    """Return the nearest ``op_type`` node that ``value`` comes from, following first inputs of ``through`` nodes only.
 
-    Raises ArtifactError if there is none.
+    Raises ArtifactError if there is no such node.
     """
     node = value.producer()
     while node is not None and node.op_type != op_type:

@@ -1,7 +1,7 @@
-"""Cut the quantized layers out of an exported graph, to compare each with torch on the same input.
+"""Cut the quantized layers out of an exported graph, to compare each layer with torch on the same input.
 
-The error of a whole quantized network says little about its export: one input that rounds the other way in the first
-layer changes all others. So a flat graph is written in which every quantized layer has its own input and output.
+The error of a whole quantized network says little about its export: one value that rounds the other way in the first
+layer changes all later layers. So a graph is written in which every quantized layer has its own input and output.
 """
 
 import re
@@ -29,11 +29,11 @@ def cut_layers(
     prefix: str,
     weights: torch.dtype = torch.float16,
 ) -> dict[str, str]:
-    """Write the graph of the quantized layers to ``path`` and return the name of each layer's input.
+    """Write a graph of the separate quantized layers to ``path``, and return the graph input's name for each layer.
 
-    ``weights`` is the dtype of the graph's other weights, and of the inputs. A layer's output ``<layer>.output`` is
-    that of its Conv (bias included) or of its MatMul (bias excluded). Layers that share a quantized input share it here
-    too, under the name of one of them. ``prefix`` precedes the assignment's names in the graph.
+    ``weights`` is the dtype of the unquantized weights and of the inputs. A layer's output, ``<layer>.output``, is that
+    of its Conv (with bias) or of its MatMul (without bias). Layers that share a quantized input also share the graph
+    input, which has the name of one of these layers. ``prefix`` precedes the layers' names in the graph.
     """
     model = ir.load(onnx_path)
     values = {**{node.outputs[0].name: node.outputs[0] for node in model.graph}, **model.graph.initializers}
@@ -75,12 +75,12 @@ def cut_layers(
 
 
 def dequantized_weight(values: Mapping[str, Found], weight: str) -> Found:
-    """The dequantized ``weight`` as its layer reads it, cast or reshaped."""
+    """Return the entry of ``values`` for the dequantized ``weight`` as its layer reads it, after Cast or Reshape."""
     return next(values[name] for end in ("cast", "shaped", "dequantized") if (name := f"{weight}.{end}") in values)
 
 
 def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
-    """The nodes, each with the index of an input, that read a product's input before quantization (``OF_INPUT``)."""
+    """Return the nodes, with the index of their input, that read a product's input before it is quantized."""
     nodes, readers = [product.inputs[0].producer()], []
     for node in nodes:
         for index, value in enumerate(node.inputs):
@@ -95,10 +95,10 @@ def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
 def cut_attentions(
     onnx_path: Path, attentions: Iterable[LayerAssignment], path: Path, weights: torch.dtype = torch.float16
 ) -> None:
-    """Write the graph of the products of ``attentions``, without masks, to ``path``.
+    """Write a graph of only the quantized ``attentions``, without masks, to ``path``.
 
-    Each has the inputs ``<attention>.given_query``, ``.given_key`` and ``.given_value`` before quantization, keys
-    transposed: [B, heads, head_width, tokens]. Its output is ``<attention>.given_output``.
+    Each attention has the unquantized inputs ``<attention>.given_query``, ``.given_key`` (transposed: [B, heads,
+    head_width, tokens]) and ``.given_value``, and the output ``<attention>.given_output``.
     """
     model = ir.load(onnx_path)
     made = {node.outputs[0].name: node for node in model.graph}
@@ -130,10 +130,10 @@ def cut_attentions(
 
 
 def names_of_products(onnx_path: Path, assignment: Mapping[str, LayerAssignment], prefix: str) -> dict[str, list[str]]:
-    """The names that a runtime may have for the product of each quantized layer or attention (``attention_products``).
+    """Return the names under which a runtime may list each quantized layer's or attention's matrix product.
 
-    They are those of the product's node, of the scaling per token and the addition of the bias behind it, which
-    runtimes fuse, and of their outputs.
+    These are the names of the product's node, of the nodes after it that runtimes fuse (scale per token, Cast, bias),
+    and of their outputs.
     """
     nodes = onnx.load(onnx_path, load_external_data=False).graph.node
     readers = {value: node for node in nodes for value in node.input}

@@ -1,14 +1,14 @@
 """Edit a traced graph: insert nodes, constants and initializers, and quantize values.
 
 Initializers are read when the file is written. A value is quantized with a static scale, or in blocks with scales that
-the graph computes with ONNX's standard operations, the range in fp32, the scale rounded once to the format's own type:
+the graph computes by standard ONNX operations: the maximum in fp32, the scale rounded once to the format's scale type:
 
     x ─┬─ Reshape ─ Abs ─ ReduceMax ─ scale of the format ─┬───────────┐
        └──────────────────────────────────── QuantizeLinear(block) ─ DequantizeLinear(block) ─ y
 
-Scales of inputs, and all between an input and its product, are fp16 in a graph of fp16, else fp32, because bf16 would
-round a scale by up to 0.4 %. The road not taken is TensorRT's ``TRT_FP4DynamicQuantize``, for one format: no other
-runtime has it to check it, and TensorRT builds plans from these operations as well.
+In an fp16 graph, scales of inputs and the operations from an input to its product are fp16, otherwise fp32, because
+bf16 would round a scale by up to 0.4 %. Alternative not taken: TensorRT's ``TRT_FP4DynamicQuantize``, for one format,
+which no other runtime has to verify it; TensorRT also builds plans from these standard operations.
 """
 
 from collections.abc import Callable
@@ -26,19 +26,19 @@ TORCH = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat1
 
 
 def onnx_type(dtype: torch.dtype) -> ir.DataType:
-    """The ONNX type of weights of this dtype."""
+    """Return the ONNX type for weights of this torch dtype."""
     return next(known for known, each in TORCH.items() if each == dtype)
 
 
 def type_of_scales(weights: ir.DataType) -> ir.DataType:
-    """The type of a layer's scales, and of all computed with them, in a graph with ``weights`` of this type."""
+    """Return the type of a layer's scales, and of values computed with them, in a graph with this type of weights."""
     return ir.DataType.FLOAT16 if weights == ir.DataType.FLOAT16 else ir.DataType.FLOAT
 
 
 def initializer(
     graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...], read: Callable[[], Tensor]
 ) -> ir.Value:
-    """Add an initializer whose bytes ``read`` returns when the file is written; 4-bit numbers are packed in uint8."""
+    """Add an initializer whose tensor ``read`` returns when the file is written; 4-bit numbers are packed in uint8."""
 
     def produce() -> ir.Tensor | ir.PackedTensor:
         tensor = read().contiguous()
@@ -70,7 +70,7 @@ def numbers(graph: ir.Graph, name: str, values: Tensor | float, dtype: ir.DataTy
 
 
 def insert(before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
-    """Insert a node in front of ``before`` and return its only output, of the same ``name``."""
+    """Insert a node before the node ``before``; return its only output, which has the node's ``name``."""
     node = ir.node(op_type, inputs, attributes=attributes, name=name)
     node.outputs[0].name = name
     before.graph.insert_before(before, node)
@@ -78,13 +78,13 @@ def insert(before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **a
 
 
 def only_reader(value: ir.Value) -> ir.Node:
-    """The only node that reads ``value``."""
+    """Return the only node that consumes ``value``."""
     (usage,) = value.uses()
     return usage.node
 
 
 def read_instead(value: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value]) -> None:
-    """Let all readers of ``value`` read the result of ``made``, inserted in front of the first of them."""
+    """Replace ``value``, for all nodes that consume it, by ``made(first, value)``, inserted before the first node."""
     readers = [(usage.node, usage.idx) for usage in value.uses()]
     replacement = made(readers[0][0], value)
     for reader, index in readers:
@@ -92,7 +92,7 @@ def read_instead(value: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value])
 
 
 def static_copy(node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float, dtype: ir.DataType) -> ir.Value:
-    """``value``, of type ``dtype``, quantized and dequantized with a static scale."""
+    """Insert QuantizeLinear and DequantizeLinear with a static scale for ``value``, of type ``dtype``."""
     scales = static_scales(node.graph, name, fmt, scale, dtype)
     value = insert(node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
     return insert(node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
@@ -101,7 +101,7 @@ def static_copy(node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: f
 def static_scales(
     graph: ir.Graph, name: str, fmt: Format, scale: float, dtype: ir.DataType
 ) -> tuple[ir.Value, ir.Value]:
-    """Scale, of type ``dtype``, and zero point 0 of an input, for QuantizeLinear and DequantizeLinear."""
+    """Add an input's scale, of type ``dtype``, and zero point 0, for QuantizeLinear and DequantizeLinear."""
     zero = fmt.pack(torch.zeros((), dtype=torch.int8))
     return (
         numbers(graph, f"{name}_scale", scale, dtype),
@@ -112,9 +112,9 @@ def static_scales(
 def dynamic_copy(
     before: ir.Node, value: ir.Value, name: str, layer: LayerAssignment, rows: bool, dtype: ir.DataType
 ) -> ir.Value:
-    """``value``, a layer's input of type ``dtype``, quantized and dequantized in blocks of its last axis.
+    """Insert dynamic quantization and dequantization of a layer's input ``value`` in blocks along its last axis.
 
-    [batch, tokens, in]; with ``rows``, any shape that ends in the layer's inputs.
+    ``value``, of type ``dtype``, is [batch, tokens, in], or [..., in] with ``rows``.
     """
     fmt, graph, inserted = FORMATS[layer.activation_format], before.graph, 0
     global_scale = layer.activation_scales(torch.zeros(fmt.block))[-1].max().item()  # formats without one ignore it

@@ -1,4 +1,4 @@
-"""Write a graph to its file, with its weights in that file or in one beside it."""
+"""Write an ONNX graph to a file, with its weights in the same file or in a ``.data`` file in the same folder."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ LARGEST_SINGLE_FILE = 2**28  # bytes of weights; a single file is assembled in m
 
 
 def save(model: ir.Model, path: Path) -> None:
-    """Write ``model`` to ``path``, with large weights in ``<path>.data``. The graph appears last.
+    """Write ``model`` to ``path``, with large weights in ``<path>.data``. The graph file appears last.
 
-    Both are first written to a temporary folder under their names, because a graph names its data file.
-    Errors of reading a weight are raised as they are.
+    Both files are first written to a temporary folder under their final names, because a graph names its data file.
+    Exceptions raised while reading a weight are passed on unwrapped.
     """
     external = sum(value.const_value.nbytes for value in model.graph.initializers.values()) > LARGEST_SINGLE_FILE
     data = path.with_name(path.name + ".data")
@@ -33,9 +33,9 @@ def save(model: ir.Model, path: Path) -> None:
 
 
 def share_weights(path: Path, beside: Path) -> None:
-    """Let the graph at ``path`` refer to the data file of the one that will lie ``beside`` it, where weights are equal.
+    """Let the graph at ``path`` refer to equal weights in the data file of ``beside``, whose folder it will move to.
 
-    It stays as it is where there is no such file, or where too much would be left for a single file.
+    The graph is not changed where the weights that differ would be too large for a single file.
     """
     model, others = ir.load(path), ir.load(beside).graph.initializers
     own = 0

@@ -1,4 +1,4 @@
-"""Export a part of a checkpoint in two steps: its graph, which every recipe shares, then its weights."""
+"""Export a part of a checkpoint in two steps: its graph, which all quantization recipes share, then its weights."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SAMPLES_PER_IMAGE = "samples_a_picture"  # metadata of a denoiser's file: sample
 
 
 def trace_part(checkpoint: Checkpoint, part: str) -> ir.Model:
-    """The graph of a part, with its weights as named inputs. No weight is read."""
+    """Trace the ONNX graph of a part, with its weights as named inputs. No weight is read."""
     description = checkpoint.parts()[part]
     return trace(lambda: description.wrap(checkpoint.build()[description.component]), description.contract)
 
@@ -25,9 +25,9 @@ def trace_part(checkpoint: Checkpoint, part: str) -> ir.Model:
 def write_part(
     graph: ir.Model, checkpoint: Checkpoint, part: str, path: Path, assignment: Mapping[str, LayerAssignment]
 ) -> None:
-    """Write the ``graph`` of ``trace_part``, which changes, with the checkpoint's weights, one in memory at a time.
+    """Write the ``graph`` of ``trace_part`` with the checkpoint's weights, quantized according to ``assignment``.
 
-    ``assignment`` quantizes them.
+    ``graph`` is changed in place. Only one weight is in memory at a time.
     """
     description = checkpoint.parts()[part]
     weights, prefix = checkpoint.components[description.component], description.prefix

@@ -1,34 +1,34 @@
-"""Put an assignment into a traced graph: QuantizeLinear and DequantizeLinear around each layer that it quantizes.
+"""Quantize a traced graph: insert QuantizeLinear and DequantizeLinear (Q/DQ) for each layer of an assignment.
 
     x ─ Mul(pre_quant_scale) ─┬─ QuantizeLinear ─ DequantizeLinear ─┐
                               │      codes ─ DequantizeLinear(scale) ┴─ Conv | MatMul | Gemm ─ (Add) ─ y
                               └─ MatMul(down) ─ MatMul(up) ───────────────────────────────────────┘
 
 Rotated inputs (``quantization.rotation``) pass a Reshape, a MatMul with the matrix and a Reshape before QuantizeLinear.
-Inputs that are scaled per token are divided by each token's largest magnitude, so that one static scale serves them all
-and every runtime has integer kernels; OpenVINO supports no QuantizeLinear with scales that the graph computes.
+Inputs with scales per token are divided by each token's largest magnitude, so that one static scale fits all tokens and
+every runtime can use integer kernels; OpenVINO supports no QuantizeLinear with scales that the graph computes.
 
     x ─┬─────────────── Div ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Mul ─ (Add) ─ y
        └ Abs ─ ReduceMax ┴─────────────────────────────────────────────────┘
 
-No runtime multiplies codes of four bits, and TensorRT for RTX fails on such a product: their magnitude multiplies what
-DequantizeLinear returns.
+No runtime multiplies four-bit integers, and TensorRT for RTX fails on such a scaled product. So for these the token's
+magnitude multiplies the output of the input's DequantizeLinear, not that of the MatMul.
 
 The input of a convolution may be shifted (``quantization.convolutions``). It is padded after QuantizeLinear, with the
-code of zero, so that the response to the shift is the same everywhere: a bias. Other standard operations cost more
-(docs/results_speed.md): a Pad before QuantizeLinear is one of fp16, and a map added after the convolution depends on
+quantized value of zero, so that the shift adds a constant at every pixel, which the bias corrects. Alternatives cost
+more (docs/results_speed.md): a Pad before QuantizeLinear moves fp16, and a map added after the convolution depends on
 the image's size; TensorRT does not support a zero point in QuantizeLinear.
 
     x ─ Sub(shift) ─ QuantizeLinear ─ Pad ─ DequantizeLinear ─ Conv without padding, with another bias
 
-A graph of bf16 has fp32 from the Cast in front of a layer to its product, so that eight bits round neither scales, nor
-factors, nor the bias of a shifted convolution, thirty times as large as the output; runtimes fuse the Casts. A weight
-that is quantized alone is rounded to bf16 behind its DequantizeLinear, for a product of bf16.
+In a bf16 graph, a layer computes in fp32 from a Cast before it to its product, so that bf16's eight bits round neither
+scales and factors nor the bias of a shifted convolution, which is thirty times as large as the output; runtimes fuse
+the Casts. In weight-only quantization, the dequantized weight is rounded to bf16 and the product is bf16.
 
     x ─ Cast(fp32) ─ Mul ─ QuantizeLinear ─ DequantizeLinear ─ MatMul ─ Cast(bf16) ─ (Add) ─ y
 
-A layer is the node that multiplies with its weight. The road not taken is to trace a network with quantizers in it,
-which would need a trace for every recipe.
+In the graph, a layer is the node that multiplies with its weight. Alternative not taken: tracing a network that
+contains quantizers, which would need a new trace for every recipe.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,10 +69,10 @@ def write_onnx(
     assignment: Mapping[str, LayerAssignment],
     prefix: str = "",
 ) -> None:
-    """Give the traced ``model``, which changes, its weights, quantized by the ``assignment``, and write it.
+    """Add weights to the traced ``model`` in place, quantize it by the ``assignment``, and write it to ``path``.
 
-    The first ``inputs`` of the graph's inputs are the contract's, the others are weights, which ``read`` returns by
-    name. ``prefix`` precedes the assignment's layer names.
+    The first ``inputs`` graph inputs are the network's own; the remaining inputs are weights, which ``read`` returns by
+    name. In the graph, ``prefix`` precedes the assignment's layer names.
     Raises ArtifactError when the assignment names a layer that the graph does not have.
     """
     graph = model.graph
@@ -106,7 +106,7 @@ def write_onnx(
 
 
 class Site(NamedTuple):
-    """The place where a layer's input is quantized: in front of the ``node`` that multiplies it, of type ``dtype``."""
+    """The place where a layer's input of type ``dtype`` is quantized: before the ``node`` that multiplies it."""
 
     node: ir.Node
     layer: LayerAssignment
@@ -115,30 +115,30 @@ class Site(NamedTuple):
     shared: dict[tuple, ir.Value]  # inputs, smoothed and quantized, that several layers read
 
     def insert(self, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
-        """The output of a node in front of the layer's, named after the layer."""
+        """Insert a node, named after the layer, before the layer's node; return its output."""
         return insert(self.node, op_type, inputs, f"{self.layer.name}.{name}", **attributes)
 
     def numbers(self, name: str, values: Tensor | float) -> ir.Value:
-        """An initializer with ``values`` of the site's type, named after the layer."""
+        """Add an initializer with ``values`` in the site's ``dtype``, named after the layer."""
         return numbers(self.node.graph, f"{self.layer.name}.{name}", values, self.dtype)
 
     def integers(self, name: str, *values: int) -> ir.Value:
-        """An initializer with int64 ``values``, named after the layer."""
+        """Add an initializer with int64 ``values``, named after the layer."""
         return constant(self.node.graph, f"{self.layer.name}.{name}", np.array(values, np.int64))
 
     def once(self, key: tuple, make: Callable[[], ir.Value]) -> ir.Value:
-        """The value that ``make`` inserts once for all layers with this ``key``."""
+        """Return the value that ``make`` inserts on the first call with this ``key``; layers share it."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
 
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str) -> ir.Value:
-        """``value``, the layer's input or made of it, in another type."""
+        """Cast ``value``, the layer's input or derived from it, to another type, once for all layers."""
         return self.once((value, dtype), lambda: self.insert("Cast", [value], name, to=dtype))
 
 
 def quantize_layer(weight: ir.Value, layer: LayerAssignment, read: ReadWeight, shared: dict[tuple, ir.Value]) -> None:
-    """Quantize weight and input of the one node that multiplies with ``weight``, a graph input."""
+    """Quantize the weight and the input of the only node that multiplies with ``weight``, a graph input."""
     node = only_reader(weight)
     rows = node.op_type == "Gemm"
     if rows:
@@ -184,7 +184,7 @@ def quantize_layer(weight: ir.Value, layer: LayerAssignment, read: ReadWeight, s
 
 
 def end_in_identity(node: ir.Node) -> None:
-    """Put an Identity behind a ``node`` that makes an output of the graph, so that other nodes can come between."""
+    """Insert an Identity after ``node`` if it produces a graph output, so that nodes can be inserted between them."""
     product, graph = node.outputs[0], node.graph
     if not product.is_graph_output():
         return
@@ -197,7 +197,7 @@ def end_in_identity(node: ir.Node) -> None:
 
 
 def split_gemm(gemm: ir.Node) -> ir.Node:
-    """Replace a Gemm, a linear of two-dimensional inputs, by Transpose, MatMul and Add; returns the Transpose."""
+    """Replace a Gemm (a linear with two-dimensional input) by Transpose, MatMul and Add; return the Transpose."""
     x, weight, *bias = gemm.inputs
     transposed = insert(gemm, "Transpose", [weight], f"{weight.name}.transposed", perm=[1, 0])
     value = insert(gemm, "MatMul", [x, transposed], f"{weight.name}.product")
@@ -209,7 +209,7 @@ def split_gemm(gemm: ir.Node) -> ir.Node:
 
 
 def smoothed_input(at: Site, value: ir.Value) -> ir.Value:
-    """The layer's input times its ``pre_quant_scale``, unless that is folded into an earlier layer."""
+    """Multiply the layer's input by its ``pre_quant_scale``, unless an earlier layer's weights include this scale."""
     layer = at.layer
     if not layer.multiplies:
         return value
@@ -221,7 +221,7 @@ def smoothed_input(at: Site, value: ir.Value) -> ir.Value:
 
 
 def rotated_input(at: Site, value: ir.Value) -> ir.Value:
-    """``value`` [..., in] with its groups of channels rotated, if the layer rotates them; of any number of axes."""
+    """Rotate groups of channels of ``value`` [..., in], any number of axes, if the layer's input is rotated."""
     group = at.layer.rotation
     if not group:
         return value
@@ -243,9 +243,9 @@ def rotated_input(at: Site, value: ir.Value) -> ir.Value:
 
 
 def quantized_per_token(at: Site, value: ir.Value) -> ir.Value:
-    """``value`` over each token's largest magnitude, quantized and dequantized.
+    """Divide ``value`` by each token's largest magnitude, then quantize and dequantize it with one static scale.
 
-    The magnitude multiplies the node's output, or the result where the layer does not scale its product.
+    The magnitude multiplies the product's output if ``layer.scales_product``, otherwise the dequantized value.
     """
 
     def largest_numbers() -> ir.Value:
@@ -266,7 +266,7 @@ def quantized_per_token(at: Site, value: ir.Value) -> ir.Value:
 
 
 def quantized_input(at: Site, value: ir.Value) -> ir.Value:
-    """``value`` quantized and dequantized, once for all layers that read it with the same scales."""
+    """Quantize and dequantize ``value``, once for all layers that read it with the same scales."""
     layer, static, name = at.layer, at.layer.activation_scale, f"{at.layer.name}.input"
     if static is None:
         make = lambda: dynamic_copy(at.node, value, name, layer, at.rows, at.dtype)  # noqa: E731
@@ -277,9 +277,9 @@ def quantized_input(at: Site, value: ir.Value) -> ir.Value:
 
 
 def quantize_shifted(at: Site, x: ir.Value) -> None:
-    """Let a convolution read ``x`` minus the shift, quantized and padded, with the corresponding bias.
+    """Let a convolution read ``x - shift``, quantized and then padded, and replace its bias to correct for the shift.
 
-    The code of zero is computed in the graph: TensorRT supports no constant of the codes' type for Pad.
+    The graph computes the quantized padding value, because TensorRT supports no quantized constant for Pad.
     """
     conv, layer, fmt = at.node, at.layer, FORMATS[at.layer.activation_format]
     scales = static_scales(conv.graph, f"{layer.name}.input", fmt, layer.activation_scale, at.dtype)

@@ -1,7 +1,7 @@
-"""torch's ONNX exporter, without the work that it does twice and needless decompositions of networks.
+"""Export with torch's ONNX exporter, without repeated work and without needless decomposition of operations.
 
-Operations stay as a network calls them if each has a translation (``translations``), changes nothing in place and is
-under no autocast. The road not taken is to decompose always, which traces a network twice more.
+Operations are exported undecomposed if all have a translation (``translations``), change nothing in place and run
+without autocast. Alternative not taken: always decomposing, which traces a network two more times.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,9 +23,9 @@ aten = torch.ops.aten
 
 
 def converted(module: nn.Module, example: dict[str, Tensor], contract: Contract, opset: int) -> ir.Model:
-    """The module in ONNX; operations are decomposed, at the cost of two more traces, if any has no translation.
+    """Convert the module to ONNX. If an operation has no translation, all are decomposed, by two more traces.
 
-    ``example`` has the contract's inputs. Raises ArtifactError as ``check_axes`` does, before the conversion.
+    ``example`` has the contract's inputs. Raises ArtifactError, before the conversion, if ``check_axes`` fails.
     """
     dynamic = {
         name: {index: torch.export.Dim.AUTO for index, axis in enumerate(shape) if isinstance(axis, str)}
@@ -66,7 +66,7 @@ def converted(module: nn.Module, example: dict[str, Tensor], contract: Contract,
 
 
 def check_axes(shapes: Mapping[str, Iterable], contract: Contract) -> None:
-    """Raise ArtifactError when the tracer took a dynamic axis of an input for a number."""
+    """Raise ArtifactError when the tracer specialized a dynamic axis of an input to one size."""
     for name in contract.inputs.keys() & shapes.keys():
         for traced, axis in zip(shapes[name], contract.inputs[name], strict=True):
             if isinstance(axis, str) and str(getattr(traced, "value", traced)).isdecimal():
@@ -75,9 +75,9 @@ def check_axes(shapes: Mapping[str, Iterable], contract: Contract) -> None:
 
 @contextmanager
 def without_idle_autocast() -> Iterator[None]:
-    """A context without autocast where it changes nothing: disabled, or for another device.
+    """In the block, ignore ``torch.autocast`` contexts that change nothing: disabled, or for another device.
 
-    torch's exporter would trace the block as a graph of its own, for which it decomposes the whole network.
+    torch's exporter would trace the code in such a context as a subgraph, for which it decomposes the whole network.
     """
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     idle = list[int]()
@@ -98,9 +98,9 @@ def without_idle_autocast() -> Iterator[None]:
 
 
 def keep_what_is_changed(program: torch.export.ExportedProgram) -> None:
-    """Replace each operation that changes a tensor in place by the one that returns a new tensor.
+    """Replace in-place operations, such as ``add_``, by those that return a new tensor, such as ``add``.
 
-    Only where no other tensor shares the memory: the result of an elementwise operation of which no view is taken.
+    Only tensors whose memory is not shared: results of elementwise operations without views.
     """
     order = {node: number for number, node in enumerate(program.graph.nodes)}
     for node in program.graph.nodes:
@@ -117,12 +117,12 @@ def keep_what_is_changed(program: torch.export.ExportedProgram) -> None:
 
 
 def shares_memory(node: torch.fx.Node) -> bool:
-    """Whether a node's output may share memory with an input, as no result of an elementwise operation does."""
+    """Return whether a node's output may share memory with an input; elementwise operations return new memory."""
     return torch.Tag.pointwise not in getattr(node.target, "tags", ()) or node.target._schema.is_mutable
 
 
 def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
-    """Whether type promotion changes nothing: each operation reads floating-point tensors of a single dtype."""
+    """Return whether type promotion changes nothing: all tensors read by one operation have one floating dtype."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     values = [[operand.meta.get("val") for operand in call.all_input_nodes] for call in calls]
     dtypes = [{value.dtype for value in each if isinstance(value, Tensor)} for each in values]
@@ -131,9 +131,9 @@ def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
 
 @contextmanager
 def torchs_exporter(promotes: bool) -> Iterator[None]:
-    """A context in which torch's exporter keeps its table of translations, and promotes types only if it ``promotes``.
+    """In the block, let torch's exporter cache its table of translations, and promote types only if ``promotes``.
 
-    It has no options for these: a fifth and a quarter of a trace. Nothing changes where torch has other names for them.
+    Both take time (a fifth and a quarter of a trace), without options in torch. Unknown versions are not patched.
     """
     with ExitStack() as stack:
         with suppress(ImportError, AttributeError):
@@ -149,12 +149,12 @@ def torchs_exporter(promotes: bool) -> Iterator[None]:
 
 @cache
 def table_of(make: Callable[..., Any], opset: int) -> Any:
-    """torch's table of translations for an opset, made once."""
+    """Return torch's table of translations for an opset, built once per process."""
     return make(opset_version=opset)
 
 
 def copy_of_table(make: Callable[..., Any], opset_version: int) -> Any:
-    """A copy of ``table_of``, to which an export adds its own."""
+    """Return a copy of torch's table of translations, to which an export adds its own."""
     table = copy(table_of(make, opset_version))
     table.functions = {name: list(translations) for name, translations in table.functions.items()}
     return table

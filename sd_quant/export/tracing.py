@@ -1,7 +1,7 @@
-"""Trace the graph of a part without its weights, which become named inputs, with fake tensors, and clean it.
+"""Trace a part's ONNX graph with fake tensors, weights as named graph inputs, and simplify it.
 
-Tracing needs only shapes, so a UNet of 2.57 B parameters takes no memory, and every recipe shares the graph. Without
-weights constant folding is cheap, too. The road not taken is ModelOpt's own export of a quantized model, which holds
+Tracing needs only shapes, so a UNet of 2.57 B parameters takes no memory, and all recipes share the graph. Without
+weights, constant folding is cheap, too. Alternative not taken: ModelOpt's own export of a quantized model, which holds
 every weight in fp32 and writes INT8 weights as floats with a QuantizeLinear.
 """
 
@@ -43,9 +43,9 @@ EXAMPLE = {"batch": 2, "width": 256, "height": 128}
 
 
 def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
-    """The shapes of inputs to trace a part with, the contract's own where it has them.
+    """Return the input shapes with which a part is traced: the contract's example if it has one.
 
-    Those of an image stay below the network's limit for latents, which torch would take for a constant.
+    Otherwise image sizes stay below the network's limit for latents; at the limit, torch would make them constants.
     """
     if contract.example is not None:
         return contract.shapes(**contract.example)
@@ -54,11 +54,11 @@ def example_shapes(contract: Contract) -> dict[str, tuple[int, ...]]:
 
 
 def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
-    """The ONNX graph of the module that ``build`` returns, with the contract's names and dynamic axes.
+    """Trace the module that ``build`` returns to an ONNX graph with the contract's names and dynamic axes.
 
-    Weights (parameters, and buffers that a checkpoint holds) are graph inputs with their names after the contract's
-    own. Other buffers and tensors are constants. Nothing is allocated for parameters.
-    Raises ArtifactError when the network serves only one size of an axis that the contract calls dynamic.
+    Weights (parameters, and buffers that a checkpoint holds) become graph inputs under their own names, after the
+    contract's inputs. Other buffers and tensors become constants. No memory is allocated for parameters.
+    Raises ArtifactError when the network supports only one size of an axis that the contract declares dynamic.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -101,7 +101,7 @@ def trace(build: Callable[[], nn.Module], contract: Contract) -> ir.Model:
 
 
 def promote_concatenated(model: ir.Model) -> None:
-    """Cast a Concat's inputs to the widest of their dtypes, as torch does and ONNX does not."""
+    """Cast the inputs of each Concat to the widest of their dtypes, as torch does implicitly and ONNX does not."""
     for node in list(model.graph):
         dtypes = {value.dtype for value in node.inputs} if node.op_type == "Concat" else set()
         if len(dtypes) > 1 and None not in dtypes:
@@ -113,7 +113,7 @@ def promote_concatenated(model: ir.Model) -> None:
 
 
 def widen(model: ir.Model) -> None:
-    """Let operations for which ONNX has no bf16, such as the Einsum that joins patches, compute in fp32."""
+    """Insert Casts so that operations without bf16 in ONNX, such as the Einsum that joins patches, run in fp32."""
     bf16, single = ir.DataType.BFLOAT16, ir.DataType.FLOAT
     for node in (node for node in list(model.graph) if node.domain == ""):
         schema = onnx.defs.get_schema(node.op_type, model.opset_imports[""], "")
@@ -136,7 +136,7 @@ def widen(model: ir.Model) -> None:
 
 
 def drop_squeezes(model: ir.Model) -> None:
-    """Remove every Squeeze of an axis longer than 1, which torch ignores and ONNX forbids; TensorRT reports it.
+    """Remove each Squeeze of an axis longer than 1: torch ignores such a Squeeze, ONNX forbids it.
 
     A dynamic axis counts as longer than 1, because torch.export specializes a graph for 1.
     """
@@ -149,7 +149,7 @@ def drop_squeezes(model: ir.Model) -> None:
 
 
 def choose_by_logic(model: ir.Model) -> None:
-    """Replace every Where between booleans, for which ONNX Runtime has no kernel, by And, Not and Or."""
+    """Replace each Where between booleans by And, Not and Or, because ONNX Runtime has no kernel for it."""
     for node in list(model.graph):
         if node.op_type == "Where" and node.outputs[0].dtype == ir.DataType.BOOL:
             condition, chosen, otherwise = node.inputs
@@ -164,9 +164,9 @@ def choose_by_logic(model: ir.Model) -> None:
 
 
 def transpose_keys(model: ir.Model) -> None:
-    """Replace Reshape, Transpose and Reshape, as torch exports attention's keys, by a Transpose of the last two axes.
+    """Replace Reshape, Transpose, Reshape on attention's keys, as torch exports them, by one Transpose of two axes.
 
-    ``fold`` joins it with the Transpose of heads and tokens before it.
+    ``fold`` then merges this Transpose with that of heads and tokens before it.
     """
     for node in list(model.graph):
         if node.op_type != "Transpose" or node.attributes["perm"].as_ints() != (0, 2, 1):
@@ -182,7 +182,7 @@ def transpose_keys(model: ir.Model) -> None:
 
 
 def sizes_of(reshape: ir.Node, value: ir.Value) -> list[tuple[int, int] | None]:
-    """The slice (first, last axis) of the shape of ``value`` for each size of a Reshape; None for any other size."""
+    """Return (first, end) axes for each size of a Reshape that is a slice of ``value``'s shape; None otherwise."""
     concat = reshape.inputs[1].producer()
     sizes: list[tuple[int, int] | None] = []
     for size in concat.inputs if concat is not None and concat.op_type == "Concat" else ():
@@ -195,10 +195,10 @@ def sizes_of(reshape: ir.Node, value: ir.Value) -> list[tuple[int, int] | None]:
 
 
 def without(operation: Callable, number: int) -> "RewriteRule":
-    """The rule that replaces ``operation`` of a value and the exact scalar ``number``, which is idle, by the value.
+    """Return the rewrite rule that removes an ``operation`` with exactly the neutral scalar ``number``, such as x * 1.
 
-    onnxscript's own rules take any constant within 1e-8 of zero, or 1e-5 of one, so that ``y / (x + 1e-9)`` becomes
-    ``y / x``, which is no number where x is 0. A scalar never makes the value wider.
+    onnxscript's own rules accept any constant within 1e-8 of zero, or 1e-5 of one, so that ``y / (x + 1e-9)`` becomes
+    ``y / x``, which is not finite for x = 0. Only scalars match, because other constants may broadcast the value.
     """
     from onnxscript.rewriter import RewriteRule
 
@@ -214,8 +214,8 @@ def without(operation: Callable, number: int) -> "RewriteRule":
 def fold(model: ir.Model) -> None:
     """Fold constants and simplify the graph, like onnxscript's optimizer without 40 rules that never apply here.
 
-    One of those, which looks for Slices that make up a Split, takes 94 of the optimizer's 111 s on the full-size UNet.
-    Four are replaced by ``without``. TensorRT parses neither CastLike nor the sequences of a traced feed-forward.
+    One of these rules, which searches for Slices that form a Split, takes 94 of 111 s on the full-size UNet. Four
+    rules are replaced by ``without``. TensorRT parses neither CastLike nor the sequences of a traced feed-forward.
     """
     from onnxscript import optimizer
     from onnxscript.rewriter import RewritePass
@@ -242,10 +242,10 @@ def fold(model: ir.Model) -> None:
 
 
 def raise_opset(model: ir.Model, opset: int) -> None:
-    """Declare ``opset``, up to 23, for the types that it adds to those of the opset that the graph was traced in.
+    """Declare a newer ``opset``, up to 23, whose operations accept more types than those of the traced opset.
 
-    Nodes stay, because each operation is defined alike in both, or with more types. The road not taken is onnxscript's
-    version converter, which would conclude the same node by node.
+    Nodes are unchanged, because the newer opset defines each operation identically or adds types. Alternative not
+    taken: onnxscript's version converter, which would reach the same result node by node.
     Raises ArtifactError for an operation that may have another definition.
     """
     traced = model.opset_imports[""]
@@ -265,12 +265,12 @@ def raise_opset(model: ir.Model, opset: int) -> None:
 
 
 def copy_of(model: ir.Model) -> ir.Model:
-    """A copy of a traced graph, which has no weights yet."""
+    """Return a copy of a traced graph, which has no weights yet."""
     return ir.from_proto(ir.to_proto(model))
 
 
 def name_axes(model: ir.Model, contract: Contract) -> None:
-    """Give the inputs' axes, and the batch axis of outputs, the contract's names instead of the tracer's."""
+    """Rename the axes of inputs, and the batch axis of outputs, from the tracer's names to the contract's."""
     batches = set()
     for value in model.graph.inputs:
         if value.name in contract.inputs:
@@ -284,7 +284,7 @@ def name_axes(model: ir.Model, contract: Contract) -> None:
 
 
 def strip(model: ir.Model) -> None:
-    """Remove stack traces and intermediate shapes, which no engine reads and which dominate a small file."""
+    """Remove stack traces and intermediate shapes, which no engine reads and which make up most of a small file."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     boundary = {*model.graph.inputs, *model.graph.outputs}

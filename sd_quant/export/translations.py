@@ -1,8 +1,8 @@
 """Translations of torch operations to ONNX for which torch's exporter would decompose the network.
 
-Decomposing traces the network twice more, half of the time of a trace; with these translations no network of a family
-needs it, and few of other pipelines. A translation raises NotImplementedError for arguments that it does not support,
-and the network is decomposed.
+Decomposing traces the network twice more, which takes half of the time of a trace. With these translations no network
+of a supported family is decomposed, and few networks of other pipelines are. A translation raises NotImplementedError
+for arguments that it does not support; then the network is decomposed.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ op: Any = onnxscript.opset20  # its annotations want constants of a tensor's own
 
 
 def to(x, *args, dtype: int | None = None, **_):
-    """``x.to``: in a graph only the dtype, ONNX's number, has a meaning."""
+    """``Tensor.to``: in a graph only the dtype matters, given as ONNX's number for it."""
     numbers = [argument for argument in (*args, dtype) if isinstance(argument, int) and not isinstance(argument, bool)]
     return op.Cast(x, to=numbers[0]) if numbers else op.Identity(x)
 
@@ -35,7 +35,7 @@ def clip(x, min: float | None = None, max: float | None = None):
 
 
 def flatten(x, start_dim: int = 0, end_dim: int = -1):
-    """Some axes as one; the last ones without reading sizes at run time."""
+    """``torch.flatten``; if the last axes are flattened, no sizes are read at run time."""
     first, last = start_dim % len(x.shape), end_dim % len(x.shape)
     kept = [0] * first + [-1]
     if last == len(x.shape) - 1:
@@ -45,14 +45,14 @@ def flatten(x, start_dim: int = 0, end_dim: int = -1):
 
 
 def unflatten(x, dim: int, sizes: Sequence[int]):
-    """The last axis as several, likewise."""
+    """``torch.unflatten`` of the last axis to known sizes, without reading sizes at run time."""
     if dim % len(x.shape) != len(x.shape) - 1 or not all(isinstance(size, int) for size in sizes):
         raise NotImplementedError("an axis is unflattened that is not the last, or into sizes that are not known")
     return op.Reshape(x, op.Constant(value_ints=[0] * (len(x.shape) - 1) + list(sizes)))
 
 
 def rms_norm(x, normalized_shape: Sequence[int], weight=None, eps: float | None = None):
-    """``x`` over the root of its mean square, in fp32 as in torch, times the weight. ``eps`` defaults to fp32's."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` in fp32, as torch computes it. ``eps`` defaults to fp32's epsilon."""
     number = torch.finfo(torch.float32).eps if eps is None else eps
     axes = op.Constant(value_ints=list(range(-len(normalized_shape), 0)))
     wide = op.Cast(x, to=1)
@@ -66,14 +66,14 @@ def both(x, y):
 
 
 def promoted(*tensors):
-    """Tensors in torch's common dtype of all of them."""
+    """Cast tensors to the common dtype to which torch promotes them."""
     examples = [torch.empty([1] * len(each.shape), dtype=to_torch_dtype(each.dtype), device="meta") for each in tensors]
     dtype = from_torch_dtype(torch.result_type(*examples))
     return [each if each.dtype == dtype else op.Cast(each, to=dtype) for each in tensors]
 
 
 def minimum(x, y):
-    """The elementwise minimum; of truth values, whether both are true."""
+    """``torch.minimum``: elementwise, And for booleans."""
     return op.And(x, y) if x.dtype == y.dtype == ir.DataType.BOOL else op.Min(*promoted(x, y))
 
 
@@ -83,7 +83,7 @@ def outer(x, y):
 
 
 def meshgrid(tensors: Sequence, indexing: str = "xy"):
-    """Vectors as the coordinates of a grid, each repeated along the axes of all others, as ``torch.meshgrid``."""
+    """``torch.meshgrid``: expand each vector along the axes of all other vectors."""
     axes = list(range(len(tensors)))
     if indexing == "xy" and len(axes) > 1:
         axes[:2] = 1, 0
@@ -96,7 +96,7 @@ def meshgrid(tensors: Sequence, indexing: str = "xy"):
 
 
 def difference(x, n: int = 1, dim: int = -1, prepend=None, append=None):
-    """The differences of neighbours along an axis, ``n`` times over, as ``torch.diff``."""
+    """``torch.diff``: the differences of neighbours along an axis, computed ``n`` times over."""
     given = [each for each in (prepend, x, append) if each is not None]
     x = op.Concat(*given, axis=dim) if len(given) > 1 else x
     for _ in range(n):
@@ -112,7 +112,7 @@ def movedim(x, source: int, destination: int):
 
 
 def upsample_nearest(x, output_size: Sequence | None = None, scale_factors: Sequence[float] | None = None):
-    """Images resized by nearest-exact interpolation: each pixel is the input's nearest to its centre."""
+    """Nearest-exact interpolation: each output pixel is the input pixel nearest to its centre."""
     scales = sizes = None
     if output_size is None:
         scales = op.Constant(value_floats=[1.0, 1.0, *map(float, scale_factors or ())])

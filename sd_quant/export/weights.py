@@ -1,8 +1,8 @@
-"""Weights as initializers of a traced graph, and the DequantizeLinear nodes behind quantized ones.
+"""Add weights to a traced graph: initializers, and DequantizeLinear nodes after quantized weights.
 
-Every initializer is lazy: its weight is read, smoothed and quantized when the file is written, one at a time in memory.
-The weight of a MatMul is stored transposed, ready to multiply. Codes in blocks are two-dimensional, because TensorRT
-supports no others; those of a convolution get their shape after the DequantizeLinear.
+Initializers are lazy: each weight is read, smoothed and quantized when the file is written, one in memory at a time. A
+MatMul's weight is stored transposed, ready to multiply. Block-quantized weights are stored in two dimensions, the only
+form that TensorRT supports; a convolution's weight is reshaped after DequantizeLinear.
 """
 
 import math
@@ -23,7 +23,7 @@ ReadWeight = Callable[[str], Tensor]  # a weight by its name in the graph
 def high_precision_weight(
     graph: ir.Graph, weight: ir.Value, layer: LayerAssignment | None, read: ReadWeight
 ) -> ir.Value:
-    """The initializer for the graph input ``weight``, in its dtype; smoothed if ``layer`` says so."""
+    """Add the initializer that replaces the graph input ``weight``, in its dtype; smoothed if ``layer`` requires it."""
     name, dtype = weight.name, TORCH[weight.dtype]
 
     def read_weight() -> Tensor:
@@ -35,10 +35,10 @@ def high_precision_weight(
 def quantized_weight(
     node: ir.Node, name: str, layer: LayerAssignment, read: ReadWeight, transposed: bool, dtype: ir.DataType
 ) -> ir.Value:
-    """The dequantized weight of ``node``, fp16 [out, in, ...], or [in, out] if ``transposed``.
+    """Add the quantized weight of ``node``; return it dequantized, [out, in, ...], or [in, out] if ``transposed``.
 
-    Its codes have one scale, one per output, of this ``dtype``; or one per block and for some formats a global scale.
-    Numbers of a format that no DequantizeLinear decodes are fp16: no smaller in a graph.
+    It has one scale or one per output channel, of type ``dtype``, or one scale per block and, in some formats, a global
+    scale. Weights in a format that DequantizeLinear cannot decode are stored as fp16, which saves no space.
     """
     fmt, shape, graph = FORMATS[layer.format], layer.weight_shape, node.graph
     if fmt.block is not None:
@@ -48,7 +48,7 @@ def quantized_weight(
         return tensor.T if transposed and tensor.ndim > 1 else tensor
 
     def stored(suffix: str, kind: str, sizes: tuple[int, ...], take: Callable[..., Tensor]) -> ir.Value:
-        """An initializer: ``take`` of codes and scales, whose ``sizes`` are reversed where the weight is."""
+        """Add the initializer ``take(codes, scales)`` of shape ``sizes``, reversed if the weight is ``transposed``."""
 
         def read_weight() -> Tensor:
             return take(*layer.codes_and_scales(rewritten(read(name), layer).reshape(shape)))

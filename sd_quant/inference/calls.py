@@ -1,18 +1,18 @@
-"""The denoiser's calls in an image: computed in one precision or another, reused, guided.
+"""Step caching, precision by step and limited guidance: how each call of the denoiser gets its output.
 
-A schedule has a letter for each step: ``c`` computed, ``r`` the last computed output reused, ``e`` the line through the
-last two, over the number of the step. Under Euler, reusing the output leaves that noise level out, and the line is a
-linear multistep method; so letters cover step caches whose state is the output: cache-dit's
-``steps_computation_mask`` (1 is ``c``, 0 is ``r``), and TaylorSeer of order 0 and 1 on the output (arXiv:2503.06923,
-diffusers' ``use_lite_mode``), for any engine. The roads not taken are caches inside of the network, for which it would
-be cut into several engines, and thresholds on the latents, by which an image's time depends on its prompt and batch.
+A schedule has a letter for each step: ``c`` computes the output, ``r`` reuses the last computed output, and ``e``
+extrapolates the last two linearly in the step's number. Under Euler, reusing an output leaves that noise level out, and
+extrapolation is a linear multistep method. The letters cover step caches that store outputs alone, for any engine:
+cache-dit's ``steps_computation_mask`` (1 is ``c``, 0 is ``r``), and TaylorSeer of order 0 and 1 on the output
+(arXiv:2503.06923, diffusers' ``use_lite_mode``). Alternatives not taken: caches inside of the network, which would be
+cut into several engines, and thresholds on the latents, with which an image's time depends on its prompt and batch.
 
-A computed step may be precise: ``h`` multiplies the stored weights with unquantized inputs (W8A16, W4A16), ``f`` is
-full precision; each has an engine of its own, by ``engine_of_letter``. All calls of a step have its precision, so that
-guided and unguided ones agree, as in vLLM-Omni (pull request 6560) and diffusers (14664).
+Two letters compute a step more precisely: ``h`` multiplies the stored weights with unquantized inputs (W8A16, W4A16),
+``f`` is full precision; each letter has its own engine (``engine_of_letter``). All calls of a step use one engine, so
+that conditional and unconditional outputs agree, as in vLLM-Omni (pull request 6560) and diffusers (14664).
 
-Below a noise level an image needs no guidance (Kynkäänniemi et al. 2024, arXiv:2404.07724): the conditional half of the
-batch is computed alone, and is given twice, which makes the guided output the conditional one.
+At low noise an image needs no guidance (Kynkäänniemi et al. 2024, arXiv:2404.07724): only the conditional half of the
+batch is computed, and returned for both halves, so that guidance changes nothing.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,11 +26,11 @@ Outputs = Mapping[str, Tensor]
 
 
 class Calls:
-    """The outputs of the denoiser for the calls of one batch of images.
+    """The denoiser's calls for one batch of images, each computed, reused or extrapolated by the ``schedule``.
 
-    ``step`` returns the number of the current step, which may have several calls; ``place`` its letter's in the
-    schedule, for samplers of several steps a letter. ``is_guided`` decides by step. ``batched`` names the inputs whose
-    first axis counts samples, the unconditional ones first.
+    ``step`` returns the number of the scheduler's current step, in which the denoiser may be called several times.
+    ``place`` maps that number to an index of ``schedule``. ``is_guided`` says whether a step is guided. ``batched``
+    names the inputs whose first axis counts samples, the unconditional samples first.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Calls:
         self.known: dict[int, list[tuple[int, Outputs]]] = {}  # by place: the last two computed outputs and their steps
 
     def __call__(self, compute: Callable[[Outputs, str], Outputs], inputs: Outputs) -> Outputs:
-        """The outputs for ``inputs``: by ``compute`` with the step's letter, or from earlier ones."""
+        """Return the outputs: ``compute(inputs, letter)`` where the step computes, otherwise from earlier outputs."""
         step = self.step()
         self.place = self.place + 1 if step == self.at else 0
         self.at = step
@@ -66,14 +66,14 @@ class Calls:
 
 
 def line(known: Sequence[tuple[int, Outputs]], step: int) -> dict[str, Tensor]:
-    """The outputs at ``step`` of the straight line through two earlier ones."""
+    """Extrapolate two earlier outputs linearly to ``step``."""
     (first, a), (second, b) = known
     ahead = (step - second) / (second - first)
     return {name: b[name] + ahead * (b[name] - a[name]) for name in b}
 
 
 def halved(tensor: Tensor) -> Tensor:
-    """The second half of a batch: its conditional samples."""
+    """Return the second half of a batch, the conditional samples."""
     return tensor[len(tensor) // 2 :]
 
 

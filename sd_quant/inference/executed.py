@@ -1,6 +1,6 @@
-"""Report which quantized layers an engine multiplies in codes, and which it dequantizes first, at no gain.
+"""Report which quantized layers an engine multiplies in their quantized format, and which it dequantizes first.
 
-Layers whose weights alone are quantized, to make the file smaller, are multiplied in floating point and counted apart.
+Weight-only quantized layers, which make the file smaller, are multiplied in floating point and counted separately.
 """
 
 import logging
@@ -14,13 +14,13 @@ MOST_NAMED = 5  # layers in the warning; the record names all
 
 
 def types_of_layers(products: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The dtype of each layer's product: that of ``products`` under one of the layer's ``names``."""
+    """Return each layer's multiplication type, if ``products`` lists it under one of the layer's ``names``."""
     known = {layer: [name for name in aliases if name in products] for layer, aliases in names.items()}
     return {layer: products[found[0]] for layer, found in known.items() if found}
 
 
 def executed_entry(engine: str, types: Mapping[str, str], assignment: Mapping[str, LayerAssignment]) -> dict:
-    """The record's ``executed``, from the ``types`` of ``types_of_layers``."""
+    """Build the record's ``executed`` entry from the layers' ``types``; warn of layers that run in floating point."""
     layers = [layer for layer in assignment.values() if layer.format is not None]
     meant = {layer.name: layer.activation_format for layer in layers if layer.activation_format is not None}
     weights_only = len(layers) - len(meant)

@@ -1,7 +1,7 @@
-"""Read start noise from a file without executing anything in it.
+"""Read start noise from a .pt, .npy or .safetensors file without executing code in it.
 
-The numbers are the ``latents`` of diffusers' pipelines: normally distributed with standard deviation 1; a pipeline
-multiplies them by its sampler's first noise level.
+The noise is the ``latents`` argument of diffusers' pipelines: normally distributed with standard deviation 1; the
+pipeline multiplies it by its sampler's first noise level.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ def from_numpy(path: Path) -> Tensor:
 
 
 def from_safetensors(path: Path) -> Tensor:
-    """The only tensor of the file. Raises ValueError when there are none or several."""
+    """Return the only tensor of the file. Raises ValueError when the file has no tensor or several."""
     [tensor] = safetensors.torch.load(path.read_bytes()).values()
     return tensor
 
 
 def from_torch(path: Path) -> Any:
-    """Raises ValueError for compressed or overlapping records, gigabytes of a small file, and for an endless pickle."""
+    """Load a torch.save file. Raises ValueError for compressed or overlapping records, or a pickle of endless work."""
     with ZipFile(path) as archive:
         if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
             raise ValueError("its records are larger than the file")
@@ -48,10 +48,10 @@ FILE_READERS: dict[str, Callable[[Path], Any]] = {
 
 
 def read_latents(path: Path, numbers: set[int], rows: int, columns: int) -> Tensor:
-    """The tensor in a file, fp32 [N, C, rows, columns] with N one of the ``numbers``.
+    """Read the tensor in a file, fp32 [N, C, rows, columns], where N is one of ``numbers``.
 
-    Raises ConfigError for another kind of file or another shape; ArtifactError for a damaged file, and for anything but
-    one tensor of finite floating-point numbers.
+    Raises ConfigError for an unknown file extension or another shape, and ArtifactError for a damaged file or one
+    that holds something other than one tensor of finite floating-point numbers.
     """
     if path.suffix.lower() not in FILE_READERS:
         raise ConfigError(f"infer.latents is {path}, expected a name that ends with {', '.join(FILE_READERS)}")
@@ -82,5 +82,5 @@ def read_latents(path: Path, numbers: set[int], rows: int, columns: int) -> Tens
 
 
 def digest_of(latents: Tensor) -> str:
-    """SHA-256 of the numbers in fp32, the same for every kind of file."""
+    """Return the SHA-256 of the latents in fp32, which does not depend on the file format."""
     return hashlib.sha256(latents.numpy().astype("<f4").tobytes()).hexdigest()

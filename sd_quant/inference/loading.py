@@ -1,4 +1,4 @@
-"""Build modules, torch engines and pipeline of an opened checkpoint, by its description of parts and networks."""
+"""Build the modules, torch engines and pipeline of an opened checkpoint, in which each part is one exported graph."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ class LoadedModel:
         return self.modules[denoiser_part(self.checkpoint).component]
 
     def torch_engine(self, part: str) -> TorchEngine:
-        """The part of this name as an engine."""
+        """Return the part of this name as a torch engine."""
         return TorchEngine(self.parts[part], self.contracts[part])
 
     def torch_engines(self) -> dict[str, Engine]:
-        """All parts as engines."""
+        """Return all parts as torch engines, by name."""
         return {part: self.torch_engine(part) for part in self.parts}
 
 
 def load_model(checkpoint: Checkpoint) -> LoadedModel:
-    """The model in fp32 on the CPU. Each network is read on first use."""
+    """Return the model in fp32 on the CPU. Each network is read on first use."""
     parts = checkpoint.parts()
     modules = OnDemand(checkpoint.components, cache(partial(build_module, checkpoint)))
     wrapped = OnDemand(parts, cache(lambda part: parts[part].wrap(modules[parts[part].component]).eval()))
@@ -47,16 +47,16 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
 
 
 def load_part(checkpoint: Checkpoint, part: str) -> TorchEngine:
-    """One part in torch, in fp32 on the CPU; closing the engine frees its network."""
+    """Load one part as a torch engine in fp32 on the CPU; closing the engine frees its network."""
     return load_model(checkpoint).torch_engine(part)
 
 
 def pipeline_of(checkpoint: Checkpoint, engines: Mapping[str, Engine]) -> Pipeline:
-    """The checkpoint's pipeline with ``engines``, by part, in place of its networks."""
+    """Build the checkpoint's pipeline with ``engines``, by part, in place of its networks."""
     parts = {name: AnsweredPart(engines, name, part) for name, part in checkpoint.parts().items()}
 
     def stand_in(component: str, network: nn.Module) -> nn.Module:
-        """The pipeline's network of this component, itself where no part computes it."""
+        """Return what the pipeline calls as this component: a stand-in, or ``network`` where no part computes it."""
         methods = {each.part.method: each for each in parts.values() if each.part.component == component}
         return EngineNetwork(network, methods) if methods else network
 

@@ -1,7 +1,7 @@
-"""The memory model: bytes that variants of the model take, with all their parts open at once or one at a time.
+"""Estimates of the memory that engines need, with all parts of the model open at once or one part at a time.
 
-The factors were measured on the full-size SDXL at 1024x1024 (``benchmarks/full_size.py``) and rounded up. The estimates
-refuse impossible jobs; they do not predict a peak to the byte.
+A variant is the whole model in one runtime and precision. The factors were measured on full-size SDXL at 1024x1024
+(``benchmarks/full_size.py``) and rounded up. They refuse impossible jobs, and do not predict a peak to the byte.
 """
 
 import logging
@@ -26,7 +26,7 @@ Parameters = Mapping[str, int]  # the number of weights by part, the denoiser fi
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """The size of one call of the pipeline, and its runtime."""
+    """The runtime and the image sizes of one call of the pipeline."""
 
     runtime: Runtime
     pixels: int  # of all images in the call
@@ -35,31 +35,31 @@ class PipelineCall:
 
     @property
     def bytes_on_gpu(self) -> int:
-        """Bytes of a number on a GPU."""
+        """Bytes per weight or activation on a GPU."""
         return TORCH_BYTES if self.fp32 else TORCH_BYTES // 2
 
 
 def activations(parameters: Parameters, call: PipelineCall) -> dict[str, int]:
-    """Bytes of each part's activations, with both samples of guidance in a call."""
+    """Return the bytes of each part's fp32 activations, with the conditional and unconditional samples in one call."""
     autoencoder = {"vae": VAE_PIXEL * call.decoded, VAE_ENCODER: VAE_PIXEL * call.pixels}
     own = {next(iter(parameters)): 2 * DENOISER_PIXEL * call.pixels, **autoencoder}
     return {part: own.get(part, 0) for part in parameters}
 
 
 def working_bytes(parameters: Parameters, call: PipelineCall) -> dict[str, float]:
-    """Bytes of one call of each part beside all weights: its activations and the process."""
+    """Return the bytes that one call of each part needs in addition to all weights: its activations and the process."""
     share = 1.0 if call.runtime.device == "cpu" else call.bytes_on_gpu / TORCH_BYTES
     return {part: PROCESS + share * size for part, size in activations(parameters, call).items()}
 
 
 def all_open(parameters: Parameters, bytes_each: float, call: PipelineCall) -> dict[str, float]:
-    """Bytes of a variant with all its parts open, by kind."""
+    """Return the bytes of weights, activations and process for a variant with all its parts open."""
     largest = max(activations(parameters, call).values())
     return {"weights": bytes_each * sum(parameters.values()), "activations": largest, "process": PROCESS}
 
 
 def memory_of_variant(parameters: Parameters, call: PipelineCall) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes of one variant with all its parts open, by kind: of memory, and of a GPU, none for an engine on the CPU."""
+    """Return bytes by kind for one variant with all parts open: in memory, and on a GPU (empty for a CPU runtime)."""
     gpu = {} if call.runtime.device == "cpu" else all_open(parameters, call.bytes_on_gpu, call)
     return all_open(parameters, call.runtime.bytes_per_parameter, call), gpu
 
@@ -67,9 +67,9 @@ def memory_of_variant(parameters: Parameters, call: PipelineCall) -> tuple[dict[
 def memory_of_variants(
     parameters: Parameters, call: PipelineCall, copies: int = 1
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes of all variants and the simulation, as ``memory_of_variant``; both engines share unquantized parts.
+    """Return bytes by kind for all variants and the simulation together, in memory and on a GPU.
 
-    ``copies`` are the quantized denoisers: runtimes keep weights for each graph.
+    Unquantized parts are shared. ``copies`` is the number of quantized denoisers, each with its own weights.
     """
     largest, every = next(iter(parameters.values())), sum(parameters.values())
     memory, gpu = memory_of_variant(parameters, call)
@@ -80,26 +80,26 @@ def memory_of_variants(
 
 
 def memory_of_part(parameters: Parameters, call: PipelineCall) -> tuple[float, float]:
-    """The most bytes of one variant with one part open at a time: of memory, and of a GPU that computes it."""
+    """Return the peak bytes of one variant with one part open at a time: in memory, and on a GPU."""
     sizes, bytes_each = activations(parameters, call), (call.runtime.bytes_per_parameter, call.bytes_on_gpu)
     memory, gpu = (PROCESS + max(each * parameters[part] + size for part, size in sizes.items()) for each in bytes_each)
     return memory, gpu
 
 
 def memory_of_simulation(parameters: Parameters, call: PipelineCall) -> float:
-    """The most bytes of the denoiser in fp32 with ModelOpt's quantizers."""
+    """Return the peak bytes of the denoiser in fp32 with ModelOpt's quantizers."""
     denoiser = next(iter(parameters))
     return PROCESS + TORCH_BYTES * parameters[denoiser] + activations(parameters, call)[denoiser]
 
 
 def memory_of_calibration(parameters: Parameters, pixels: int) -> float:
-    """The most bytes of calibration on its device: all parts but the VAE in fp32."""
+    """Return the peak bytes of calibration, which holds all parts except the VAE in fp32 on one device."""
     all_but_vae = sum(count for part, count in parameters.items() if part != "vae")
     return PROCESS + TORCH_BYTES * all_but_vae + 2 * DENOISER_PIXEL * pixels
 
 
 def fits(memory: Mapping[str, float], what: str, gpu: Mapping[str, float] | None = None) -> bool:
-    """Whether ``memory`` is free, and ``gpu`` on the GPU where there is one; logs the shortage."""
+    """Return whether the bytes of ``memory`` are free, and those of ``gpu`` on the GPU if any; log a shortage."""
     places = {"memory": (memory, available_memory_bytes())}
     if gpu is not None and (free := available_cuda_memory_bytes()) is not None:
         places["the GPU's memory"] = gpu, free

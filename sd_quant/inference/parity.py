@@ -1,6 +1,6 @@
-"""Compare an engine with torch: every part, and every quantized layer and attention on its own.
+"""Compare an engine's outputs with torch's: every part, and every quantized layer and attention by itself.
 
-An error is relative to the norm of torch's output. Tolerances:
+Errors are relative to the norm of torch's output. Tolerances:
 
 - 1e-3 for a part whose weights are stored in fp32, because sums are added up in another order;
 - 1e-2 for an unquantized part in fp16: its weights are rounded (2^-11 each), on a GPU its activations too, over the
@@ -8,17 +8,17 @@ An error is relative to the norm of torch's output. Tolerances:
   3e-3 where only weights are bf16, and 3e-2 where all is;
 - the ``layer_tolerance`` of the weight's format for a quantized layer, and 4e-3 more where its product is in bf16.
 
-A layer's error does not show whether it was quantized at all: INT8 moves an output by as little as 0.15 %. So the
-difference is also projected on the step by which each of these faults would move the output. The share of the step
-that it covers is its *lean*, 0.5 at most:
+A layer's error does not show whether it was quantized at all: INT8 moves an output by as little as 0.15 %. So for each
+of the faults below, the *step* by which that fault would move the output is computed, and the difference is projected
+on this step. The projection divided by the step is the *lean*: 0 without the fault, 1 with it, tolerated up to 0.5.
 
 - ``input``: the layer's input is not rounded, ``weight``: its weight is not; both show where nothing is quantized;
 - ``scale``: one scale of its weight, of a channel or of a block, is 2 % off.
 
-A step of less than 1e-3 of the output cannot be told from fp16's rounding: the layer is hidden for that fault. Hidden
-as well are scales of blocks that contribute less than a tenth of their output, and of outputs that fp16 sums from its
-smallest numbers. Inputs are those of a real call, each moved half-way to the value of its code, so that no error of
-fp16 changes a code and correct engines stay clear of the limits.
+A step of less than 1e-3 of the output cannot be distinguished from fp16's rounding: the fault is *hidden* in that
+layer. Also hidden are scales of blocks that contribute less than a tenth of their output, and scales of outputs that
+fp16 sums from subnormal numbers. Inputs are those of a real call, each moved half-way to its quantized value, so that
+no error of fp16 changes the integer to which it is rounded.
 
 Measured on the 150 layers of the shipped checkpoint at level 3, without shifts: the worst correct layer of OpenVINO,
 ONNX Runtime and torch, and in how many layers each fault is caught when the file has it in all layers at once.
@@ -32,10 +32,10 @@ ONNX Runtime and torch, and in how many layers each fault is caught when the fil
 | INT4, fp16           | 2.5e-4 | 2e-3      |             | 0.001  | 0.17  | 150                 |       | 142       |
 | INT4, INT4           | 4.6e-4 | 2e-3      | 0.001       | 0.001  | 0.18  | 150                 | 124   | 140       |
 
-On unprepared inputs the worst correct INT8 layer had an error of 3.7e-3, and the tolerance of 1e-2 that this took let
-123 of 150 layers pass with nothing rounded. Errors beyond 5e-4 come from weights half-way between two codes, which
-ModelOpt rounds the other way. The scale of a block was one at random; 9 % of them are hidden. 26 of the INT4 layers are
-convolutions, whose inputs are not rounded. No runtime here executes FP4; its tolerance is that of FP8.
+With inputs that were not moved, the worst correct INT8 layer had an error of 3.7e-3; it needed a tolerance of 1e-2,
+with which 123 of 150 layers passed unquantized. Errors beyond 5e-4 come from weights half-way between two integers,
+which ModelOpt rounds the other way. For blocks, one scale at random was wrong; 9 % of these scales are hidden. 26 of
+the INT4 layers are convolutions with unquantized inputs. No runtime here executes FP4; its tolerance is that of FP8.
 
 A layer in bf16 whose input is quantized has the same limits, because its product is fp32 (``export.qdq``): on the
 shipped checkpoint the error is 9.0e-4, and leans are 0.023, 0.003 and 0.15, with inputs that bf16 holds.
@@ -43,16 +43,16 @@ shipped checkpoint the error is 9.0e-4, and leans are 0.023, 0.003 and 0.15, wit
 With shifted convolutions, the worst correct layer of two checkpoints has an error of 1.1e-3 and leans of 0.04, 0.01 and
 0.09. The error is fp16's rounding of the bias, the same in every row, so scales are compared without the rows' mean.
 
-The two products of a quantized attention are compared likewise, for the query, key and value that are multiplied; the
-fault is that none of them is rounded. Where logits are large, one score that rounds to the next code changes a
+The two matrix products of a quantized attention are compared in the same way, given query, key and value; the fault is
+that their operands are not rounded. Where logits are large, a score that rounds to the next integer changes a
 probability by half, so three quarters of the quantization error are tolerated too. Measured on the shipped checkpoint
 in INT8 and FP8: errors of 1.6e-3 and 2.5e-2 in OpenVINO and 5.5e-3 in ONNX Runtime (INT8), leans up to 0.01, 0.22 and
-0.06; a file without codes leans 1. On a processor with AVX2 alone OpenVINO's FP8 has an error of 4.2e-2, where
-quantization costs 6.2e-2: it rounds twice there, which moves one code in 200 to the next.
+0.06; an unquantized attention has a lean of 1. With AVX2 alone OpenVINO's FP8 has an error of 4.2e-2, where
+quantization costs 6.2e-2: it rounds twice there, which moves one value in 200 to the next FP8 number.
 
-The quantized network as a whole is not compared with its simulation: one rounding that flips in the first layer changes
-all others. Its distance to full precision has to be between half the simulation's, as an engine that quantizes nothing
-has none, and 1.5 times the simulation's plus 2e-2.
+The quantized network's output is not compared with the simulation's: one rounding that flips in the first layer changes
+all later layers. Its distance to full precision has to be at least half the simulation's distance, because an engine
+that quantizes nothing has a distance of zero, and at most 1.5 times the simulation's distance plus 2e-2.
 """
 
 import math
@@ -102,7 +102,7 @@ Outputs = Mapping[str, Mapping[str, Tensor]]  # tensors by part and by the outpu
 
 
 def distance(expected: Tensor, actual: Tensor) -> float:
-    """The relative error; infinite where it is undefined, as for an output of zeros or NaN."""
+    """Return the relative error; infinity where it is undefined, as for an output of zeros or NaN."""
     error = relative_error(expected, actual)
     return math.inf if error is None else error
 
@@ -118,7 +118,7 @@ def checked_entry(what: str, error: float, tolerance: float) -> dict[str, float]
 
 
 def part_parity(expected: Outputs, actual: Outputs, contracts: Mapping[str, Contract]) -> dict:
-    """The record's entry for each unquantized part: its worst output's. Raises SdQuantError beyond its tolerance."""
+    """Return each unquantized part's largest error for the record. Raises SdQuantError for one above its tolerance."""
     entries = {}
     for part, contract in contracts.items():
         outputs = expected[part]
@@ -130,7 +130,7 @@ def part_parity(expected: Outputs, actual: Outputs, contracts: Mapping[str, Cont
 
 @dataclass(frozen=True)
 class Simulation:
-    """One call of the network with ModelOpt's quantizers."""
+    """One call of the network with ModelOpt's fake quantizers, and its layers' inputs."""
 
     network: nn.Module  # with the quantizers
     output: Tensor  # of the whole network, as ``joined``
@@ -141,7 +141,7 @@ class Simulation:
 def run_simulation(
     simulated: Engine, network: nn.Module, inputs: Mapping[str, Tensor], assignment: Mapping[str, LayerAssignment]
 ) -> Simulation:
-    """Call ``simulated``, which computes ``network``, and keep crops of its layers' and attentions' inputs."""
+    """Call ``simulated``, which computes ``network``; keep crops of the inputs of quantized layers and attentions."""
     crops: dict[str, Tensor] = {}
     heads_of: dict[str, tuple[Tensor, ...]] = {}
 
@@ -167,18 +167,18 @@ def run_simulation(
 
 
 def joined(outputs: Mapping[str, Tensor]) -> Tensor:
-    """All outputs of a part as one vector, fp32 on the CPU."""
+    """Concatenate all outputs of a part to one vector, fp32 on the CPU."""
     return torch.cat([output.float().cpu().flatten() for output in outputs.values()])
 
 
 def some_tokens(heads: Tensor) -> Tensor:
-    """At most ``CROP_TOKENS`` of the last sample's tokens [1, heads, tokens, head_width], evenly spaced: of a joint
-    attention the image's come first and the text's last."""
+    """Return at most ``CROP_TOKENS`` tokens of the last sample, [1, heads, tokens, head_width]; evenly spaced, because
+    a joint attention has image tokens first and text tokens last."""
     return heads[-1:, :, :: -(-heads.shape[2] // CROP_TOKENS)]
 
 
 def products_of(network: nn.Module, attention: LayerAssignment) -> nn.Module:
-    """The module that computes the two products of a simulated attention."""
+    """Return the module that computes the two matrix products of a simulated attention."""
     return network.get_submodule(f"{attention.name}.processor.products")
 
 
@@ -194,10 +194,10 @@ def exported_outputs(
     engine: str,
     dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
-    """The output of each quantized layer and attention of the exported network for the simulation's inputs.
+    """Run each quantized layer and attention of the exported network by itself on the simulation's inputs.
 
-    The network's weights are of ``dtype``; ``prefix`` precedes the assignment's names. ``engine`` is a runtime, for
-    which a plan is built where it loads plans.
+    Returns the outputs by name. ``dtype`` is that of the network's weights; in the graph ``prefix`` precedes layers'
+    names. ``engine`` names the runtime; TensorRT plans are built for the cut-out layers.
     """
 
     def layers(path: Path) -> dict[str, Tensor]:
@@ -224,13 +224,13 @@ def exported_outputs(
 
 
 def rounded_inputs(simulation: Simulation, dtype: torch.dtype) -> Simulation:
-    """With inputs that ``dtype`` holds exactly: bf16 is coarser than the codes of INT8."""
+    """Return the simulation with layer inputs rounded to ``dtype``: bf16 can be coarser than INT8's steps."""
     return replace(simulation, inputs={name: crop.to(dtype).half() for name, crop in simulation.inputs.items()})
 
 
 @torch.no_grad()
 def native_outputs(network: nn.Module, simulation: Simulation) -> dict[str, Tensor]:
-    """The output of each layer of codes of ``network`` for the simulation's inputs; a linear's without its bias."""
+    """Return the output of each natively quantized layer for the simulation's inputs; of a linear, without its bias."""
     outputs = {}
     for name, crop in simulation.inputs.items():
         layer = network.get_submodule(name)
@@ -245,7 +245,7 @@ def native_outputs(network: nn.Module, simulation: Simulation) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """The difference of an engine's output of one layer, or attention, from the simulation's."""
+    """How far an engine's output of one layer or attention is from the simulation's output."""
 
     relative_error: float
     tolerance: float
@@ -256,9 +256,9 @@ class LayerDifference:
 @full_precision()
 @torch.inference_mode()
 def layer_difference(module: nn.Module, layer: LayerAssignment, x: Tensor, actual: Tensor) -> LayerDifference:
-    """``actual`` against the output of the simulation's ``module`` for ``x``.
+    """Compare the engine's output ``actual`` for the input ``x`` with that of the simulated layer ``module``.
 
-    ``actual`` lacks a linear's bias, which is added behind the MatMul, and has a convolution's.
+    ``actual`` includes the bias of a convolution, not of a linear, whose graph adds the bias after the MatMul.
     """
     x = x.to(module.get_parameter("weight"))
     forward = lambda: module.forward(x)  # noqa: E731  # without the hook that adds a low-rank branch
@@ -280,7 +280,7 @@ def layer_difference(module: nn.Module, layer: LayerAssignment, x: Tensor, actua
 @full_precision()
 @torch.inference_mode()
 def attention_difference(products: nn.Module, inputs: Sequence[Tensor], actual: Tensor) -> LayerDifference:
-    """``actual`` against the output of the simulation's ``products`` for query, key and value."""
+    """Compare the engine's output ``actual`` for query, key and value with that of the simulated ``products``."""
     query, key, value = (heads.to(next(products.buffers(), heads.float())) for heads in inputs)
     expected = products(query, key, value)
     actual = actual.to(expected)
@@ -291,12 +291,12 @@ def attention_difference(products: nn.Module, inputs: Sequence[Tensor], actual: 
 
 
 def rows(output: Tensor, layer: LayerAssignment) -> Tensor:
-    """An output of a linear [..., N] or of a convolution [B, N, H, W] as [rows, N]."""
+    """Reshape an output of a linear [..., N] or of a convolution [B, N, H, W] to [rows, N]."""
     return (output if is_linear(layer) else output.movedim(1, -1)).flatten(0, -2)
 
 
 def lean(difference: Tensor, step: Tensor, output: Tensor) -> float | None:
-    """The projection of ``difference`` on a fault's ``step``, as a share of it; None where the step is hidden."""
+    """Return <difference, step> / <step, step> for a fault's ``step``; None where the step is too small to judge."""
     if not step.norm() >= VISIBLE * output.norm():
         return None
     return ((difference * step).sum() / step.square().sum()).item()
@@ -305,11 +305,11 @@ def lean(difference: Tensor, step: Tensor, output: Tensor) -> float | None:
 def scale_lean(
     module: nn.Module, layer: LayerAssignment, x: Tensor, output: Tensor, difference: Tensor, least: float = LEAST_SHARE
 ) -> tuple[float | None, float]:
-    """The largest absolute ``lean`` of the weight's visible scales (None without one), and the share of hidden scales.
+    """Return the largest absolute ``lean`` of the weight's visible scales (or None), and the share of hidden scales.
 
-    ``output`` and ``difference`` are [rows, N]. The step of a scale is SCALE_FAULT of its weights' contribution: to all
-    of the output, to a channel's column, or to a block's share of a column. A scale is visible where it contributes at
-    ``least`` this share of the numbers that are rounded.
+    ``output`` and ``difference`` are [rows, N]. A scale's step is SCALE_FAULT times the contribution of its weights: to
+    the whole output (a scale by tensor), a column (by channel), or a part of a column (by block). A scale is visible
+    where its contribution is at ``least`` this share of the terms and sums that fp16 rounds.
     """
     inputs, weight = factors(module, layer, x)
     if layer.bias is not None:  # fp16's rounding of it is the same for every row, and no scale's fault
@@ -334,7 +334,7 @@ def scale_lean(
 
 
 def factors(module: Any, layer: LayerAssignment, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The quantized inputs [rows, K] and weight [N, K], both rotated as the codes are: factors of the output."""
+    """Return dequantized inputs [rows, K] and weight [N, K], rotated as in the file; their product is the output."""
     inputs = rotated(module.input_quantizer(x), layer.rotation)
     weight = rotated(module.weight_quantizer(module.weight).flatten(1), layer.rotation)
     if not is_linear(layer):
@@ -351,10 +351,10 @@ def layer_parity(
     outputs: Mapping[str, Tensor],
     part: str,
 ) -> dict:
-    """The record's entries for the quantized layers and attentions and for the whole network.
+    """Build the record's entries for the quantized layers, the attentions and the whole network.
 
-    ``outputs`` are the engine's for the simulation's inputs; ``full_outputs`` and ``quantized_outputs`` the network's,
-    from torch and from the quantized engine. Raises SdQuantError for one beyond its tolerance.
+    ``outputs`` are the engine's outputs of layers and attentions by name; ``full_outputs`` and ``quantized_outputs``
+    the network's, from torch and from the quantized engine. Raises SdQuantError for an error above its tolerance.
     """
     full_output = joined(full_outputs)
     differences = {
@@ -376,16 +376,16 @@ def layer_parity(
 
 
 def layers_entry(differences: Mapping[str, LayerDifference]) -> dict:
-    """``differences_entry`` with the mean share of hidden scales."""
+    """Build ``differences_entry`` of the layers, with the mean share of hidden scales."""
     entry = differences_entry("layer", differences)
     entry["faults"]["scale"]["hidden_scales"] = statistics.fmean(each.hidden_scales for each in differences.values())
     return entry
 
 
 def differences_entry(kind: str, differences: Mapping[str, LayerDifference]) -> dict[str, Any]:
-    """Their number, the error that is the largest share of its tolerance, and an entry for each fault.
+    """Return the number of layers, the error with the largest share of its tolerance, and an entry for each fault.
 
-    Raises SdQuantError for a layer or attention that is computed otherwise.
+    Raises SdQuantError for an error above its tolerance and for a lean above MOST_LEAN.
     """
     worst = max(differences, key=lambda name: differences[name].relative_error / differences[name].tolerance)
     entry = checked_entry(f"{kind} {worst}", differences[worst].relative_error, differences[worst].tolerance)
@@ -394,9 +394,9 @@ def differences_entry(kind: str, differences: Mapping[str, LayerDifference]) -> 
 
 
 def fault_entry(fault: str, differences: Mapping[str, LayerDifference]) -> dict:
-    """The layer with the largest lean to a fault, the number of layers that can have it, and of those that hide it.
+    """Return the layer with the largest lean to a fault, and how many layers can have the fault and how many hide it.
 
-    Raises SdQuantError for one that leans too far.
+    Raises SdQuantError for a lean above MOST_LEAN.
     """
     leans = {name: each.leans[fault] for name, each in differences.items() if fault in each.leans}
     shown = {name: value for name, value in leans.items() if value is not None}
@@ -411,9 +411,9 @@ def fault_entry(fault: str, differences: Mapping[str, LayerDifference]) -> dict:
 
 
 def network_entry(denoiser: str, engine_error: float, simulation_error: float) -> dict:
-    """The record's entry for the quantized network, by its and its simulation's distance to full precision.
+    """Build the record's entry from the engine's and the simulation's relative error against full precision.
 
-    Raises SdQuantError for an engine that is too far, or so near that it cannot be quantized.
+    Raises SdQuantError for an engine's error that is too large, or so small that nothing can have been quantized.
     """
     entry = checked_entry(f"the quantized {denoiser}", engine_error, 1.5 * simulation_error + 2e-2)
     least = 0.5 * simulation_error

@@ -1,11 +1,11 @@
-"""Make images with engines: a diffusers pipeline of any class, whose networks are replaced by engines.
+"""Generate images with a diffusers pipeline of any class, whose networks are replaced by engines.
 
-A pipeline is called as a whole, because nobody but its class knows what it does between encoding, denoising and
-decoding. To encode all prompts first and decode all images last, so that engines can be open one at a time, it is
-called several times for each batch with the answers that are known: each call before the last ends in front of the next
-part. Operations between networks are computed again, a few on latents a step. The roads not taken are a loop of our
-own, which would have to agree with diffusers for every family, scheduler and autoencoder, and a file for each family
-that cuts its class into phases.
+The pipeline is called as a whole, because only its class knows what it does between encoding, denoising and decoding.
+Yet all prompts are encoded first and all images decoded last, so that engines can be open one at a time. For this the
+pipeline is called several times for each batch: outputs of networks that are known from earlier calls are replayed, and
+each call except the last ends before the next network. Only cheap operations between networks are computed again.
+Alternatives not taken: our own denoising loop, which would have to agree with diffusers for every family, scheduler and
+autoencoder; and a file for each family that cuts its pipeline into phases.
 """
 
 import json
@@ -41,13 +41,13 @@ ByBatch = Callable[[Sequence[Sequence[int]], Callable[[int], Tensors], Sequence[
 def in_turn(
     batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
 ) -> list[Tensors]:
-    """Make all batches in this process, one after the other."""
+    """Run ``make`` for all batches in this process, one after the other."""
     return [make(place) for place in range(len(batches))]
 
 
 @dataclass(slots=True)
 class Sampling:
-    """The settings by which images are made."""
+    """The settings with which images are generated."""
 
     steps: int  # of denoising
     guidance_scale: float  # no guidance at 1 and below
@@ -69,11 +69,11 @@ class Sampling:
 
     @property
     def steps_taken(self) -> int:
-        """The denoising steps that an image takes: with a source image, the last of ``steps``."""
+        """The number of denoising steps of an image: with a source image, ``strength`` times ``steps``."""
         return self.steps if self.source is None else int(self.steps * self.source.strength)
 
     def described(self) -> dict[str, Any]:
-        """All settings that decide the images, for JSON; noise and source images by digests, without unused levers."""
+        """Return the settings that affect the images, for JSON: tensors and images as digests, no unused options."""
         latents = None if self.latents is None else digest_of(self.latents)
         described = asdict(replace(self, latents=None, source=None, arguments=None)) | {"latents": latents}
         del described["source"], described["sizes"], described["arguments"]
@@ -90,16 +90,16 @@ class Sampling:
         return described
 
     def size_of(self, number: int) -> tuple[int, int]:
-        """Width and height of the image with this ``number``."""
+        """Return width and height, in pixels, of the image with this ``number``."""
         return self.sizes[number % len(self.sizes)] if self.sizes else (self.width, self.height)
 
     def of_image(self, number: int) -> "Sampling":
-        """The settings of the image with this ``number``: its own size."""
+        """Return the settings with the size of the image with this ``number``."""
         width, height = self.size_of(number)
         return replace(self, width=width, height=height, sizes=None)
 
     def batches(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The images with these ``numbers`` in batches of one size, whose arguments one call can take."""
+        """Split image ``numbers`` into batches of equal size and arguments, each for one call of the pipeline."""
         alike: dict[Any, list[int]] = {}
         for number in numbers:
             alike.setdefault((self.size_of(number), self.of_one_call(number)), []).append(number)
@@ -107,17 +107,17 @@ class Sampling:
         return [same[start : start + count] for same in alike.values() for start in range(0, len(same), count)]
 
     def row(self, number: int) -> dict[str, Any]:
-        """The further arguments of the image with this ``number``."""
+        """Return the further pipeline arguments of the image with this ``number``."""
         return self.arguments[number % len(self.arguments)] if self.arguments else {}
 
     def of_one_call(self, number: int) -> Any:
-        """The part of an image's arguments that all images of a call share; a list is for one image alone."""
+        """Return a key that is equal for images that one call can make; an image with a list argument is alone."""
         if any(isinstance(value, list) for value in self.row(number).values()):
             return number
         return repr({name: value for name, value in self.row(number).items() if not is_of_each(name, value)})
 
     def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """The arguments of a call for these images: negative prompts, source images, and further ones."""
+        """Return the call's arguments for these images: negative prompts, source images, and further arguments."""
         texts, rows = self.negative_prompts, list(map(self.row, numbers))
         negative = {} if texts is None else {"negative_prompt": [texts[number % len(texts)] for number in numbers]}
         source = {} if self.source is None else self.source.arguments_of(numbers)
@@ -128,7 +128,7 @@ class Sampling:
         return negative | source | further
 
     def texts_of(self, prompts: Sequence[str]) -> list[str]:
-        """Prompts with their further arguments: keys of images where other settings are the same."""
+        """Return prompts joined with their further arguments, as text that identifies an image among equal settings."""
         if self.arguments is None:
             return list(prompts)
         return [f"{prompt}\n{json.dumps(identities(self.row(number)))}" for number, prompt in enumerate(prompts)]
@@ -136,7 +136,7 @@ class Sampling:
 
 @dataclass(slots=True)
 class Generated:
-    """N images, and their latents after every step."""
+    """N generated images, and their latents after every step."""
 
     images: Images | None  # None where latents alone are wanted
     latents: Tensor | list[Tensor]  # fp32 [N, steps, ...], or N of [steps, ...], in the pipeline's own layout
@@ -144,12 +144,12 @@ class Generated:
 
 
 def made_with(sampling: Sampling, own: Any) -> Any:
-    """The scheduler of ``sampling``; ``own`` is the checkpoint's. Raises ConfigError as ``sampler_for``."""
+    """Return the scheduler of ``sampling``, or the checkpoint's ``own``. Raises ConfigError where it does not fit."""
     return own if sampling.sampler is None else sampler_for(sampling.sampler, own)
 
 
 def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Collection[str]) -> Calls | None:
-    """The ``Calls`` of the denoiser in a batch of ``pipe``; None where each is computed and guided."""
+    """Return the ``Calls`` (step caching, guidance) for a batch; None where every call is computed and guided."""
     until = sampling.guidance_until
     if sampling.schedule is None and until is None:
         return None
@@ -161,14 +161,14 @@ def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Co
 
 
 def place_of(done: int, sampling: Sampling, pipe: Any) -> int:
-    """The denoising step after so many steps of the scheduler, of which some samplers make several in one."""
+    """Return the denoising step after ``done`` scheduler steps, of which some samplers take several for one."""
     return min(done * sampling.steps // max(1, len(pipe.scheduler.timesteps)), sampling.steps_taken - 1)
 
 
 class Pipeline:
     """A pipeline of any class, whose networks are computed by engines.
 
-    ``parts`` by name; their engines may be a mapping that opens each on use and closes the one before.
+    ``parts`` by name; their engines may be a mapping that opens each engine on use and closes the previous one.
     """
 
     def __init__(self, call: PipelineCall, parts: Mapping[str, AnsweredPart]):
@@ -178,7 +178,7 @@ class Pipeline:
         self.conditioners = [name for name, each in parts.items() if each.part.in_steps]
 
     def pipe_for(self, sampling: Sampling, seeds: Sequence[int]) -> Any:
-        """diffusers' pipeline for images from noise, from images, or inside of masks, by ``sampling``."""
+        """Return the diffusers pipeline for ``sampling``: text-to-image, image-to-image or inpainting."""
         source, pipe = sampling.source, self.call.pipe
         pipe.scheduler = seeded(made_with(sampling, self.own_sampler), seeds)
         if source is not None:
@@ -187,7 +187,7 @@ class Pipeline:
         return pipe
 
     def warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
-        """Log how many prompts are longer than the text encoders read."""
+        """Log a warning with the number of prompts that exceed the tokenizer's maximal length."""
         if (tokenizer := self.call.tokenizer) is None:
             return
         lengths = [len(ids) for ids in tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
@@ -208,12 +208,12 @@ class Pipeline:
         on_step: Callable[[int], object] = lambda step: None,
         by_batch: ByBatch = in_turn,
     ) -> Generated:
-        """An image for each of the ``prompts``, or for those whose ``numbers`` are given; the number decides its noise.
+        """Generate an image for each prompt, or for the prompts with these ``numbers``; the number decides the noise.
 
-        A video's frames stand side by side in its image. ``decode`` are the numbers whose batches are decoded, by
-        default all; with fewer, latents alone are returned. ``on_batch`` is called with the numbers of the prompts that
-        are denoised next, ``on_step`` with the step. ``by_batch`` denoises batches elsewhere. Raises SdQuantError, with
-        the prompt, when a latent or an image becomes NaN or infinite.
+        The frames of a video are placed side by side in one image. ``decode`` gives the numbers whose batches are
+        decoded, by default all; with fewer, no images are returned. ``on_batch`` is called with the numbers of the
+        batch that is denoised next, ``on_step`` with the step. ``by_batch`` may denoise batches in other processes.
+        Raises SdQuantError, with the prompt's number, when a latent or an image becomes NaN or infinite.
         """
         self.warn_of_long_prompts([*prompts, *(sampling.negative_prompts or ())])
         numbers = range(len(prompts)) if numbers is None else numbers
@@ -256,7 +256,7 @@ class Pipeline:
         )
 
     def prepare(self, calls: Sequence[Callable], answers: Sequence[dict[str, list[Tensors]]]) -> None:
-        """Compute everything before denoising, one part at a time for all batches."""
+        """Fill ``answers`` with all outputs needed before denoising, one part at a time for all batches."""
         waiting, turn = list(range(len(calls))), list[str]()
         last = {*self.call.denoisers, *self.conditioners, *self.decoders}
         while waiting:
@@ -267,7 +267,7 @@ class Pipeline:
             waiting, turn = list(before), list(before.values())[:1]
 
     def image_of(self, prompts: Sequence[str], sampling: Sampling) -> np.ndarray:
-        """One batch of images of one size by one call, as an application makes them; prompts repeat to fill it."""
+        """Generate one batch in one call, as an application does: uint8 [B, H, W, 3]; prompts repeat to fill it."""
         batch, one_size = (list(prompts) * sampling.batch_size)[: sampling.batch_size], replace(sampling, sizes=None)
         numbers, known = range(len(batch)), {name: list[Tensors]() for name in self.parts}
         return self.pixels(numbers, self.run(batch, numbers, one_size, known, self.parts)[1])
@@ -281,9 +281,9 @@ class Pipeline:
         computing: Collection[str],
         on_step: Callable[[int], object] | None = None,
     ) -> tuple[list[Tensor], Any]:
-        """Call the pipeline with the ``known`` answers, until a part that is not among ``computing`` is next.
+        """Call the pipeline with the ``known`` outputs by part, until a part that is not in ``computing`` is needed.
 
-        Returns the latents after each step of the scheduler, fp32 on the CPU, and the result or the ``Reached``.
+        Returns the latents after each scheduler step, fp32 on the CPU, and the pipeline's result or ``Reached``.
         """
         call, steps = self.call, list[Tensor]()
         seeds = [seed_of(sampling.seed, number) for number in numbers]
@@ -308,7 +308,7 @@ class Pipeline:
                 )
 
         def settled(pipe: Any, step: int, timestep: Any, values: dict) -> dict:
-            """Keep the latents after the step: outside of a mask the image is put back."""
+            """Replace the kept latents: after the step, the pipeline restores the source outside of the mask."""
             steps[-1] = latents_of((values["latents"],))
             return values
 
@@ -340,7 +340,7 @@ class Pipeline:
         compute: Callable[[Outputs], Outputs],
         inputs: Outputs,
     ) -> Outputs:
-        """Decode, in tiles of that side in pixels if any. Raises SdQuantError for values that are not finite."""
+        """Decode, in tiles of ``tile`` pixels a side if given. Raises SdQuantError for values that are not finite."""
         outputs = in_tiles(compute, inputs, tile)
         if (broken := first_broken(next(iter(outputs.values())), numbers)) is not None:
             raise SdQuantError(
@@ -353,7 +353,7 @@ class Pipeline:
         return self.parts[part].engines[part].name
 
     def pixels(self, numbers: Sequence[int], result: Any) -> np.ndarray:
-        """The images of a result, uint8 [B, H, W, 3]; a video's frames side by side."""
+        """Convert a pipeline's result to images, uint8 [B, H, W, 3]; a video's frames side by side."""
         values = np.asarray(getattr(result, self.call.outputs))
         if self.call.outputs == "video":  # of one prompt, without an axis for it
             values = values[None]
@@ -365,7 +365,7 @@ class Pipeline:
 
 
 def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:
-    """Parts' answers under names that ``unpacked`` reads: ``answer/<part>/<call>/<output>``."""
+    """Flatten outputs of parts to one dictionary with keys ``answer/<part>/<call>/<output>``."""
     return {
         f"answer/{part}/{call}/{name}": output
         for part, calls in answers.items()
@@ -375,7 +375,7 @@ def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:
 
 
 def unpacked(tensors: Tensors, parts: Iterable[str]) -> dict[str, list[Tensors]]:
-    """Reverse ``packed`` for these ``parts``."""
+    """Invert ``packed`` for these ``parts``."""
     answers: dict[str, list[Tensors]] = {part: [] for part in parts}
     calls = sorted(
         (path.split("/", 3)[1:] for path in tensors if path.startswith("answer/")), key=lambda at: int(at[1])
@@ -388,7 +388,7 @@ def unpacked(tensors: Tensors, parts: Iterable[str]) -> dict[str, list[Tensors]]
 
 
 def first_broken(values: Tensor, numbers: Sequence[int]) -> int | None:
-    """The first of the images with these ``numbers`` whose values are not finite, or None."""
+    """Return the number of the first image whose values are not finite, or None."""
     if torch.isfinite(values).all():
         return None
     broken = ~torch.isfinite(by_image([values], len(numbers))).flatten(1).all(dim=1)
@@ -396,7 +396,7 @@ def first_broken(values: Tensor, numbers: Sequence[int]) -> int | None:
 
 
 def by_image(steps: Sequence[Tensor], images: int) -> Tensor:
-    """Latents [images, steps, ...] of latents [samples, ...] after each step; whole, where no axis counts images."""
+    """Stack each step's latents [images, ...] to [images, steps, ...]; repeated, where no axis counts images."""
     alike = [each for each in steps if each.shape == steps[-1].shape]  # some pipelines begin with smaller latents
     stacked = torch.stack(alike) if alike else torch.zeros(1, images, 1)
     return stacked.movedim(1, 0) if stacked.shape[1] == images else stacked[None].expand(images, *stacked.shape)

@@ -1,13 +1,13 @@
 """Choose the denoising steps that multiply unquantized inputs, by the error of each step's quantization in the image.
 
-With all steps precise, the inputs of one step after the other are quantized alone, and the change of the *final*
-latents is kept as a vector. Such changes add up nearly linearly, so the error of any choice is the norm of a sum: the
-error with all steps precise, and the changes by all others. The vectors' products give it without another call, and
-errors that cancel are found. The best steps are searched by exchanges, beside the first and last ones that published
-checkpoints declare; the recipe's own engines decide.
+In a run with all steps precise, one step at a time gets quantized inputs, and the change of the *final* latents is kept
+as a vector. These changes add up nearly linearly, so the error of any choice is the norm of a sum: the error with all
+steps precise, plus the changes by the quantized steps. The vectors' Gram matrix gives this norm without another call,
+and finds errors that cancel. An exchange search finds the best steps; runs of the quantized engines compare them with
+the first and last steps, which published checkpoints keep precise.
 
-The roads not taken are a threshold on the change from step to step, which does not see an error's end, and a search by
-images, hundreds for each number.
+Alternatives not taken: a threshold on the change from step to step, which ignores an error's effect on the image, and a
+search by generated images, hundreds for each number of steps.
 """
 
 import math
@@ -25,7 +25,7 @@ from sd_quant.models.checkpoint import Checkpoint
 def products_of_steps(
     checkpoint: Checkpoint, unquantized: Variant, recipe: Variant, prompts: Sequence[str], sampling: Sampling
 ) -> list[list[float]]:
-    """Products [1 + steps, 1 + steps] of the final latents' error with all steps precise, and of each step's change."""
+    """Return the Gram matrix [1 + steps, 1 + steps] of the error with all steps precise and of each step's change."""
     known = [Replacement(step, COMPUTED) for step in range(sampling.steps_taken)]
     reference = final_latents(checkpoint, unquantized, prompts, range(len(prompts)), replace(sampling, schedule=None))
     precise, changes = changed_by(checkpoint, recipe, prompts, sampling, known, WEIGHTS_ALONE)
@@ -33,7 +33,7 @@ def products_of_steps(
 
 
 def predicted_gain(products: Tensor, precise: Sequence[int]) -> float:
-    """The dB by which the recipe's error falls with these steps precise, if changes add up."""
+    """Return the dB by which the recipe's error falls with these steps precise, if changes add linearly."""
     steps = len(products) - 1
 
     def squared(precise: Sequence[int]) -> float:
@@ -44,9 +44,9 @@ def predicted_gain(products: Tensor, precise: Sequence[int]) -> float:
 
 
 def best_steps(products: Tensor, count: int) -> list[int]:
-    """The ``count`` steps whose precision lowers the predicted error most, in order.
+    """Return the ``count`` steps, ascending, that lower the predicted error most when they are precise.
 
-    Exchanges go on while they gain, from the first, the last and the largest; the best end is taken.
+    Exchange search from the first steps, the last steps and those with the largest changes; the best result wins.
     """
     steps = len(products) - 1
 

@@ -1,4 +1,4 @@
-"""A request for images: the arguments of any diffusers pipeline's call, and hooks of its steps and draws."""
+"""Arguments for the call of any diffusers pipeline, and hooks for its scheduler's steps and random numbers."""
 
 import inspect
 import re
@@ -38,11 +38,11 @@ class Run:
 def request(
     pipe: Any, run: Run, scale: float, steps: int, arguments: Mapping[str, Any], seeds: Sequence[int], style: Style
 ) -> dict[str, Any]:
-    """The keyword arguments of a pipeline's call that its class knows.
+    """Build the keyword arguments for a call of ``pipe``, without those that its class does not accept.
 
-    Images among the ``arguments`` are fitted to the run's size, unless ``style`` keeps them. One image or negative
-    prompt is for all prompts of a batch; a list has one for each, or several for one prompt.
-    Raises ConfigError where the call needs another argument, such as an image, or as ``check_taken``.
+    Images among ``arguments`` are cropped and resized to the run's size, unless ``style.keeps`` names the argument. One
+    image or negative prompt serves all prompts; a list has one for each prompt, or several for a single prompt.
+    Raises ConfigError when a required argument is missing, or ``arguments`` fail ``check_taken``.
     """
     known = inspect.signature(type(pipe).__call__).parameters
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -79,7 +79,7 @@ def request(
 
 
 def check_taken(kind: type, where: str, names: Iterable[str]) -> None:
-    """Raises ConfigError for arguments in ``where`` that a pipeline's call does not take, or that knobs decide."""
+    """Raise ConfigError for ``names``, stated in ``where``, that the pipeline does not accept or that knobs decide."""
     known = inspect.signature(kind.__call__).parameters
     if unknown := sorted(set(names) - known.keys()):
         raise ConfigError(
@@ -97,9 +97,9 @@ def check_taken(kind: type, where: str, names: Iterable[str]) -> None:
 def told_steps(
     pipe: Any, tell: Callable[[Any], None], draws: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """In the block ``tell`` is called with each result of the scheduler's steps, which are taken within ``draws``.
+    """Call ``tell`` with the result of every scheduler step in the block; each step runs in the context ``draws``.
 
-    The scheduler's class is changed, because some pipelines copy their scheduler, such as for each frame.
+    The method is replaced in the scheduler's class, because some pipelines copy their scheduler, such as one a frame.
     """
     kind = type(pipe.scheduler)
     step = kind.step
@@ -117,7 +117,7 @@ def told_steps(
 
 @contextmanager
 def refusing_steps(pipe: Any) -> Iterator[None]:
-    """In the block the pipeline's scheduler raises ArtifactError for steps that its entries do not allow."""
+    """In the block, raise ArtifactError where the pipeline's scheduler fails because of its configuration or steps."""
     kind = type(pipe.scheduler)
     refused = refusing(f"{kind.__name__} fails", advice="mend the folder's scheduler, or take other steps")
     methods: dict[str, Any] = {
@@ -128,9 +128,9 @@ def refusing_steps(pipe: Any) -> Iterator[None]:
 
 
 class DrawsByImage(TorchFunctionMode):
-    """Let a batch's draws without a generator be each image's own, as if it were made alone.
+    """A torch function mode in which noise drawn without a generator comes from one generator for each image.
 
-    Some pipelines give their scheduler no generator: it draws from torch's own, which the batch would share.
+    Some pipelines pass no generator to their scheduler; its noise would depend on the other images of the batch.
     """
 
     def __init__(self, seeds: Sequence[int]):
@@ -151,7 +151,7 @@ class DrawsByImage(TorchFunctionMode):
 
 
 def seeded(scheduler: Any, seeds: Sequence[int]) -> Any:
-    """The ``scheduler`` with a noise seed for each image: ``DPMSolverSDEScheduler`` else has one for the batch."""
+    """Set a noise seed for each image on ``scheduler``: ``DPMSolverSDEScheduler`` has one for the batch by default."""
     if scheduler.config.get("noise_sampler_seed", 0) is None:
         drawn = [torch.randint(0, 2**63 - 1, [], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         scheduler.noise_sampler_seed = [int(seed) for seed in drawn]
@@ -159,6 +159,6 @@ def seeded(scheduler: Any, seeds: Sequence[int]) -> Any:
 
 
 def latents_of(result: Any) -> Tensor:
-    """A copy of the latents after a scheduler's step, fp32 on the CPU."""
+    """Copy the latents out of a scheduler step's result, fp32 on the CPU."""
     latents = result[0] if isinstance(result, tuple) else result.prev_sample
     return latents.detach().float().cpu().clone()

@@ -1,11 +1,11 @@
-"""Choose which of a denoiser's outputs are reused, so that a share of its calls is saved.
+"""Select the denoising steps that reuse a cached output (step caching), for a given number of saved calls.
 
-Each step's output is replaced alone, in full precision, and the resulting error of the *final* latents is kept as a
-vector. Such errors add up nearly linearly, so the error of any set of steps is the norm of a sum, which the matrix of
-the vectors' products gives without another call; steps whose errors cancel are found. The best set is searched by
-exchanges from several starts; of a few sets the recipe's own engines, whose errors the calls meet, choose one. Roads
-not taken: the change from step to step as a measure (TeaCache, MagCache, EasyCache), which does not see an error's end;
-and whole schedules one by one (BudCache, arXiv:2606.13496, by annealing), hundreds of images for each share.
+In full precision, the output of one step at a time is replaced, and the resulting error of the *final* latents is kept
+as a vector. These errors add nearly linearly, so the Gram matrix of the vectors gives the error of any set of steps
+without another call, and finds steps whose errors cancel. An exchange search from several starts finds the best sets;
+runs of the quantized engines choose among them. Alternatives not taken: the change from step to step as a measure
+(TeaCache, MagCache, EasyCache), which ignores an error's effect on the image; and annealing of whole schedules
+(BudCache, arXiv:2606.13496), which takes hundreds of images for each number of saved calls.
 """
 
 import math
@@ -31,35 +31,35 @@ SMALLEST = 1e-12  # error of latents that are equal
 
 @dataclass(frozen=True, order=True)
 class Replacement:
-    """A step whose output is not computed."""
+    """A step whose output is reused or extrapolated, or computed in another precision, and its letter (``calls``)."""
 
     step: int
     letter: str
 
 
 def schedule_of(replaced: Sequence[Replacement], steps: int, base: str = COMPUTED) -> str:
-    """The schedule of ``steps`` letters with these replacements, and else the ``base``."""
+    """Return the schedule of ``steps`` letters: those of the replacements, and ``base`` elsewhere."""
     letters = {each.step: each.letter for each in replaced}
     return "".join(letters.get(step, base) for step in range(steps))
 
 
 def replacements(steps: int) -> list[Replacement]:
-    """All that are possible: every step but the first and the last; a line needs two computed steps before it."""
+    """Return all possible replacements: every step except first and last; extrapolation needs two steps before it."""
     reused = [Replacement(step, REUSED) for step in range(1, steps - 1)]
     return reused + [Replacement(step, EXTRAPOLATED) for step in range(2, steps - 1)]
 
 
 def evenly_spread(steps: int, count: int) -> list[Replacement]:
-    """``count`` reused steps, spread over all but the first and the last, none beside another."""
+    """Return ``count`` reused steps, evenly spread without neighbours, and without the first and last step."""
     free = steps - 2 - (count - 1)  # places, if each reused step but the last brings a computed one along
     return [Replacement(1 + number + (2 * number + 1) * free // (2 * count), REUSED) for number in range(count)]
 
 
 def best_replacements(known: Sequence[Replacement], products: Tensor, count: int) -> list[Replacement]:
-    """``count`` of the ``known`` replacements, none beside another, the sum of whose errors is least.
+    """Return the ``count`` of the ``known`` replacements, no two adjacent, with the least predicted error.
 
-    ``products`` [known, known] are those of their errors. Exchanges go on while they gain, from steps that are evenly
-    spread over the first 2n + 1 of all, over one more, and so on to all; the best end is taken.
+    ``products`` [known, known] is the Gram matrix of their errors. An exchange search starts from steps evenly spread
+    over the first 2 * count + 1 steps, then over one step more, and so on to all steps; the best result wins.
     """
     place = {each: number for number, each in enumerate(known)}
     step = torch.tensor([each.step for each in known])
@@ -69,7 +69,7 @@ def best_replacements(known: Sequence[Replacement], products: Tensor, count: int
         return products[chosen][:, chosen].sum().item()
 
     def exchanged(chosen: Sequence[int], out: int) -> list[int]:
-        """``chosen`` with the best replacement in the place ``out``."""
+        """Return ``chosen`` with its entry number ``out`` exchanged for the best replacement."""
         others = [*chosen[:out], *chosen[out + 1 :]]
         added = 2 * products[others].sum(0) + products.diagonal()
         return [*others, int(added.masked_fill(beside[others].any(0), math.inf).argmin())]
@@ -84,10 +84,10 @@ def best_replacements(known: Sequence[Replacement], products: Tensor, count: int
 
 
 def answers_before(kept: Outputs, denoiser: str, step: int, places: Sequence[int]) -> Answer:
-    """Answers from the ``kept`` outputs of whole runs: all of other parts, and the ``denoiser``'s before a ``step``.
+    """Return a function that looks up a call's output among the ``kept`` outputs of an earlier run, or returns None.
 
-    ``places`` are the steps of a batch's calls; ``step`` has no call of its own, or one of another engine.
-    """
+    Reused are all outputs of other parts, and the denoiser's before ``step``, at which the new run first differs.
+    ``places`` has the step of each denoiser call in a batch. The new run skips ``step``, or uses another engine."""
     before, of_a_batch = sum(place < step for place in places), len(places) - places.count(step)
 
     def answer(part: str, number: int) -> Mapping[str, Tensor] | None:
@@ -107,7 +107,7 @@ def changed_by(
     known: Sequence[Replacement],
     base: str = COMPUTED,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The final latents with all steps of the letter ``base``, and their changes by each of the ``known`` alone."""
+    """Return the final latents with all steps of letter ``base``, and their change by each ``known`` replacement."""
     steps, numbers = sampling.steps_taken, range(len(prompts))
     batches, denoiser = len(sampling.batches(numbers)), engine_of_letter(checkpoint.family.DENOISER, base)
     whole, changes, places = ReplayedVariant(engines), list[Tensor](), list[int]()
@@ -124,13 +124,13 @@ def changed_by(
 
 
 def products_of(errors: Sequence[Tensor]) -> list[list[float]]:
-    """The scalar products of errors."""
+    """Return the Gram matrix of the errors, computed in fp64."""
     flat = torch.stack([each.double().flatten() for each in errors])
     return (flat @ flat.T).tolist()
 
 
 def candidates(products: Sequence[Sequence[float]], steps: int, saved: int) -> list[str]:
-    """Schedules with so many calls ``saved``: the best of reused steps, the best with lines too, the evenly spread."""
+    """Return schedules that save ``saved`` calls: best reuse, best reuse or extrapolation, evenly spread reuse."""
     known, all_of_them = replacements(steps), torch.tensor(products, dtype=torch.float64)
     reused = [number for number, each in enumerate(known) if each.letter == REUSED]
     found = [
@@ -150,11 +150,11 @@ def choose_schedule(
     found: Sequence[str],
     half: int,
 ) -> dict[str, Any]:
-    """The record's ``levers.chosen``: the one of the ``found`` schedules with the least error of the recipe.
+    """Choose the schedule among ``found`` with the least error of the recipe; return the record's ``levers.chosen``.
 
-    The last of ``found`` is evenly spread. The first ``half`` of the prompts chooses; on the others the choice is
-    compared with that one, and with as few steps of the same sampler. A line multiplies quantization's errors of the
-    last two outputs, so the best depends on the recipe.
+    The first ``half`` prompts choose. On the remaining prompts the choice is compared with the evenly spread schedule
+    (the last of ``found``), and with the same sampler at so few steps that the calls are as many. Extrapolation
+    amplifies quantization errors of the last two outputs, so the best schedule depends on the recipe.
     """
     steps, saved = sampling.steps_taken, len(found[-1]) - found[-1].count(COMPUTED)
 
@@ -182,17 +182,17 @@ def final_latents(
     sampling: Sampling,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Tensor:
-    """The last latents [N, ...] of the prompts of these ``numbers``; ``on_step`` as for ``Pipeline``."""
+    """Return the last latents [N, ...] of the prompts with these ``numbers``; ``on_step`` is called with each step."""
     made = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=(), on_step=on_step)
     return torch.stack([each[-1] for each in made.latents])
 
 
 def typical_error(reference: Tensor, latents: Tensor) -> float:
-    """The geometric mean over images of ``errors_in_db``, as a share: a few other compositions decide no mean."""
+    """Return the geometric mean of the images' relative errors, which few images of new composition cannot dominate."""
     return 10 ** (errors_in_db(reference, latents).mean().item() / 20)
 
 
 def errors_in_db(reference: Tensor, latents: Tensor) -> Tensor:
-    """20 log10 of ||latents - reference|| / ||reference|| of each image, fp64 [N]; both are [N, ...]."""
+    """Return 20 log10(||latents - reference|| / ||reference||) of each image, fp64 [N]; both arguments are [N, ...]."""
     errors = (latents - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
     return 20 * errors.double().clamp_min(SMALLEST).log10()

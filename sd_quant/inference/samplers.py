@@ -1,10 +1,10 @@
-"""Samplers by name: schedulers of diffusers, made with the noise levels of the checkpoint's own, and their steps.
+"""Samplers by name: diffusers' schedulers with the noise levels of the checkpoint's own scheduler.
 
-A sampler has a class and settings for models that predict noise, for flow matching and for EDM. Entries of the
-checkpoint's scheduler that decide noise levels or the prediction are carried over (``DECISIVE``), or the sampler is
-refused; entries of a solver are the sampler's own (``OF_SOLVERS``). The roads not taken: every scheduler of diffusers
-by its class, with settings that a user would have to find out; and ``from_config``, which drops entries that the new
-class does not know. DEIS is left out: diffusers' ends above a noise level of zero.
+A sampler has a scheduler class and settings for models that predict noise, for flow matching and for EDM. Entries of
+the checkpoint's scheduler config that define noise levels or the prediction type are copied (``DECISIVE``), or the
+sampler is refused; entries of the solver are the sampler's own (``OF_SOLVERS``). Alternatives not taken: all schedulers
+of diffusers by class name, whose settings a user would have to find out; and ``from_config``, which drops entries that
+the new class does not know. DEIS is left out, because in diffusers it ends above a noise level of zero.
 """
 
 import inspect
@@ -22,7 +22,7 @@ MULTISTEP_FLOW: Settings = {"use_flow_sigmas": True, "prediction_type": "flow_pr
 
 @dataclass(frozen=True)
 class Sampler:
-    """A scheduler's class for each kind of model, None where there is none, and its settings."""
+    """The scheduler class for each kind of model (None: not available), and its settings."""
 
     noise: str
     flow: str | None = None
@@ -81,17 +81,17 @@ BETTER_SOLVER = "dpmpp_2m"  # for full precision with fewer steps
 
 
 def engine_of_letter(part: str, letter: str) -> str:
-    """The name in a variant of the engine that computes the part in steps of this letter."""
+    """Return the name of the engine that computes the part in steps with this letter of the schedule."""
     return part if letter == COMPUTED else f"{part}/{letter}"
 
 
 def most_saved(steps: int) -> int:
-    """The most steps without a call, none beside another, and neither the first nor the last."""
+    """Return the most steps that can be saved: no two adjacent, and neither the first nor the last."""
     return max(0, (steps - 1) // 2)
 
 
 def model_of(own: Any) -> str:
-    """The kind of model of a checkpoint's ``own`` scheduler: "noise", "flow" or "edm"."""
+    """Return the kind of model by the checkpoint's ``own`` scheduler: "noise", "flow" or "edm"."""
     names = [kind.__name__ for kind in type(own).__mro__]
     if any(name.startswith("FlowMatch") for name in names) or own.config.get("use_flow_sigmas"):
         return "flow"
@@ -99,12 +99,12 @@ def model_of(own: Any) -> str:
 
 
 def samplers_for(own: Any) -> list[str]:
-    """The names of the samplers for a model with this scheduler."""
+    """Return the names of the samplers that fit a model with this scheduler."""
     return [name for name in SAMPLERS if carried(name, own)[1] is None]
 
 
 def sampler_for(name: str, own: Any) -> Any:
-    """The sampler of this name with the noise levels of the checkpoint's ``own`` scheduler. Raises ConfigError."""
+    """Build the sampler with the noise levels of the ``own`` scheduler. Raises ConfigError where it does not fit."""
     import diffusers
 
     entries, reason = carried(name, own)
@@ -117,7 +117,7 @@ def sampler_for(name: str, own: Any) -> Any:
 
 
 def carried(name: str, own: Any) -> tuple[Settings, str | None]:
-    """The entries of the sampler of this name for the model of the ``own`` scheduler, or why it cannot have it."""
+    """Return the sampler's config entries for the model of the ``own`` scheduler, and why it does not fit, or None."""
     import diffusers
 
     sampler, model = SAMPLERS[name], model_of(own)
@@ -150,7 +150,7 @@ def carried(name: str, own: Any) -> tuple[Settings, str | None]:
 
 
 def why_not_reused(scheduler: Any) -> str | None:
-    """The reason why outputs cannot be reused under a scheduler, or None."""
+    """Return why outputs cannot be reused with this scheduler, or None where they can."""
     config = scheduler.config
     if not {kind.__name__ for kind in type(scheduler).__mro__} & set(FIRST_ORDER) or config.get("stochastic_sampling"):
         return f"under {type(scheduler).__name__} an output that is used again is no step of the same sampler"
@@ -160,7 +160,7 @@ def why_not_reused(scheduler: Any) -> str | None:
 
 
 def noise_levels(scheduler: Any) -> list[float]:
-    """The noise level sigma of each step in order; of a scheduler without sigmas sqrt((1 - alpha) / alpha)."""
+    """Return the noise level sigma of each step in order; sqrt((1 - alpha) / alpha) for a scheduler without sigmas."""
     steps = len(scheduler.timesteps)
     if getattr(scheduler, "sigmas", None) is not None:
         first = scheduler.begin_index or 0

@@ -1,7 +1,7 @@
 """Source images, which a pipeline starts from in place of noise.
 
 An image and its mask, white where the image is generated anew, are turned upright, cropped about the middle to the
-shape of the generated images, and resized. The road not taken is diffusers' resizing, which stretches some images and
+shape of the generated images, and resized. Alternative not taken: diffusers' resizing, which stretches some images and
 refuses others.
 """
 
@@ -27,17 +27,17 @@ class SourceImages:
     strength: float  # share of the denoising steps that is taken, starting from the image with noise of that level
 
     def described(self) -> dict[str, object]:
-        """Digests and strength, as JSON."""
+        """Return SHA-256 digests of images and masks, and the strength, for JSON."""
         masks = None if self.masks is None else hashlib.sha256(self.masks.tobytes()).hexdigest()
         return {"images": hashlib.sha256(self.images.tobytes()).hexdigest(), "masks": masks, "strength": self.strength}
 
     def repeated(self, times: int) -> "SourceImages":
-        """Each image ``times`` times, for the samples of its prompt."""
+        """Repeat each image ``times`` times, for as many samples of its prompt."""
         masks = None if self.masks is None else self.masks.repeat(times, axis=0)
         return replace(self, images=self.images.repeat(times, axis=0), masks=masks)
 
     def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """The arguments of a pipeline's call for the prompts with these ``numbers``."""
+        """Return the arguments of a pipeline's call for the prompts with these ``numbers``."""
         given = {"image": self.images} | ({} if self.masks is None else {"mask_image": self.masks})
         return {"strength": self.strength} | {
             name: [Image.fromarray(each[number % len(each)]) for number in numbers] for name, each in given.items()
@@ -47,9 +47,9 @@ class SourceImages:
 def read_source(
     images: Sequence[Path], masks: Sequence[Path] | None, width: int, height: int, strength: float
 ) -> SourceImages:
-    """Images and masks, fitted to ``width`` by ``height`` pixels.
+    """Read images and masks, cropped and resized to ``width`` by ``height`` pixels.
 
-    Raises as ``read_fitted`` does, and ConfigError for a mask of another size than its image.
+    Raises ConfigError for a mask whose size differs from its image's, and what ``read_fitted`` raises.
     """
     fit, fit_masks = list[np.ndarray](), list[np.ndarray]()
     for path, of_mask in zip(images, masks or [None] * len(images), strict=True):

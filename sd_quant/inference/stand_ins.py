@@ -1,4 +1,4 @@
-"""Stand-ins for a pipeline's networks: engines compute outputs, and known answers are given again."""
+"""Replacements for a pipeline's networks: engines compute their outputs, and known outputs are replayed."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ Through = Callable[[Callable[..., Outputs], Outputs], Outputs]  # (compute, inpu
 
 
 class Reached(BaseException):
-    """The end of a pipeline's call in front of a part that has to wait; no ``Exception``, which some catch."""
+    """Raised to end a pipeline's call before a part that must wait; no ``Exception``, which some pipelines catch."""
 
     def __init__(self, part: str, inputs: Tensors):
         super().__init__(part)
@@ -27,10 +27,10 @@ class Reached(BaseException):
 
 
 class AnsweredPart:
-    """The calls of one part by its pipeline, for one batch of images.
+    """One part of the model as its pipeline calls it, for one batch of images.
 
-    ``answers`` are the outputs in order; a further call is computed, or ends the pipeline's call where it ``waits``.
-    ``on_call`` is called before each call of the engine. ``through``, if there is one, decides how it is computed.
+    Calls are answered from ``answers``, in order. A further call is computed and appended, or raises ``Reached`` where
+    the part ``waits``. ``on_call`` runs before each computation; ``through(compute, inputs)``, if set, wraps it.
     """
 
     def __init__(self, engines: Mapping[str, Engine], name: str, part: Part):
@@ -38,7 +38,7 @@ class AnsweredPart:
         self.begin([], waits=False)
 
     def begin(self, answers: list[Tensors], waits: bool) -> None:
-        """Begin a call of the pipeline with the first ``answers``."""
+        """Start a new call of the pipeline, whose first outputs are the known ``answers``; reset all hooks."""
         self.answers, self.waits, self.given = answers, waits, 0
         self.through: Through | None = None
         self.on_call: Callable[[], object] = lambda: None
@@ -59,22 +59,22 @@ class AnsweredPart:
         return self.part.answer({name: output.clone() for name, output in answer.items()})  # pipelines change them
 
     def computed(self, inputs: Outputs, letter: str = COMPUTED) -> Outputs:
-        """The outputs of the letter's engine; an unquantized part has one for all letters."""
+        """Compute the outputs with the engine of ``letter``; an unquantized part has one engine for all letters."""
         own = engine_of_letter(self.name, letter)
         return self.engines[own if own in self.engines else self.name](**inputs)
 
 
 class EngineNetwork(nn.Module):
-    """A network of a pipeline, of which parts compute some methods; everything else is the ``network``'s own.
+    """A network of a pipeline, some methods of which are computed by parts; other attributes are ``network``'s own.
 
-    ``network`` may be on the meta device: its configuration, its methods' signatures and its class, by which some
-    pipelines tell one ControlNet from several, are used.
+    ``network`` may be on the meta device: only its configuration, method signatures and class are used, by which some
+    pipelines distinguish one ControlNet from several.
     """
 
     dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self, network: nn.Module, parts: Mapping[str, AnsweredPart]):
-        """``parts`` by method."""
+        """``parts`` maps names of methods to the parts that compute them."""
         super().__init__()
         self.network, self.parts = [network], parts  # in a list, so that it is no submodule
         self.at = nn.Parameter(torch.empty(0), requires_grad=False)  # the device and dtype that pipelines see
@@ -97,7 +97,7 @@ class EngineNetwork(nn.Module):
 
 
 def bound(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by parameter name, with those of ``**kwargs``."""
+    """Return a call's arguments by parameter name, tensors copied, defaults included, generators left out."""
     signature = inspect.signature(method)
     found = signature.bind(*args, **kwargs)
     found.apply_defaults()  # one call may state what another leaves out

@@ -1,8 +1,8 @@
 """Decode latents in overlapping tiles that fade into each other, by the rule of diffusers' ``enable_tiling``.
 
-The decoder's working memory is bounded by the tile. Tiles at the right and lower edge are smaller. Normalizations see a
-tile alone, so tones may differ from tile to tile. The road not taken is diffusers' own method, which calls its own
-network and keeps all tiles until the end: here two rows.
+The tile bounds the decoder's working memory. Tiles at the right and lower edge are smaller. Normalization layers see
+one tile only, so tones may differ from tile to tile. Alternative not taken: diffusers' own method, which calls its own
+network and keeps all tiles in memory until the end; here two rows of tiles are kept.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ STEP = 0.75  # from a tile to the next one, as a share of its side
 def in_tiles(
     compute: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], inputs: Mapping[str, Tensor], tile: int | None
 ) -> Mapping[str, Tensor]:
-    """The outputs of a decoder, in tiles, if any, of a decoder with the input z and the output dec."""
+    """Compute a decoder's outputs, as a whole or in tiles of ``tile`` pixels a side (input z, output dec)."""
     return compute(inputs) if tile is None else {"dec": decode(lambda z: compute({"z": z})["dec"], inputs["z"], tile)}
 
 
 def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int) -> Tensor:
-    """The images [B, 3, H, W] by the ``decoder`` of ``z`` [B, C, h, w], in tiles of that side in pixels."""
+    """Decode latents ``z`` [B, C, h, w] to images [B, 3, H, W], in square tiles of ``tile`` pixels a side."""
     side = tile // LATENT_FACTOR  # a multiple of 4
     if max(z.shape[2:]) <= side:
         return decoder(z)
@@ -47,7 +47,7 @@ def decode(decoder: Callable[[Tensor], Tensor], z: Tensor, tile: int) -> Tensor:
 
 
 def faded(before: Tensor, tile: Tensor, overlap: int, axis: int) -> Tensor:
-    """``tile``, whose first rows or columns along ``axis`` fade from the last ones of the tile ``before`` it."""
+    """Blend the first ``overlap`` rows or columns of ``tile`` along ``axis`` with the last of the tile ``before``."""
     overlap = min(before.shape[axis], tile.shape[axis], overlap)
     share = torch.arange(overlap, dtype=tile.dtype, device=tile.device) / overlap
     share = share.view(-1, *[1] * (3 - axis))

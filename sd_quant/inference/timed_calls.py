@@ -1,12 +1,12 @@
-"""Timed calls: of a part, and of a pipeline that makes a batch of images from prompts to pixels.
+"""Time measurements of single parts, and of whole pipeline calls from prompts to pixels.
 
-A part is called with random inputs, because latency does not depend on their values. The road not taken is to time the
-calls of a pipeline, which include its copies between devices and dtypes.
+A part is called with random inputs, because latency does not depend on their values. Alternative not taken: timing the
+calls within a pipeline, which include its copies between devices and dtypes.
 
-Variants of a model differ in the denoiser alone, so the speed-up of an image follows from that of a denoiser's call and
-the *rest*: the time of an image outside the denoiser as a share of the time inside, both of the same image, so that a
-slow machine changes neither. Of short calls a hundred of each engine can be interleaved while the machine changes
-little; the road not taken is whole images alone, a few in the same time. A few of both show whether they agree.
+Variants of a model differ in the denoiser alone, so the speed-up of an image follows from the speed-up of one denoiser
+call and the *rest*: an image's time outside the denoiser divided by its time inside, a ratio that a slow machine hardly
+changes. A hundred short calls of each engine can be interleaved while the machine changes little. Alternative not
+taken: whole images alone, of which only a few take as long; a few are timed to check that both ways agree.
 """
 
 import statistics
@@ -30,13 +30,13 @@ WARMUP_IMAGES = 1
 
 
 def samples_per_call(checkpoint: Checkpoint, part: str, sampling: Sampling) -> int:
-    """The batch of one call of the part: doubled in a step where guidance computes two samples per image."""
+    """Return the batch size of one call of the part: with guidance, denoising may take two samples per image."""
     denoises = part in denoisers_of(checkpoint) or checkpoint.parts()[part].in_steps
     return sampling.batch_size * (samples_per_image(checkpoint, sampling.guidance_scale) if denoises else 1)
 
 
 def part_call(engine: Engine, contract: Contract, samples: int, sampling: Sampling) -> Callable[[], object]:
-    """A call of a part with random inputs for ``samples``, on the engine's device and in its dtypes."""
+    """Return a function that calls a part with random inputs for ``samples``, on the engine's device in its dtypes."""
     generator = torch.Generator().manual_seed(0)
     inputs = {}
     for name, shape in contract.shapes_for(samples, sampling.width, sampling.height).items():
@@ -50,7 +50,7 @@ def part_call(engine: Engine, contract: Contract, samples: int, sampling: Sampli
 
 @dataclass(frozen=True)
 class ImageTimes:
-    """Times of images of one variant."""
+    """The measured times of one variant's images."""
 
     totals: list[float]  # milliseconds
     rest: float  # the time outside the denoisers as a share of the time inside
@@ -58,7 +58,7 @@ class ImageTimes:
 
 
 class Stopwatch:
-    """``engines``, whose calls add up to ``milliseconds``, and the rests of the images that they make."""
+    """Engines whose call times are summed in ``milliseconds``; ``rests`` has the ratio outside / inside by image."""
 
     def __init__(self, engines: Mapping[str, Engine]):
         self.engines = {name: self.watched(engine) for name, engine in engines.items()}
@@ -73,7 +73,7 @@ class Stopwatch:
         return WatchedEngine(engine, timed)
 
     def clock(self) -> Clock:
-        """The wall clock of a call that makes images with these engines, which adds to their rests."""
+        """Return a clock for calls that make images with these engines; it appends to ``rests``."""
 
         @wraps(wall_clock)
         def timed(call: Callable[[], object]) -> float:
@@ -110,18 +110,18 @@ def image_times(
 
 
 def calls_in_image(checkpoint: Checkpoint, sampling: Sampling, counted: Mapping[str, int] = {}) -> dict[str, int]:
-    """The calls of each denoiser in an image: one a step, or of several denoisers the ``counted`` ones."""
+    """Return the calls of each denoiser per image: one a step; with several denoisers, the numbers ``counted``."""
     first, *others = denoisers_of(checkpoint)
     return {part: counted[part] for part in (first, *others)} if others and counted else {first: sampling.steps_taken}
 
 
 def calls_beside(checkpoint: Checkpoint, part: str, calls: Mapping[str, int]) -> int:
-    """The calls of a part that is no denoiser in an image with these ``calls`` of each denoiser."""
+    """Return how often an image calls a part other than the denoisers, which have these ``calls`` each."""
     return sum(calls.values()) if checkpoint.parts()[part].in_steps else 1
 
 
 def image_of_parts(checkpoint: Checkpoint, medians: Mapping[str, float], calls: Mapping[str, int]) -> ImageTimes:
-    """The time of an image, added up from its parts' ``medians`` and each denoiser's ``calls``: memory may be short."""
+    """Estimate an image's time from its parts' ``medians`` (ms) and ``calls``, where memory cannot hold all parts."""
     denoising = sum(count * medians[part] for part, count in calls.items())
     others = medians.keys() - calls.keys()
     rest = sum(medians[part] * calls_beside(checkpoint, part, calls) for part in others)

@@ -1,6 +1,6 @@
-"""Try a pipeline's call with further arguments on networks without weights, and see how it calls them.
+"""Check a pipeline's further arguments by a trial call, in which networks without weights check their inputs.
 
-The road not taken is a list, for each class of pipelines, of the arguments on which no graph depends.
+Alternative not taken: a list, for each pipeline class, of the arguments that cannot change the exported graphs.
 """
 
 from collections.abc import Iterable
@@ -29,10 +29,10 @@ TEXTS = {"clip_skip", "prompt_2", "negative_prompt_2"}  # which an author's own 
 
 
 class Shapes:
-    """An engine of random numbers, fp32, in the shapes of a part's outputs.
+    """An engine that returns random fp32 numbers in the shapes of a part's outputs.
 
-    ``engine`` is on the meta device. Raises ValueError for inputs of other shapes than the graph's for images of
-    ``size`` (width, height).
+    ``engine`` is on the meta device. Raises ValueError for inputs in shapes other than those of the exported graph for
+    images of ``size`` (width, height).
     """
 
     def __init__(self, engine: TorchEngine, contract: Contract, size: tuple[int, int]):
@@ -53,7 +53,7 @@ class Shapes:
 
 
 def steps_of(checkpoint: Any, sampling: Sampling) -> int:
-    """The steps in which the scheduler denoises the first image."""
+    """Count the scheduler's steps for the first image, in a trial call."""
     parts, sampling = checkpoint.parts(), replace(sampling.of_image(0), schedule=None, guidance_until=None)
     engines = {
         name: Shapes(TorchEngine(module.eval(), contract), contract, (sampling.width, sampling.height))
@@ -66,10 +66,10 @@ def steps_of(checkpoint: Any, sampling: Sampling) -> int:
 
 
 def check_arguments(checkpoint: Any, samplings: Iterable[Sampling]) -> None:
-    """Raises ConfigError where ``arguments`` of a checkpoint have an effect that its graphs or knobs do not have.
+    """Check that the checkpoint's further ``arguments`` agree with its exported graphs and with the knobs.
 
-    A knob decides one, the pipeline's call fails, calls a network in shapes that its graph lacks, or takes another
-    number of steps.
+    Raises ConfigError when a knob decides one of them, or when with them the pipeline's call fails, calls a network in
+    shapes that its graph lacks, or takes another number of steps.
     """
     plain, given = replace(checkpoint, arguments={}), checkpoint.arguments
     pipeline = pipeline_of(checkpoint, {}).call.pipe

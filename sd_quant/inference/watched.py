@@ -1,4 +1,4 @@
-"""Engines whose calls are watched: their inputs, their outputs or their time are kept."""
+"""Wrappers of engines that record inputs, outputs or time of calls, or replay known outputs."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ Answer = Callable[[str, int], Tensors | None]  # the output of a part's n-th cal
 
 
 class WatchedEngine:
-    """``engine``, with ``call(inputs)`` in front of each call, or in its place where that returns outputs."""
+    """A wrapper that calls ``call(inputs)`` first; outputs that it returns are used, otherwise ``engine`` computes."""
 
     name: str
     inputs: dict[str, torch.dtype]
@@ -36,10 +36,10 @@ class WatchedEngine:
 
 
 class WatchedVariant(OnDemand[Engine]):
-    """The engines of a variant by part, which keep the inputs of some calls of each."""
+    """A variant's engines by part; copies of the inputs of selected calls are kept in ``seen``."""
 
     def __init__(self, variant: Mapping[str, Engine], calls: Mapping[str, Collection[int]]):
-        """``calls`` gives by part the numbers of these calls, by default the first."""
+        """``calls`` gives, by part, the numbers of the calls to keep; by default call 0."""
         super().__init__(variant, lambda part: WatchedEngine(variant[part], partial(self.remember, part)))
         self.wanted = dict.fromkeys(variant, (0,)) | calls
         self.count = dict.fromkeys(variant, 0)  # of the calls so far
@@ -55,7 +55,7 @@ class WatchedVariant(OnDemand[Engine]):
 
 
 class ReplayedVariant(dict[str, Engine]):
-    """The engines of a variant by part, which keep their outputs; those that ``answer`` knows are not computed."""
+    """A variant's engines by part; all outputs are kept, and outputs that ``answer`` returns are not computed."""
 
     def __init__(self, variant: Mapping[str, Engine], answer: Answer = lambda part, number: None):
         super().__init__({part: ReplayedEngine(self, part) for part in variant})

@@ -1,9 +1,9 @@
-"""Measures of a run: the fidelity of its images to full precision, latency and memory.
+"""Metrics of a run: the fidelity of its images to full precision, latency and memory.
 
-``SCORES`` lists the scores of images; record, closing table, summary of a sweep and report take them from there, and
-``NAMED`` those that the user asks for, most of them of the add-on ``scores``. A new score is a function in
-``sd_quant/metrics/<name>.py``, as ``Against`` describes it, and a line of ``SCORES``. It is imported when it is first
-called, so the list is read without torch.
+``SCORES`` is the table of image scores, which the record, the closing table, the summary of a sweep and the report use.
+``NAMED`` lists optional scores, most of them from the add-on ``scores``. To add a score, write a function as described
+in ``Against`` in ``sd_quant/metrics/<name>.py``, and an entry of ``SCORES``. Functions are imported at the first call,
+so the table can be read without torch.
 """
 
 import math
@@ -19,11 +19,11 @@ from sd_quant.metrics.intervals import Interval, mean_interval
 
 
 class Against(Enum):
-    """The input that a score compares images with, which decides the arguments and the result of its function.
+    """What a score compares images with, which defines the arguments and the result of the score's function.
 
-    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. Where images differ in size, LATENTS gets lists with an
-    entry for each image, IMAGES one image at a time, and the others are refused. A ``value`` is None where there is
-    a ``reason``.
+    Images are uint8 [N, H, W, 3], latents [N, steps, ...]. Where images differ in size, LATENTS scores get lists with
+    an entry for each image, IMAGES scores get one image at a time, and all other scores are refused. ``value`` is None
+    where ``reason`` is given.
     """
 
     IMAGES = auto()  # (full precision's images, images) -> a number or None for each of N images
@@ -55,37 +55,37 @@ class Score:
 
     @property
     def reason_key(self) -> str:
-        """The entry of ``fidelity`` with the reason why steps have no number."""
+        """The key in the record's ``fidelity`` for the reason why some steps have no value."""
         return f"{self.key.removesuffix('_db')}_reason"
 
     def text(self, value: float, reach: float | None = None) -> str:
-        """``value`` with its unit, and with the ``reach`` of its interval if any: ``34.81 ± 1.20 dB``."""
+        """Format ``value`` with its unit, and its interval's half-width ``reach`` if given: ``34.81 ± 1.20 dB``."""
         ends = "" if reach is None else f" ± {self.format.format(reach)}"
         return f"{self.format.format(value)}{ends} {self.unit}".rstrip()
 
     def mean(self, values: Sequence[float | None]) -> Interval | None:
-        """The mean of the values that are not None, with its 95 % interval; None without a value."""
+        """Return the mean of the values that are not None, with its 95 % confidence interval; None without values."""
         known = [value for value in values if value is not None]
         return self.inside(mean_interval(known)) if known else None
 
     def inside(self, found: Interval) -> Interval:
-        """The interval, if it is known, within the score's range."""
+        """Clip the ends of a known interval to the score's range."""
         # rounding may put a mean of float32 outside of the range by its last digit; it stays inside its interval
         ends = max(found.low, min(self.least, found.value)), min(found.high, max(self.most, found.value))
         return Interval(found.value, *ends) if found.known else found
 
     def compute(self, *arguments):
-        """Compute the score of the arguments of ``Against``, a network's by ``score_images``."""
+        """Compute the score from the arguments that ``Against`` lists; a score by a network, with ``score_images``."""
         if self.weights:
             return pkgutil.resolve_name("sd_quant.metrics.network_scores:score_images")(self, *arguments)
         return pkgutil.resolve_name(self.function)(*arguments)
 
     def opener(self, weights: Path) -> Callable:
-        """The opener of its network. Raises SdQuantError for files of another network; reads no weights."""
+        """Return the function that opens the score's network. Reads no weights; raises SdQuantError for unfit files."""
         return pkgutil.resolve_name(self.function)(weights)
 
     def check_packages(self) -> None:
-        """Raises ResourceError where a package is not installed."""
+        """Raise ResourceError if a package that the score needs is not installed."""
         if self.check:
             pkgutil.resolve_name(self.check)()
 
@@ -118,22 +118,22 @@ NAMED = {
 
 
 def scores_against(*kinds: Against) -> list[Score]:
-    """The scores that compare images with one of these ``kinds``, in the order of the table."""
+    """Return the scores that compare images with one of these ``kinds``, in the order of ``SCORES``."""
     return [score for score in SCORES.values() if score.against in kinds]
 
 
 def score_named(key: str) -> Score:
-    """A score of SCORES or of the add-on. Raises ResourceError where that is not installed or does not fit."""
+    """Return a score of SCORES or of the add-on. Raises ResourceError if the add-on is missing or incompatible."""
     return SCORES.get(key) or loaded("scores", key, f"metrics.{NAMED[key]}")
 
 
 @contextmanager
 def scoring(key: str) -> Iterator[Score]:
-    """The score; exceptions that an add-on raises in the block become SdQuantErrors of one sentence."""
+    """Yield the score; in the block, exceptions of the add-on are raised as SdQuantErrors of one sentence."""
     with nullcontext() if key in SCORES else at_work("scores"):
         yield score_named(key)
 
 
 def fidelity_scores() -> list[Score]:
-    """The scores of the record's ``fidelity``."""
+    """Return the scores of the record's ``fidelity``: against images and against latents of full precision."""
     return scores_against(Against.IMAGES, Against.LATENTS)

@@ -1,10 +1,10 @@
-"""Scores by the category of prompts, and whether quantization changes them in any.
+"""Scores by prompt category, and a test whether quantization changes a score in some category.
 
-Means have Student's t interval over prompts; images of one prompt count as their mean. A difference to full precision
-is paired, prompt by prompt. Of ten categories without a difference one "differs" at 95 % four times in ten, so
+Means have Student's t interval over prompts; images of one prompt count as their mean. Differences to full precision
+are paired by prompt. With ten categories and no real difference, some category "differs" at 95 % in 40 % of runs, so
 p-values of a score are corrected over its categories by Holm's procedure (Scandinavian Journal of Statistics 6, 1979),
-never worse than Bonferroni's. A category differs only after that; its interval is uncorrected, and may leave out zero
-all the same. Several scores are not corrected for.
+never worse than Bonferroni's. ``differs`` uses the corrected p-value; the interval is uncorrected, and may exclude zero
+where ``differs`` is false. There is no correction for testing several scores.
 """
 
 import math
@@ -21,10 +21,10 @@ Values = Sequence[float | None]
 def by_category(
     prompts: Sequence[str], categories: Sequence[str] | None, scores: Mapping[str, tuple[Values, Values | None]]
 ) -> dict[str, dict[str, dict]]:
-    """The record's ``by_category``: each score in each category, in alphabetic order; {} without categories.
+    """Build the record's ``by_category``: each score in each category, in alphabetical order; {} without categories.
 
-    ``scores`` has values for each image by key, and full precision's where they are compared. Images without a value,
-    pairs with one, and scores without any are left out.
+    ``scores`` has, by key, the values of each image, and those of full precision if they are compared, otherwise None.
+    Images without a value, pairs with only one value, and scores without values are left out.
     """
     if categories is None:
         return {}
@@ -48,20 +48,20 @@ def by_category(
 
 
 def of_prompts(prompts: Sequence[str], places: Sequence[int], values: Values) -> list[float]:
-    """The mean value of each different prompt of the images at these ``places``, without None."""
+    """Return the mean value of each distinct prompt among the images at these ``places``, without None."""
     return means_of_groups([values[place] for place in places], [prompts[place] for place in places])
 
 
 def ends(interval: Interval) -> list[float] | None:
-    """The ends as a record has them; None of a single value."""
+    """Return the interval's ends for the record; None for the interval of a single value."""
     return [interval.low, interval.high] if interval.known else None
 
 
 def p_value(differences: Sequence[float]) -> float | None:
-    """The two-sided p of Student's t test of paired ``differences``; None for a single one.
+    """Return the two-sided p-value of Student's paired t test on ``differences``; None for a single difference.
 
-    Equal differences have no deviation: p is 1 if they are zero, and else the sign test's, because scores with few
-    steps are often equal by chance.
+    Where all differences are equal, p is 1 if they are zero and otherwise the sign test's, because scores with few
+    possible values are often equal by chance.
     """
     count = len(differences)
     if count < 2:

@@ -1,9 +1,9 @@
 """Degenerate images: black, of one colour, saturated, or the same whatever the prompt.
 
-A mean over images hides a broken one, so these are found one by one, against full precision's of the same prompt: a
-prompt for a black image gets one. The limits are far from images of the shipped checkpoints in full precision, in INT8
-and in half of the steps (simple things on 64 x 64 pixels; the extreme of 150 stands at each). The road not taken is a
-network's score of quality: CLIP prefers a black frame to some healthy images. Noise is found by PSNR.
+A mean over images hides a broken one, so each image is compared with full precision's image of the same prompt, which
+may ask for a black image. The limits are far from images of the shipped checkpoints in full precision, in INT8 and with
+half of the steps (simple things on 64 x 64 pixels; comments give the extreme of 150). Alternative not taken: a
+network's quality score, because CLIP prefers a black frame to some healthy images. PSNR finds images of noise.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ TILES = (8, 8)  # mean colours by which images are compared first: they never di
 
 
 def degenerate(reference: Images, images: Images) -> list[dict]:
-    """``{index, reason}`` of each degenerate image, uint8 [N, H, W, 3]; ``reference`` has full precision's.
+    """Return ``{index, reason}`` of each degenerate image, uint8 [N, H, W, 3]; ``reference`` has full precision's.
 
-    A reason goes behind "image 3 is".
+    A reason completes the sentence "image 3 is ...".
     """
     found = []
     tiles = tiles_of(images)
@@ -56,13 +56,13 @@ def clipped(image: np.ndarray) -> float:
 
 
 def tiles_of(images: Images) -> np.ndarray:
-    """The mean colours of each image's tiles, float32 [N, tiles x 3]."""
+    """Return the mean colours of each image's tiles, float32 [N, tiles x 3]."""
     small = [np.asarray(Image.fromarray(image).resize(TILES, Image.Resampling.BOX)) for image in images]
     return np.stack(small).reshape(len(small), -1).astype(np.float32)
 
 
 def as_another(index: int, tiles: np.ndarray, reference: Images, images: Images) -> str | None:
-    """The first other image that ``index`` nearly equals although their references differ, in words; or None."""
+    """Return, in words, the first image that nearly equals image ``index`` though their references differ; or None."""
     near = np.sqrt(np.square(tiles - tiles[index]).mean(axis=1)) <= SAME + 1  # tiles are rounded
     for other in np.flatnonzero(near):
         if other == index or images[other].shape != images[index].shape:

@@ -1,8 +1,8 @@
-"""How far a quantized text encoder moves the embeddings of a text.
+"""Measure how much quantization changes a text encoder's embeddings.
 
-An encoder changes images as another prompt would, so their distance does not say how well it computes. The angle
-between the embeddings does, token by token: the denoiser's cross-attention reads tokens one by one, and its norms take
-their length away. The first token, the same in every text and often far longer, would hide all others in a mean.
+A quantized text encoder changes images as another prompt would, so image distances do not show its accuracy. The cosine
+of embeddings, token by token, does: cross-attention reads single tokens, and normalization removes their length. The
+first token, which is the same in all texts and often far longer, would dominate a mean, and is reported separately.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ from sd_quant.numbers import relative_error
 
 
 def moved(full: Tensor, quantized: Tensor) -> dict[str, Any]:
-    """The record's ``Moved`` for an output in full precision and quantized.
+    """Build the record's ``Moved`` for one output of the encoder, in full precision and quantized.
 
-    [B, T, C] are tokens, without those of zeros, which pad a text; [B, C] is one for each text. Other outputs, such as
-    pixels, have no cosines.
+    Outputs [B, T, C] are tokens, of which zero vectors are padding and left out; [B, C] is one vector for each text.
+    Outputs of other shapes, such as pixels, get no cosines.
     """
     full, quantized = full.float().cpu(), quantized.float().cpu()
     found: dict[str, Any] = {"relative_error": relative_error(full, quantized)}

@@ -1,9 +1,9 @@
 """Fidelity: the distance of the quantized pipeline's images from full precision's, on the same prompts and seeds.
 
-Full precision is the reference that quantization ought not to change. So pixel distances (PSNR, SSIM) apply, which say
-little about generated images otherwise; LPIPS is nearer to what people notice. The ratio of signal to quantization
-noise in the latents shows at which step images diverge. The road not taken is FID, which needs thousands of images. A
-value that is infinite or undefined is None, with a reason.
+Full precision is the reference that quantization should not change. So pixel distances (PSNR, SSIM) apply, which say
+little about generated images otherwise; LPIPS is nearer to what people notice. The signal-to-quantization-noise ratio
+of the latents shows at which step images diverge. Alternative not taken: FID, which needs thousands of images. A value
+that is infinite or undefined is None, with a reason.
 """
 
 import math
@@ -26,7 +26,7 @@ NOT_FINITE = "NaN or infinite latents"
 
 
 def psnr(reference: np.ndarray, image: np.ndarray) -> list[float | None]:
-    """Peak signal-to-noise ratio in dB of each image; both uint8 [N, H, W, 3]. None where the two are identical.
+    """Return the PSNR in dB of each image; both arguments uint8 [N, H, W, 3]. None for identical images.
 
     Raises ArtifactError when shapes or types differ.
     """
@@ -39,7 +39,7 @@ def psnr(reference: np.ndarray, image: np.ndarray) -> list[float | None]:
 
 
 def ssim(reference: np.ndarray, image: np.ndarray) -> list[float]:
-    """Structural similarity of each image, 1.0 for identical ones; both uint8 [N, H, W, 3] with H, W >= 6.
+    """Return the structural similarity of each image, 1.0 for identical images; both uint8 [N, H, W, 3] with H, W >= 6.
 
     Raises ArtifactError when shapes or types differ. Source: Wang et al., IEEE TIP 13(4), 2004.
     """
@@ -55,10 +55,10 @@ def ssim(reference: np.ndarray, image: np.ndarray) -> list[float]:
 def latent_sqnr(
     reference: torch.Tensor | list[torch.Tensor], latents: torch.Tensor | list[torch.Tensor]
 ) -> list[float | None]:
-    """SQNR of each step in dB: 10 log10(sum ref^2 / sum (ref - x)^2), averaged over the images.
+    """Return each step's SQNR in dB: 10 log10(sum ref^2 / sum (ref - x)^2), averaged over images.
 
-    Both [N, steps, ...], or N of [steps, ...] where sizes differ, of any float type. Infinite ratios are left out of a
-    mean. None where no image has a ratio, and where a latent of the step is NaN or infinite.
+    Both arguments are [N, steps, ...], or N of [steps, ...] where sizes differ, of any float type. Infinite ratios are
+    left out of the mean. A step is None if no image has a finite ratio, or if one of its latents is NaN or infinite.
     Raises ArtifactError when the shapes differ.
     """
     shapes, expected = ([list(each.shape) for each in side] for side in (latents, reference))
@@ -73,9 +73,9 @@ def latent_sqnr(
 
 
 def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_better: bool = False) -> dict:
-    """``{mean, min, worst_index, values, reason}`` of a score of all images; ``max`` for ``min`` if lower is better.
+    """Return ``{mean, min, worst_index, values, reason}`` of images' scores; ``max``, not ``min``, if lower is better.
 
-    Mean and extreme ignore None; ``reason`` says how many values are None and why.
+    Mean and extreme ignore None; the result's ``reason`` says how many values are None and why.
     """
     present = [(value, index) for index, value in enumerate(values) if value is not None]
     extreme, name = (max, "max") if lower_is_better else (min, "min")
@@ -91,7 +91,7 @@ def summary(values: Sequence[float | None], reason: str = IDENTICAL, lower_is_be
 
 
 def image_scores(reference: Images, images: Images) -> dict:
-    """Every score of single images against a ``reference`` of the same prompts and seeds, by its key."""
+    """Compute all scores of single images against a ``reference`` of the same prompts and seeds, by the score's key."""
     return {
         score.key: summary(score_pairs(score.compute, reference, images), score.undefined, not score.more_is_better)
         for score in scores_against(Against.IMAGES)
@@ -104,7 +104,7 @@ def fidelity(
     reference_latents: torch.Tensor | list[torch.Tensor],
     latents: torch.Tensor | list[torch.Tensor],
 ) -> dict:
-    """The record's ``fidelity``: every score by its key, of the same prompts and seeds; images have H, W >= 64."""
+    """Build the record's ``fidelity``: all scores by key, on the same prompts and seeds; images have H, W >= 64."""
     entries = image_scores(reference_images, images)
     for score in scores_against(Against.LATENTS):
         values = entries[score.key] = score.compute(reference_latents, latents)
@@ -115,13 +115,13 @@ def fidelity(
 
 
 def _pairs(reference: np.ndarray, image: np.ndarray) -> zip:
-    """Reference and image one at a time: SSIM takes 0.8 GB for a pair of 1024 x 1024."""
+    """Return the pairs of reference and image one at a time: SSIM takes 0.8 GB for a pair of 1024 x 1024."""
     check_pairs(reference, image)
     return zip(reference, image, strict=True)
 
 
 def _pixels(image: np.ndarray, device: torch.device) -> torch.Tensor:
-    """[H, W, 3] uint8 -> [1, 3, H, W] float32.
+    """Convert an image [H, W, 3] uint8 to a tensor [1, 3, H, W] float32.
 
     Float64 takes 35 s and 5 GB instead of 1 s for SSIM at 1024 x 1024. Float32 errs by at most 0.0004, on flat images.
     """
@@ -129,12 +129,12 @@ def _pixels(image: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _energy(latents: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of an image's latents after each step: [steps, ...] -> [steps]."""
+    """Return the sum of squares of an image's latents after each step: [steps, ...] -> [steps]."""
     return latents.square().flatten(1).sum(1)
 
 
 def _mean_ratio(signal: torch.Tensor, noise: torch.Tensor) -> float | None:
-    """Mean of 10 log10(signal / noise) over images, None as in ``latent_sqnr``."""
+    """Return the mean of 10 log10(signal / noise) over images; None under the conditions of ``latent_sqnr``."""
     if not (torch.isfinite(signal).all() and torch.isfinite(noise).all()):
         return None
     ratios = 10 * torch.log10(signal / noise)

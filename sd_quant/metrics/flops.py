@@ -1,6 +1,6 @@
-"""Count a network's arithmetic by torch's counter, which computes nothing on the meta device.
+"""Count a network's floating-point operations by torch's FlopCounterMode, on the meta device, without computing.
 
-A multiplication with its addition is two operations; attention counts.
+A multiplication with its addition counts as two operations; attention is included.
 """
 
 import torch
@@ -12,7 +12,7 @@ SIDE = 1024  # of the matrices
 
 
 def operations(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, dict[str, int]]:
-    """Floating-point operations of one call on the meta device, in total and by the names of submodules."""
+    """Return the floating-point operations of one call on the meta device, in total and by submodule name."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -23,7 +23,7 @@ def operations(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, dict[
 
 
 def rate() -> float:
-    """Operations per second of fp32 products of two matrices on the CPU, now: no network is faster."""
+    """Measure fp32 operations per second of a matrix product on the CPU: an upper bound for any network."""
     x = torch.rand(SIDE, SIDE)
     found = machine_probe.rate(2 * SIDE**3, lambda: torch.mm(x, x), x.device)
     assert found is not None  # every torch has this product

@@ -1,4 +1,4 @@
-"""Images of a run: one array where all have one size, else a list of arrays."""
+"""Images of a run: one array where all images have one size, otherwise a list of arrays."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,22 +11,22 @@ Images = np.ndarray | list[np.ndarray]  # uint8 [N, H, W, 3]; of several sizes N
 
 
 def joined(images: Sequence[np.ndarray]) -> Images:
-    """Images [H, W, 3] as one array, or as they are where their sizes differ."""
+    """Stack images [H, W, 3] to one array; return a list where their sizes differ."""
     return np.stack(images) if len({image.shape for image in images}) == 1 else list(images)
 
 
 def arrays(images: Images) -> Iterable[np.ndarray]:
-    """The images as arrays [N, H, W, 3], of one size each."""
+    """Return the images as arrays [N, H, W, 3], each of one image size."""
     return [images] if isinstance(images, np.ndarray) else (image[None] for image in images)
 
 
 def shapes_of(images: Any) -> list:
-    """The shape of an array or tensor, or of each in a list, for a message."""
+    """Return the shape of an array or tensor, or of each in a list, for an error message."""
     return [list(each.shape) for each in images] if isinstance(images, list) else list(images.shape)
 
 
 def is_rgb(images: np.ndarray) -> bool:
-    """Whether the images are uint8 [N, H, W, 3]."""
+    """Return whether the images are uint8 [N, H, W, 3]."""
     return images.dtype == np.uint8 and images.ndim == 4 and images.shape[-1] == 3
 
 
@@ -54,7 +54,7 @@ def check_pairs(reference: np.ndarray, images: np.ndarray, smallest: int = 1) ->
 def score_pairs(
     score: Callable[[np.ndarray, np.ndarray], list[float | None]], reference: Images, images: Images
 ) -> list[float | None]:
-    """The ``score`` of each pair of images; it takes images of one size."""
+    """Return the ``score`` of each pair of images; images of different sizes are passed to it one pair at a time."""
     if isinstance(reference, np.ndarray) and isinstance(images, np.ndarray):
         return score(reference, images)
     return [value for pair in zip(arrays(list(reference)), arrays(list(images)), strict=True) for value in score(*pair)]

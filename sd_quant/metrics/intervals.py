@@ -1,4 +1,4 @@
-"""Confidence intervals of the figures that decide.
+"""Confidence intervals for the measured values that are compared.
 
 - The mean over prompts: Student's t interval.
 - The ratio of two latencies: an interval of batch means (Schmeiser, Operations Research 30, 1982). Neighbouring rounds
@@ -7,18 +7,18 @@
 - Openings: the speed of an engine changes each time it is opened, with the addresses of its weights (Mytkowicz et al.,
   Producing wrong data without doing anything obviously wrong, ASPLOS 2009). So engines are opened several times, and
   the rounds of one or a few neighbouring openings form a batch; more rounds in an opening make no interval narrower.
-  The variance is estimated from all engines that were timed beside each other, by a two-way analysis of variance
+  The variance is estimated from all engines that were timed in the same rounds, by a two-way analysis of variance
   (Scheffe, The analysis of variance, 1959, chapter 4): the residuals of the logarithms after the engine's and the
   opening's means. With fewer than FEWEST_DEGREES degrees of freedom, rounds form BATCHES batches instead, and OPENING,
   measured on other machines, is added.
-- Roads not taken for a ratio are the bootstrap over single rounds and the order statistics of the median: both assume
-  independent rounds, and their 95 % intervals cover 67 to 92 % where the ratio drifts (docs/results_speed.md).
-- Occasions: hours apart, the host of a virtual machine gives it something else, and a ratio moves by more than one
-  hour's rounds show. The method of moments subtracts engines' own errors from the variance of figures between occasions
-  (random effects: DerSimonian & Laird, Controlled Clinical Trials 7, 1986), over all engines together. The rest counts
-  twice, once for each occasion.
-- The sum of two independent figures: the interval of Zou & Donner (Statistics in Medicine 27, 2008), which combines the
-  distances to the ends on each side.
+- Alternatives not taken for a ratio: the bootstrap over single rounds and the order statistics of the median. Both
+  assume independent rounds, and their 95 % intervals cover 67 to 92 % where the ratio drifts (docs/results_speed.md).
+- Occasions: within hours, a virtual machine's host changes the resources that it gives, and a ratio moves by more than
+  the rounds of one hour show. The method of moments subtracts the squared errors of the single measurements from the
+  variance between occasions (random effects: DerSimonian & Laird, Controlled Clinical Trials 7, 1986), for all engines
+  together. The remaining variance counts twice, once for each of the two occasions that are compared.
+- The sum of two independent values: the interval of Zou & Donner (Statistics in Medicine 27, 2008), which adds the
+  distances to the lower ends, and those to the upper ends, in squares.
 """
 
 import math
@@ -36,7 +36,7 @@ FEWEST_ROUNDS = 5  # for the interval of a ratio; with fewer, Student's factor m
 
 
 class Interval(NamedTuple):
-    """A figure with the ends of its interval, which are infinite where nothing is known."""
+    """A value with the ends of its confidence interval, which are infinite where the interval is unknown."""
 
     value: float
     low: float
@@ -48,19 +48,19 @@ class Interval(NamedTuple):
 
     @property
     def reach(self) -> float | None:
-        """The distance to the further end; None where nothing is known."""
+        """The distance from the value to the farther end; None for an unknown interval."""
         return max(self.high - self.value, self.value - self.low) if self.known else None
 
     @property
     def ends(self) -> tuple[float, float] | tuple[None, None]:
-        """Both ends as a record has them, None where nothing is known; the inverse of ``recorded``."""
+        """Both ends for a record, (None, None) for an unknown interval; the inverse of ``recorded``."""
         return (self.low, self.high) if self.known else (None, None)
 
     def holds(self, value: float) -> bool:
         return self.low <= value <= self.high
 
     def within(self, share: float) -> bool:
-        """Whether both ends are within this share of the value."""
+        """Return whether both ends differ from the value by at most this share of it."""
         return self.reach is not None and self.reach <= share * abs(self.value)
 
 
@@ -69,13 +69,13 @@ def exactly(value: float) -> Interval:
 
 
 def recorded(value: float, ends: Sequence[float | None] | Mapping | None) -> Interval:
-    """A figure with its ends as a record has them, which may lack them or hold a reason."""
+    """Build the Interval of a value from a record's ``ends``; unknown if these are missing, None or a reason."""
     known = isinstance(ends, list | tuple) and len(ends) == 2 and None not in ends
     return Interval(value, *ends) if known else Interval(value, -math.inf, math.inf)
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The mean of independent values. The ends are infinite for a single one."""
+    """Return the mean of independent values with its t interval; the ends are infinite for a single value."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return Interval(mean, -math.inf, math.inf)
@@ -86,9 +86,9 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
 def paired_interval(
     a: Sequence[float | None], b: Sequence[float | None], groups: Sequence[Hashable]
 ) -> Interval | None:
-    """The mean of a - b over pairs that have both, those of one group (a prompt's images) counted as their mean.
+    """Return the mean of a - b with its interval, over pairs without None; a group (one prompt's images) counts once.
 
-    None without a pair. Raises ValueError unless all three are of one length.
+    Returns None without pairs. Raises ValueError unless all three have one length.
     """
     differences = means_of_groups(differences_of(a, b), groups)
     return mean_interval(differences) if differences else None
@@ -99,7 +99,7 @@ def differences_of(a: Sequence[float | None], b: Sequence[float | None]) -> list
 
 
 def means_of_groups(values: Iterable[float | None], groups: Iterable[Hashable]) -> list[float]:
-    """The mean over each different group, such as a prompt's images, of the values that are not None."""
+    """Return, for each group, such as a prompt's images, the mean of its values that are not None."""
     found: dict[Hashable, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
         if value is not None:
@@ -108,7 +108,7 @@ def means_of_groups(values: Iterable[float | None], groups: Iterable[Hashable]) 
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """p-values of several claims, corrected by Holm, in their order; None does not count."""
+    """Correct p-values for multiple tests by Holm's procedure, in the given order; None is not counted."""
     adjusted: list[float | None] = [None] * len(values)
     known = sorted((value, place) for place, value in enumerate(values) if value is not None)
     most = 0.0
@@ -125,12 +125,12 @@ def ratio_interval(
     confidence: float = 0.95,
     known: float | None = None,
 ) -> Interval:
-    """The typical ratio a / b of latencies > 0 in the same rounds, in order; above 1 where b is faster.
+    """Return the typical ratio a / b of latencies > 0 in the same rounds, in order; above 1 where b is faster.
 
-    ``openings`` are the numbers of rounds of each opening, empty where engines were opened once; ``beside`` the
-    latencies of all engines in these rounds, where there were more than two. ``known`` is the deviation between
-    openings where these are too few to estimate it, OPENING if None; 0 for an interval of these openings alone. The
-    ends are 0 and infinity with fewer than FEWEST_ROUNDS rounds.
+    ``openings`` has the number of rounds in each opening, and is empty where engines were opened once. ``beside`` has
+    the latencies of all engines in these rounds, if more than two. ``known`` is the deviation between openings (default
+    OPENING) where these are too few to estimate it; with 0 the interval is for these openings alone. With fewer than
+    FEWEST_ROUNDS rounds the ends are 0 and infinity.
     Raises ValueError unless all engines have as many rounds.
     """
     logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
@@ -151,7 +151,7 @@ def ratio_interval(
 
 
 def in_batches(ends: Sequence[int], most: int = BATCHES_OF_OPENINGS) -> list[int]:
-    """The ends of at most ``most`` batches of about equal size, joined from the neighbours that ``ends`` delimit."""
+    """Merge adjacent segments with these ``ends`` into at most ``most`` batches of similar size; return the ends."""
     batches = min(most, len(ends) - 1)
     return [ends[number * (len(ends) - 1) // batches] for number in range(batches + 1)]
 
@@ -161,9 +161,9 @@ def medians(values: Sequence[float], ends: Sequence[int]) -> list[float]:
 
 
 def deviation_of_openings(engines: Sequence[Sequence[float]], ends: Sequence[int]) -> tuple[float, int]:
-    """The standard deviation of one engine's log latency between openings, and its degrees of freedom.
+    """Estimate the standard deviation of one engine's log latency between openings, and its degrees of freedom.
 
-    Changes that all engines share are the machine's, and do not count.
+    Changes that all engines share are attributed to the machine, and removed.
     """
     logs = [[math.log(each) for each in rounds] for rounds in engines]
     common = [statistics.fmean(each) for each in zip(*logs, strict=True)]  # of a round
@@ -180,16 +180,16 @@ def deviation_of_openings(engines: Sequence[Sequence[float]], ends: Sequence[int
 
 
 def sum_of(a: Interval, b: Interval) -> Interval:
-    """The sum of two independent figures."""
+    """Return the sum of two independent values with its interval."""
     value = a.value + b.value
     low, high = math.hypot(a.value - a.low, b.value - b.low), math.hypot(a.high - a.value, b.high - b.value)
     return Interval(value, value - low, value + high)
 
 
 def deviation_of_occasions(engines: Iterable[Sequence[tuple[float, float]]]) -> float:
-    """The standard deviation of one engine's figure between occasions, without its own error.
+    """Estimate the standard deviation of an engine's value between occasions, without its error within an occasion.
 
-    ``engines``: for each, the figure and its variance on two occasions or more.
+    ``engines`` has, for each engine, the value and its error variance on two or more occasions.
     """
     squares = degrees = 0.0
     for occasions in engines:
@@ -200,14 +200,14 @@ def deviation_of_occasions(engines: Iterable[Sequence[tuple[float, float]]]) -> 
 
 
 def apart(deviation: float, degrees: int, confidence: float) -> Interval:
-    """The difference of another occasion's logarithm: 0, with its interval."""
+    """Return the expected change of a logarithm from one occasion to another: 0, with its interval."""
     half = min(LARGEST, t_quantile(degrees, confidence) * math.sqrt(2) * deviation)
     return Interval(0.0, -half, half)
 
 
 @cache
 def t_quantile(degrees: int, confidence: float) -> float:
-    """The standard errors that a two-sided interval extends to each side, by mpmath: a machine may lack scipy."""
+    """Return the two-sided quantile of Student's t, by mpmath, because scipy may not be installed."""
     from mpmath import exp, findroot, log  # late: every command imports this module, and few compute an interval
 
     # by logarithms, in which the tail is nearly straight: a level that many recipes share is far out in it
@@ -215,7 +215,7 @@ def t_quantile(degrees: int, confidence: float) -> float:
 
 
 def t_beyond(t, degrees: int):
-    """The probability of a Student's t further from 0 than ``t``, to either side (Abramowitz & Stegun 26.7.1)."""
+    """Return the two-sided tail probability P(|T| > t) of Student's t (Abramowitz & Stegun 26.7.1)."""
     from mpmath import betainc
 
     return betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True)

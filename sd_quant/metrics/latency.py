@@ -1,22 +1,22 @@
-"""Measures the latency of calls on machines that other jobs share.
+"""Measure and compare the latencies of engines on machines that are shared with other jobs.
 
 Two latencies measured one after the other differ by whatever else the machine was doing. So engines are compared in
-*rounds*: a round calls each of them, in random order, and the ratio within a round is what counts (``intervals.py``).
-The road not taken is the ratio of two means, which one hiccup of the machine decides.
+*rounds*: a round calls each engine, in random order, and ratios are taken within a round (``intervals.py``).
+Alternative not taken: the ratio of two means, which a single disturbance of the machine can decide.
 
-An image calls its denoiser many times in a row. Calls of engines that alternate find in the caches what other engines
-left, and take up to twice as long: the longer the more engines there are, and the small engine loses most. So a round
-calls each engine as many times in a row as an image does (``in_a_row``). The road not taken is a shorter row whose last
-call stands for the rest: an INT8 UNet still gets faster at the tenth call.
+An image calls its denoiser many times in a row. If engines alternate, each call finds the caches filled by another
+engine and takes up to twice as long, above all for small engines and with many engines. So a round calls each engine as
+many times in a row as an image does (``in_a_row``). Alternative not taken: a shorter row whose last call represents the
+rest, because an INT8 UNet still gets faster at the tenth call.
 
-The speed of an engine changes with its addresses in memory. So all engines are reopened again and again, in random
-order, and each opening is followed by rounds for as long as it took.
+The speed of an engine changes with its addresses in memory. So all engines are reopened repeatedly, in random order,
+and each opening is followed by rounds for as long as the opening took.
 
-Rounds end when the interval of every ratio to the reference is narrow, or a budget of time is spent. Intervals are
-computed only when the number of rounds has doubled: after every round, a lucky one would end the measurement, and 95 %
-intervals would cover 91 %.
+Rounds end when the interval of every ratio to the reference is narrow, or a time budget is spent. Intervals are
+computed only when the number of rounds has doubled: if they were checked after every round, a lucky round would end the
+measurement, and 95 % intervals would cover 91 %.
 
-A clock takes a call and returns its milliseconds: of a GPU's work, which is only queued when a call returns, by CUDA
+A clock takes a call and returns its milliseconds; on a GPU, whose work is only queued when a call returns, by CUDA
 events. The record names the clock.
 """
 
@@ -46,14 +46,14 @@ NARROW, BUDGET, CEILING = "narrow", "budget", "rounds"  # the reasons to stop: i
 
 
 def wall_clock(call: Call) -> float:
-    """Milliseconds of a call that returns when its work is done."""
+    """Return the milliseconds of a call that returns when its work is done."""
     start = perf_counter()
     call()
     return 1000 * (perf_counter() - start)
 
 
 def cuda_events(call: Call) -> float:
-    """Milliseconds from the first to the last kernel that a call queues on the current CUDA stream."""
+    """Return the milliseconds from the first to the last kernel that a call queues on the current CUDA stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -64,12 +64,12 @@ def cuda_events(call: Call) -> float:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock that times an engine on ``device``."""
+    """Return the clock for engines on ``device``."""
     return cuda_events if device.type == "cuda" else wall_clock
 
 
 def in_a_row(clock: Clock, calls: int) -> Clock:
-    """A clock that returns the mean of ``calls`` calls in a row, or of as many as fit into LONGEST_ROW."""
+    """Return a clock for the mean of ``calls`` calls in a row, or of as many as fit into LONGEST_ROW."""
 
     @functools.wraps(clock)
     def timed(call: Call) -> float:
@@ -82,7 +82,7 @@ def in_a_row(clock: Clock, calls: int) -> Clock:
 
 @dataclass(frozen=True)
 class Stopping:
-    """The conditions that end the rounds."""
+    """The conditions that end a measurement in rounds."""
 
     fewest: int  # rounds that are always made
     half_width: float  # of a narrow interval, as a share of the ratio
@@ -92,7 +92,7 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The measurements of all rounds."""
+    """The measurements of all rounds of ``measure_together``."""
 
     samples: dict[str, list[float]]  # milliseconds of each round, by the call's name
     clocks: dict[str, str]  # name of the clock, by the call's
@@ -103,12 +103,12 @@ class Rounds:
     probes: list[Reading] = field(default_factory=list)  # of the machine, before, between and after the rounds
 
     def statistics(self, name: str) -> dict[str, Any]:
-        """The latency of one call, see ``statistics_of``."""
+        """Return the latency statistics of one call, see ``statistics_of``."""
         return statistics_of(self.samples[name], self.warmup, self.clocks[name])
 
 
 def statistics_of(samples: list[float], warmup: int, clock: str) -> dict[str, Any]:
-    """``{mean_ms, p50_ms, p90_ms, p99_ms, min_ms, std_ms, n, warmup, clock, samples_ms}`` of milliseconds."""
+    """Return ``{mean_ms, p50_ms, p90_ms, p99_ms, min_ms, std_ms, n, warmup, clock, samples_ms}`` of samples in ms."""
     p50, p90, p99 = np.percentile(samples, [50, 90, 99]).tolist()
     return {
         "mean_ms": statistics.fmean(samples), "p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "min_ms": min(samples),
@@ -118,7 +118,7 @@ def statistics_of(samples: list[float], warmup: int, clock: str) -> dict[str, An
 
 
 def judged(timing: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-    """``timing``, with None and a ``reason`` for the median if given or if FEWEST_ROUNDS or more are too far apart."""
+    """Return ``timing``; its median becomes None with a ``reason``, the given one or because samples spread too far."""
     samples = timing["samples_ms"]
     if reason is None:
         if len(samples) < FEWEST_ROUNDS or spread(samples) <= MOST_SPREAD:
@@ -129,7 +129,7 @@ def judged(timing: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
 
 
 def measure(call: Call, warmup: int, repeats: int, clock: Clock = wall_clock) -> dict[str, Any]:
-    """The latency of one call, see ``statistics_of``."""
+    """Time one call ``repeats`` times and return ``statistics_of`` its latencies."""
     return measure_together({"": call}, warmup, Stopping(repeats, 1, 0), {"": clock}).statistics("")
 
 
@@ -141,11 +141,11 @@ def measure_together(
     reopen: Reopen | None = None,
     probe: Callable[[], Reading] | None = None,
 ) -> Rounds:
-    """Measure all ``calls`` in rounds; the first is the reference of the others' ratios.
+    """Measure all ``calls`` in rounds; ratios are taken to the first call, the reference.
 
-    ``clocks``: by the calls' names, the wall clock by default. ``reopen`` is called, and followed by ``warmup`` calls
-    of each, until it reopens nothing or the budget has no room for another opening with its rounds. ``probe`` is called
-    before and after the rounds, and at half of the budget, which it takes nothing of.
+    ``clocks`` gives the clock by the call's name, by default the wall clock. ``reopen`` is called repeatedly, followed
+    by ``warmup`` calls of each engine, until it reopens nothing or no time is left for another opening and its rounds.
+    ``probe`` is called before and after the rounds, and after half of the budget; its time is not counted.
     """
     times = {name: (clocks or {}).get(name, wall_clock) for name in calls}
     samples, generator = {name: list[float]() for name in calls}, random.Random(0)  # the same orders in every process
@@ -198,7 +198,7 @@ def measure_together(
 def enough(
     samples: Sequence[Sequence[float]], stopping: Stopping, seconds: float, openings: Sequence[int]
 ) -> str | None:
-    """The reason to make no further round after ``seconds``, or None."""
+    """Return the reason to stop after ``seconds``, or None to make another round."""
     reference, *others = samples
     if len(reference) < stopping.fewest:
         return None
@@ -214,6 +214,6 @@ def enough(
 
 
 def spread(samples: Sequence[float]) -> float:
-    """The distance between the 10th and the 90th percentile, as a share of the median."""
+    """Return the distance between the 10th and the 90th percentile, divided by the median."""
     low, middle, high = np.percentile(samples, [10, 50, 90]).tolist()
     return (high - low) / middle

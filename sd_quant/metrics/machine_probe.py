@@ -1,8 +1,8 @@
 """Probe the machine for a second: the bandwidth of a copy, and the rates of an INT8 and an fp32 matrix product.
 
-Neighbours on the host of a virtual machine take memory bandwidth, caches and frequency, which no count of processes
-shows (``neighbours.py``) but work that never changes. The copied buffer is far larger than caches, the matrices lie in
-them. The road not taken is STREAM and LINPACK, which take longer than what is timed.
+Other virtual machines on the same host take memory bandwidth, caches and frequency. Processor times do not show this
+(``neighbours.py``); the speed of fixed work does. The copied buffer is far larger than the caches, and the matrices fit
+into them. Alternative not taken: STREAM and LINPACK, which take longer than the measurement that they would check.
 """
 
 import statistics
@@ -19,7 +19,7 @@ SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices
 
 
 def probe(device: torch.device) -> Reading:
-    """Bandwidth and rates of ``device`` now, with torch's number of threads, as engines have."""
+    """Measure bandwidth and rates of ``device`` now, with torch's number of threads, which engines use, too."""
     side = SIDE[device.type]
     source = torch.ones(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -32,7 +32,7 @@ def probe(device: torch.device) -> Reading:
 
 
 def rate(amount: float, call: Call, device: torch.device) -> float | None:
-    """``amount`` in a second, by the median of calls; None where this torch cannot make the call."""
+    """Return ``amount`` per second, by the median time of ``call``; None where this version of torch cannot run it."""
     clock, times = clock_of(device), list[float]()
     try:
         call()  # starts threads and touches memory

@@ -3,13 +3,13 @@
 The peak is the kernel's high-water mark (VmHWM), which a job resets at the start of every stage, because the jobs of a
 sweep share a process. The fallback ``getrusage`` cannot be reset and is inherited from the parent process.
 
-Processes that a stage starts count too. The kernel keeps no peak of a family, so it is sampled ten times a second; the
-larger of this sample and the process's own peak is reported. Pages that processes share count once for each.
+Child processes of a stage count too. The kernel keeps no common peak of several processes, so their sum is sampled ten
+times a second; the larger of this and the process's own peak is reported. Shared pages count once for each process.
 
-``memory_taken`` compares the resident memory before a thing is opened, the peak while it is opened and called once,
-what it then holds, and the peak of another call. Free memory of the heap is given back first, or the thing would live
-in it unseen; fragments remain, so a small one may seem smaller. On a GPU, of memory beside torch's allocator, such as a
-plan's, only what is held after a call is seen.
+``memory_taken`` compares the resident memory before an engine is opened with the peak while it is opened and called
+once, with the memory that it then holds, and with the peak of another call. The heap's free memory is first returned to
+the system, otherwise the engine would use it unnoticed; fragments remain, so a small engine may seem smaller. On a GPU,
+memory outside of torch's allocator, such as a TensorRT plan's, is only seen if it is still held after a call.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ SECONDS_BETWEEN_SAMPLES = 0.1
 
 
 def children(process: int) -> list[int]:
-    """The living processes that ``process`` has started, and their own."""
+    """Return the running child processes of ``process``, and their children."""
     found: list[int] = []
     try:
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -44,7 +44,7 @@ def children(process: int) -> list[int]:
 
 
 def resident_bytes(process: int) -> int:
-    """Bytes of a process in memory; 0 for one that has ended."""
+    """Return the resident memory of a process in bytes; 0 for a process that has ended."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
     except (OSError, IndexError):
@@ -53,7 +53,7 @@ def resident_bytes(process: int) -> int:
 
 
 class FamilyPeak:
-    """A ``with`` block whose ``peak_bytes`` is the largest sample of this process and its children; 0 without any."""
+    """A ``with`` block that samples the memory of this process and its children: ``peak_bytes``, 0 without children."""
 
     def __init__(self) -> None:
         self.peak_bytes, self.stopped = 0, threading.Event()
@@ -74,19 +74,19 @@ class FamilyPeak:
 
 
 def peak_cuda_memory_bytes() -> int | None:
-    """Peak of torch's own allocations on the current GPU, without engines; None without a GPU."""
+    """Return the peak bytes of torch's allocations on the current GPU, without other runtimes'; None without a GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def available_cuda_memory_bytes() -> int | None:
-    """Memory of the current GPU that is free, or cached by torch; None without a GPU."""
+    """Return the bytes of the current GPU that are free or cached by torch; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 class MemoryTaken(NamedTuple):
-    """Bytes beyond those that were taken before."""
+    """Memory of an engine, in bytes more than before it was opened."""
 
     opened_bytes: int  # after opening and one call
     opening_peak_bytes: int  # while opening and calling once
@@ -96,9 +96,9 @@ class MemoryTaken(NamedTuple):
 def memory_taken(
     opened: Callable[[], Callable[[], object]], on_gpu: bool, restart: Callable[[], object] = reset_peak
 ) -> MemoryTaken:
-    """The memory that a call and the thing ``opened`` for it take, of the current GPU or of this process.
+    """Measure the memory, of the current GPU or of this process, that an engine takes.
 
-    ``restart`` resets the process's peak.
+    ``opened`` opens the engine and returns a function that calls it; ``restart`` resets the process's peak.
     """
     now, peak = (cuda_bytes, cuda_peak_bytes) if on_gpu else (lambda: resident_bytes(os.getpid()), peak_memory_bytes)
     restart = torch.cuda.reset_peak_memory_stats if on_gpu else restart
@@ -116,7 +116,7 @@ def memory_taken(
 
 
 def give_back() -> None:
-    """Give freed memory back to the system, by glibc's ``malloc_trim`` and torch's cache of the GPU."""
+    """Return freed memory to the system: the heap's by glibc's ``malloc_trim``, and torch's cache on the GPU."""
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_available():
@@ -124,26 +124,26 @@ def give_back() -> None:
 
 
 def cuda_bytes() -> int:
-    """Bytes of the current GPU that are used: torch's own allocations, and all that is not of its allocator."""
+    """Return the bytes in use on the current GPU: torch's allocations without its cache, and all other memory."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
 
 
 def cuda_peak_bytes() -> int:
-    """``cuda_bytes`` with the peak of torch's allocations."""
+    """Return ``cuda_bytes`` with the peak of torch's allocations instead of the present ones."""
     return cuda_bytes() - torch.cuda.memory_allocated() + torch.cuda.max_memory_allocated()
 
 
 def used() -> str:
-    """The peaks so far, as part of a sentence."""
+    """Return the peaks of memory so far, as part of a sentence."""
     peak, cuda = peak_memory_bytes() / 1e9, peak_cuda_memory_bytes()
     return f"{peak:.2f} GB of memory" + ("" if cuda is None else f" and {cuda / 1e9:.2f} GB of the GPU's")
 
 
 class StageTimer:
-    """``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``, also when the block fails.
+    """Record time and peak memory of stages: ``with timer("calibrate"): ...`` fills ``timer.stages["calibrate"]``.
 
-    A stage that is entered again adds to its entry. A new timer resets the GPU's peak.
+    A failing block is recorded, too. Entering a stage again adds to its entry. A new timer resets the GPU's peak.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class StageTimer:
 
     @property
     def peak(self) -> float | dict[str, float | str]:
-        """The record's ``peak_memory_bytes``, the largest of all stages; with a reason if it may be an older one."""
+        """The record's ``peak_memory_bytes``, the maximum of all stages; with a reason if it may precede the job."""
         value = max(stage["peak_memory_bytes"] for stage in self.stages.values())
         reason = "of the process since its start: /proc/self/clear_refs cannot be written"
         return value if self.resets else {"value": value, "reason": reason}
@@ -189,6 +189,6 @@ class StageTimer:
             LOG.info("%s: %.1f s, peak %.2f GiB", name, seconds, peak / 2**30)
 
     def restart_peak(self) -> None:
-        """Reset the process's peak within a stage, whose own stays."""
+        """Reset the process's peak during a stage; the stage's own peak so far is kept."""
         self.highest = max(self.highest, peak_memory_bytes())
         reset_peak()

@@ -1,8 +1,8 @@
-"""Measure how much others used the machine while something was timed.
+"""Measure how much other processes and virtual machines used this machine during a measurement.
 
-The kernel counts the time of each processor (proc(5), ``/proc/stat``) and that of this process and its children. The
-difference is other processes' work; ``steal`` is the time that a hypervisor gave to other machines, whose bandwidth and
-frequency ``machine_probe`` shows. The road not taken is the load average: it counts this process, over minutes.
+The kernel counts the busy time of each processor (proc(5), ``/proc/stat``) and that of this process and its children.
+The difference is other processes' work; ``steal`` is time that the hypervisor gave to other virtual machines, whose use
+of bandwidth ``machine_probe`` shows. Alternative not taken: the load average, which counts this process, over minutes.
 """
 
 import os
@@ -27,7 +27,7 @@ class ProcessorTimes(NamedTuple):
 
 
 def processor_times() -> ProcessorTimes | None:
-    """The times so far; None where the kernel does not say."""
+    """Return the processor times so far; None where the kernel does not report them."""
     tick = os.sysconf("SC_CLK_TCK")
     busy = stolen = total = 0.0
     try:
@@ -47,7 +47,7 @@ def processor_times() -> ProcessorTimes | None:
 
 
 def used_by_others(before: ProcessorTimes | None, after: ProcessorTimes | None) -> dict[str, float | None]:
-    """``{others, steal}``: shares of the processors' time, from 0 to 1; None where the kernel does not say."""
+    """Return ``{others, steal}``, shares of the processors' time from 0 to 1; None where the kernel reports nothing."""
     if before is None or after is None or after.total <= before.total:
         return {"others": None, "steal": None}
     busy, stolen, own, total = (end - start for start, end in zip(before, after, strict=True))
@@ -55,7 +55,7 @@ def used_by_others(before: ProcessorTimes | None, after: ProcessorTimes | None) 
 
 
 def busy(others: float | None, steal: float | None, spread: float | None) -> str | None:
-    """The reasons to call a machine busy, as part of a sentence, or None; ``spread`` is the reference's latency's."""
+    """Return why the machine was busy, as part of a sentence, or None; ``spread`` is the spread of the reference."""
     told = (
         (others, MOST_OTHERS, "other processes took {:.0%} of the processors' time"),
         (steal, MOST_STEAL, "a hypervisor took {:.0%} of the processors' time"),
@@ -65,9 +65,9 @@ def busy(others: float | None, steal: float | None, spread: float | None) -> str
 
 
 def slowed(readings: Sequence[Mapping[str, Any]], shown: Mapping[str, Any] | None) -> str | None:
-    """The figure that fell most, as part of a sentence: below the machine's best as ``shown``, or between ``readings``.
+    """Return, in words, the probe result that fell most, below the best result ``shown`` before or within ``readings``.
 
-    None where none fell by more than MOST_FALL.
+    Returns None where no result fell by more than MOST_FALL.
     """
     falls = [(0.0, "")]
     for figure in dict.fromkeys(name for reading in readings for name in reading):

@@ -1,6 +1,6 @@
-"""Score images one by one by a network of the user's, in batches.
+"""Score single images, in batches, by a network whose weights the user provides, such as CLIP.
 
-A network is open only while its score is computed: the larger ones take 4 GB.
+A network is in memory only while its score is computed, because large networks take 4 GB.
 """
 
 import math
@@ -35,10 +35,10 @@ Opener = Callable[[], Opened]
 
 
 def score_images(score: Score, images: Images, beside: Sequence[Any], weights: Path) -> dict:
-    """The scores of uint8 images as ``{value, reason, values, images}`` and the facts of the network of ``weights``.
+    """Score uint8 images by the network in ``weights``: ``{value, reason, values, images}`` and the network's facts.
 
-    ``beside`` has the counterpart of each image, its prompt or another image. ``value`` is the mean, at least the
-    score's smallest number, or None with a ``reason`` where the network fails or a number is not finite.
+    ``beside`` has what each image is compared with, its prompt or another image. ``value`` is the mean, clipped to the
+    score's minimum, or None with a ``reason`` where the network fails or a value is not finite.
     """
     entry = {"value": None, "reason": None, "values": [None] * len(images), "images": len(images)}
     starts, values = range(0, len(images), BATCH), list[float]()
@@ -60,7 +60,7 @@ def score_images(score: Score, images: Images, beside: Sequence[Any], weights: P
 
 
 def check_folder(weights: Path, score: Score, *files: Sequence[str]) -> None:
-    """Raise ConfigError unless the folder has one file of each of ``files``."""
+    """Raise ConfigError unless the folder has at least one file of every tuple of alternatives in ``files``."""
     for names in files:
         if not any((weights / name).is_file() for name in names):
             raise ConfigError(
@@ -69,7 +69,7 @@ def check_folder(weights: Path, score: Score, *files: Sequence[str]) -> None:
 
 
 def config_of(weights: Path, score: Score, *kinds: str) -> dict:
-    """The folder's config.json. Raises ArtifactError unless it is of a model of one of these ``kinds``."""
+    """Read the folder's config.json. Raises ArtifactError unless its ``model_type`` is one of ``kinds``."""
     config = read_json(weights, "config.json")
     if (kind := config.get("model_type")) not in kinds:
         raise ArtifactError(

@@ -1,8 +1,8 @@
-"""CLIP score and FID, by networks whose weights the user names or installs; nothing is downloaded.
+"""CLIP score and FID, by networks whose weights the user provides or installs; nothing is downloaded.
 
-CLIP score measures whether images show what their prompts say (Hessel et al., EMNLP 2021; as torchmetrics defines it:
-100 cos(image, prompt), averaged, at least 0), FID the distance of a set of images from photographs. Neither is about
-quantization: they compare with published results.
+The CLIP score measures whether images show what their prompts say (Hessel et al., EMNLP 2021; as in torchmetrics:
+100 cos(image, prompt), averaged, at least 0). FID measures the distance of a set of images from photographs. Neither
+measures quantization error; both allow comparison with published results.
 
 FID models both sets of Inception's features as Gaussians, whose distance has a closed form (Dowson & Landau,
 J. Multivariate Analysis 12, 1982; for images Heusel et al., GANs Trained by a Two Time-Scale Update Rule, 2017):
@@ -41,10 +41,10 @@ CLIP_FILES = (  # one file of each line is required
 
 
 def clip_score(weights: Path) -> Opener:
-    """The opener of the CLIP score of images and prompts, which are truncated to the network's length, as in MLPerf.
+    """Return a function that opens CLIP for the score; prompts are truncated to the network's length, as in MLPerf.
 
-    ``weights``: a folder of transformers' CLIPModel with its tokenizer and image processor. Raises SdQuantError unless
-    it is whole and of a CLIP; reads no weights.
+    ``weights`` is a folder of transformers' CLIPModel with its tokenizer and image processor; no weights are read yet.
+    Raises SdQuantError for a folder that lacks files or holds another model.
     """
     clip_config(weights, SCORES["clip_score"])
 
@@ -59,7 +59,7 @@ def clip_score(weights: Path) -> Opener:
 
 
 def clip_config(weights: Path, score: Score) -> Any:
-    """The CLIPConfig of a folder, unread weights aside. Raises SdQuantError unless it is whole and of a CLIP."""
+    """Read a folder's CLIPConfig, not its weights. Raises SdQuantError for missing files or another model."""
     from transformers import CLIPConfig
 
     check_folder(weights, score, *CLIP_FILES)
@@ -69,11 +69,11 @@ def clip_config(weights: Path, score: Score) -> Any:
 
 
 def fid(images: np.ndarray, references: Path) -> dict:
-    """FID of uint8 [N, H, W, 3], N at least 2049, as ``{value, reason, images, references, network}``.
+    """Compute FID of images uint8 [N, H, W, 3], N >= 2049: ``{value, reason, images, references, network}``.
 
-    ``references``: a folder of 2049 photographs or more, or an .npz with the ``mu`` [2048] and ``sigma`` [2048, 2048]
-    of their features, as pytorch-fid writes and MLPerf ships it. ``value`` is None, with a ``reason``, for missing or
-    damaged files and too few images.
+    ``references`` is a folder of 2049 or more photographs, or an .npz with the ``mu`` [2048] and ``sigma`` [2048, 2048]
+    of their features, as pytorch-fid writes it and MLPerf distributes it. ``value`` is None, with a ``reason``, for
+    missing or damaged files and for too few images.
     """
     entry = {"value": None, "reason": None, "images": len(images), "references": references.name, "network": None}
     try:
@@ -94,12 +94,12 @@ def fid(images: np.ndarray, references: Path) -> dict:
 
 
 def check_inception() -> None:
-    """Raise ResourceError unless the add-on with Inception and its weights is installed; reads none."""
+    """Raise ResourceError unless the add-on package with Inception and its weights is installed; reads no weights."""
     loaded("scores", "inception", "metrics.fid_references").packaged_folder()
 
 
 def check_references(references: Path) -> None:
-    """Raise ConfigError unless there is an .npz, or a folder with enough images; opens no file."""
+    """Raise ConfigError unless ``references`` is an .npz file or a folder with enough images; opens no file."""
     if references.is_dir():
         _check_number(len(_image_files(references)), f"are in {references}")
     elif references.suffix.lower() != ".npz" or not references.is_file():
@@ -107,16 +107,16 @@ def check_references(references: Path) -> None:
 
 
 def moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [D] and covariance [D, D], float64, of at least two rows of features [N, D] of any float type."""
+    """Return mean [D] and covariance [D, D], float64, of features [N, D] of any float type, N >= 2."""
     features = features.double()
     return features.mean(0), features.T.cov()
 
 
 def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float | None:
-    """The formula above for means [D] and covariances [D, D], all float64; None when any of them is not finite.
+    """Return the squared Fréchet distance of two Gaussians, means [D], covariances [D, D], float64; None if not finite.
 
-    Roots by eigenvalues exist for singular covariances too. The road not taken is the square root of C C' (Heusel et
-    al.), which is complex or fails where a covariance is singular, as with fewer images than features.
+    The formula is above. Square roots by eigenvalues also exist for singular covariances. Alternative not taken: the
+    root of C C' (Heusel et al.), which is complex or fails for singular ones, as with fewer images than features.
     """
     if not all(part.isfinite().all() for part in (mean, covariance, other_mean, other_covariance)):
         return None
@@ -128,13 +128,13 @@ def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other
 
 
 def _positive(eigenvalues: Tensor) -> Tensor:
-    """The eigenvalues, with zero for those below the rounding error, whose square roots would be far larger."""
+    """Set eigenvalues below the rounding error to zero, because their square roots would be far larger than it."""
     floor = eigenvalues.max() * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
     return eigenvalues.where(eigenvalues > floor, 0.0)
 
 
 def open_clip_folder(weights: Path) -> tuple[Any, Callable, Callable]:
-    """A CLIPModel, and functions from images [H, W, 3] to its pixels and from prompts to its tokens."""
+    """Load a CLIPModel and the functions that convert images [H, W, 3] to its pixels and prompts to its tokens."""
     from transformers import CLIPModel, CLIPProcessor
 
     advice = "save it again"
@@ -155,7 +155,7 @@ def open_clip_folder(weights: Path) -> tuple[Any, Callable, Callable]:
 
 
 def cosines(model, pixels: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
-    """The cosine of each image and its text [N], of a CLIPModel."""
+    """Return the cosine similarity [N] of each image's and its text's embedding by a CLIPModel."""
     image = model.get_image_features(pixels.to(model.device)).pooler_output
     ids, mask = (tokens[name].to(model.device) for name in ("input_ids", "attention_mask"))
     return F.cosine_similarity(image, model.get_text_features(ids, attention_mask=mask).pooler_output)
@@ -178,7 +178,7 @@ def _reference_moments(references: Path, network: nn.Module) -> tuple[Tensor, Te
 
 
 def _features(network: nn.Module, number: int, image: Callable[[int], np.ndarray]) -> Tensor:
-    """Inception's features fp32 [number, 2048]; one image at a time, because photographs differ in size."""
+    """Compute Inception's features, fp32 [number, 2048], one image at a time, because photographs differ in size."""
     features = []
     with full_precision() as device, torch.inference_mode(), progress(number, "Inception features") as advance:
         network.to(device)
@@ -208,5 +208,5 @@ def _check_number(number: int, where: str) -> None:
 
 
 def _pixels(images: np.ndarray) -> Tensor:
-    """[N, H, W, 3] -> [N, 3, H, W], uint8."""
+    """Convert images uint8 [N, H, W, 3] to a tensor uint8 [N, 3, H, W]."""
     return torch.tensor(images).permute(0, 3, 1, 2)

@@ -1,8 +1,8 @@
-"""Differences of videos' frames from full precision's, each alone and from one to the next.
+"""Compare a video with full precision's: PSNR of single frames, and flicker between neighbouring frames.
 
-A change between neighbouring frames that full precision does not have is seen as flicker; pixels that err alike in all
-frames do not flicker. So the error of the difference of neighbours is measured beside the PSNR of frames. The roads not
-taken are optical flow, which needs a network, and scores of whole videos (FVD), which need thousands.
+A change between neighbouring frames that full precision does not have is seen as flicker; an error that is equal in all
+frames is not. So the error of the differences of neighbouring frames is measured, too. Alternatives not taken: optical
+flow, which needs a network, and scores of whole videos (FVD), which need thousands of videos.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from sd_quant.metrics.intervals import mean_interval
 
 
 def video_scores(reference: Images, videos: Images, width: int) -> dict:
-    """The record's ``video``, of videos uint8 [N, H, frames * width, 3], whose frames stand side by side.
+    """Build the record's ``video`` for videos uint8 [N, H, frames * width, 3] with frames side by side.
 
-    ``flicker`` is the root mean square, in levels of 255, of the difference of neighbouring frames less full
-    precision's; ``change`` is the mean magnitude of that difference as a share of full precision's.
+    With d the difference of neighbouring frames, ``flicker`` is the root mean square of d - d(full precision), in
+    levels from 0 to 255, and ``change`` is mean(|d|) / mean(|d(full precision)|).
     Raises ArtifactError when shapes or types differ.
     """
     of_frames, flicker, change = list[float | None](), list[float](), list[float]()
@@ -40,7 +40,7 @@ def video_scores(reference: Images, videos: Images, width: int) -> dict:
 
 
 def with_interval(values: Sequence[float], reason: str) -> dict:
-    """The mean over videos with its 95 % interval, None where it is not known."""
+    """Return the mean over videos with its 95 % interval; without values, None with the ``reason``."""
     if not values:
         return {"mean": None, "interval": [None, None], "values": [], "reason": reason}
     interval = mean_interval(values)

@@ -5,9 +5,9 @@ One implementation serves two Python modules with the same API: ``tensorrt`` bui
 strongly typed: precision comes from the ONNX file alone.
 
 Deserializing a plan runs its native code, and the runtime's own validity check is no security boundary. So a plan is
-passed to the runtime only if its bytes have the SHA-256 of the record that the build wrote beside it. This protects
+passed to the runtime only if its SHA-256 is that in the record (``<plan>.json``), which the build wrote. This protects
 against a damaged, stale or swapped file, not against someone who can write both files.
 
-Roads not taken: VERSION_COMPATIBLE plans, which run on other versions but slower on all; and trtexec, whose errors
+Alternatives not taken: VERSION_COMPATIBLE plans, which run on other versions but slower; and trtexec, whose errors
 cannot be caught.
 """

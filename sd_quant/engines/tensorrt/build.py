@@ -1,4 +1,4 @@
-"""The optimization profile of a part, and the build of a plan from its ONNX file, with a record beside it."""
+"""Choose a part's optimization profile and build a TensorRT plan from its ONNX file, with a record of the build."""
 
 import json
 import logging
@@ -44,11 +44,11 @@ def build_plan(
     optimization_level: int | None = None,
     timing_cache: Path | None = None,
 ) -> PlanReport:
-    """Build ``plan_path`` and its record from an ONNX file, and return the record.
+    """Build the plan ``plan_path`` and its record from an ONNX file, and return the record.
 
     ``compute_capabilities`` are targets to build for ahead of time, such as ["SM89", "SM120"] (tensorrt_rtx only);
-    empty means the GPU of this machine. ``timing_cache`` is a folder for the times of kernels on this GPU, which the
-    next build need not measure; TensorRT for RTX measures none. Ctrl-C stops the build.
+    empty means this machine's GPU. ``timing_cache`` is a folder in which kernel times on this GPU are kept, so that
+    later builds need not measure them; TensorRT for RTX measures no kernels. Ctrl-C stops the build.
 
     Raises ConfigError for an unknown target and a profile that does not fit the graph, ArtifactError for a
     graph that TensorRT does not support, ResourceError for a missing library or GPU and for lack of memory or disk.
@@ -132,12 +132,12 @@ def profile_of(
     *,
     guided: bool,
 ) -> Profile:
-    """The smallest, most likely and largest shape of every input, by the names of the axes in the ONNX file.
+    """Return the smallest, most likely and largest shape of every input of an ONNX file.
 
-    ``size``, width and height in pixels, is the most likely one of the images, ``sizes`` are others; every width
-    between the smallest and the largest is included, with every height. ``batch`` is the most likely number of images,
-    ``limits`` are the smallest and the largest; None: this batch only. With guidance (``guided``) a denoiser's batches
-    are doubled, if its graph computes both samples in one call; the smallest stays, for calls without guidance.
+    ``size`` is the most likely (width, height) of images in pixels, ``sizes`` are further ones; the profile covers all
+    widths and heights from the smallest to the largest. ``batch`` is the most likely number of images, ``limits`` the
+    smallest and the largest number (None: ``batch`` only). With ``guided``, a denoiser whose graph takes both samples
+    of guidance gets doubled batches, except for the smallest, which serves calls without guidance.
     """
     model = onnx.load(onnx_path, load_external_data=False)
     properties = {entry.key: entry.value for entry in model.metadata_props}
@@ -157,19 +157,19 @@ def profile_of(
 
 
 def build_for(onnx_path: Path, library: str, shapes: Mapping[str, Shape]) -> Path:
-    """The plan of an ONNX file, built beside it for this machine's GPU and inputs of these shapes alone."""
+    """Build a plan in the ONNX file's folder, for this machine's GPU and only these input shapes; return its path."""
     plan_path = onnx_path.with_suffix(".plan")
     build_plan(onnx_path, plan_path, library=library, profile={name: (shape,) * 3 for name, shape in shapes.items()})
     return plan_path
 
 
 def timing_name(library: str, version: str) -> str:
-    """The file of the times of kernels, which are valid for one kind of GPU and one library version."""
+    """Return the timing cache's file name; kernel times are valid for one GPU model and one library version."""
     return f"{library}_{version}_{re.sub('[^A-Za-z0-9]+', '-', torch.cuda.get_device_name())}.timing"
 
 
 def read_timing_cache(config, path: Path) -> None:
-    """Give the build the times in ``path``, if it exists and TensorRT accepts them for this GPU."""
+    """Set the timing cache of the build from ``path``; an empty cache if TensorRT rejects it or it does not exist."""
     cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
     if not config.set_timing_cache(cache, ignore_mismatch=False):
         LOG.warning("%s holds times of another GPU or version; they are measured again", path)
@@ -177,17 +177,17 @@ def read_timing_cache(config, path: Path) -> None:
 
 
 def write_timing_cache(config, path: Path) -> None:
-    """Write the times that the build has read or measured."""
+    """Write the timing cache that the build has read and extended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         temporary.write_bytes(bytes(memoryview(config.get_timing_cache().serialize())))
 
 
 def _build(trt: ModuleType, builder, network, config):
-    """The serialized plan, or None when TensorRT fails. An exception while this waits stops the build.
+    """Return the serialized plan, or None when TensorRT fails. An exception, such as Ctrl-C, stops the build.
 
-    The build has its own thread, because Python raises KeyboardInterrupt in the main thread: inside the builder it
-    would be raised in a callback, and TensorRT would ignore it and build on.
+    The build runs in its own thread, because Python raises KeyboardInterrupt in the main thread: there it would occur
+    in one of the builder's callbacks, where TensorRT ignores exceptions.
     """
     stopped = Event()
 
@@ -214,7 +214,7 @@ def _build(trt: ModuleType, builder, network, config):
 
 
 def _targets(trt: ModuleType, library: str, names: Sequence[str]) -> list[str]:
-    """The targets: ``names`` without repetition, or this machine's if there are none. Raises ConfigError."""
+    """Return ``names`` without repetition, or this GPU if empty. Raises ConfigError for targets it cannot build for."""
     if not names:
         return [device_target()]
     if library != "tensorrt_rtx":
@@ -236,7 +236,7 @@ def _parser_error(error) -> str:
 
 
 def _optimization_profile(builder, network, profile: Profile):
-    """``profile`` as TensorRT's. Raises ConfigError if it does not fit the graph, where TensorRT gives no reason."""
+    """Convert ``profile`` to TensorRT's object. Raises ConfigError, with the reason, if it does not fit the graph."""
     inputs = {tensor.name: tuple(tensor.shape) for tensor in map(network.get_input, range(network.num_inputs))}
     if unknown := sorted(profile.keys() - inputs.keys()):
         raise ConfigError(f"the profile has shapes for {unknown}, but the graph's inputs are {sorted(inputs)}")

@@ -1,4 +1,4 @@
-"""A plan's header and the record of its build, read without running any of the plan."""
+"""Read a TensorRT plan's header and the record of its build, without executing any of the plan."""
 
 import json
 import shlex
@@ -23,7 +23,7 @@ _MAINLINE_MAGICS = (b"ptrt", b"ftrt")
 
 
 def rebuild(path: Path) -> str:
-    """The advice to build the plan at ``path`` again, with the complete command for a plan of a run."""
+    """Return advice, for error messages, to build the plan at ``path`` again, with the complete command if known."""
     run, part = path.absolute().parent.parent, path.stem
     onnx = run / "onnx" / part / f"{part}.onnx"
     if not onnx.is_file():
@@ -33,10 +33,10 @@ def rebuild(path: Path) -> str:
 
 
 def describe_plan(path: Path) -> dict:
-    """The facts in a plan's header: {"is_plan", "library", "version", "targets", "complete", "bytes"}.
+    """Return the contents of a plan's header: {"is_plan", "library", "version", "targets", "complete", "bytes"}.
 
-    Reads 64 bytes and runs nothing. ``complete``: whether the file has its original length; it and ``targets`` are None
-    for TensorRT's own plans, whose header lacks them. Raises ArtifactError when the file cannot be read.
+    Reads 64 bytes and runs nothing. ``complete`` says whether the file has its original length. ``complete`` and
+    ``targets`` are None for plans of TensorRT (not for RTX). Raises ArtifactError when the file cannot be read.
     """
     try:
         with open_regular(path) as file:
@@ -46,7 +46,7 @@ def describe_plan(path: Path) -> dict:
 
 
 def describe_header(head: bytes, size: int) -> dict:
-    """``describe_plan`` for a file that begins with ``head`` and is ``size`` bytes long."""
+    """Return ``describe_plan`` for a file of ``size`` bytes that begins with ``head``."""
     unknown = {"is_plan": False, "library": None, "version": None, "targets": None, "complete": None, "bytes": size}
     if len(head) < RTX_HEADER.size:
         return unknown
@@ -82,15 +82,15 @@ class PlanReport:
 
 
 def record_path(plan_path: Path) -> Path:
-    """``<plan>.json``, the record of a plan's build."""
+    """Return the path of the record of a plan's build, ``<plan>.json``."""
     return plan_path.with_name(f"{plan_path.name}.json")
 
 
 def own_command(report: PlanReport, onnx_path: Path, plan_path: Path) -> str | None:
-    """The command of NVIDIA's own tool that builds this plan: trtexec, or tensorrt_rtx of TensorRT for RTX.
+    """Return the command of NVIDIA's own tool, trtexec or tensorrt_rtx, that builds the same plan.
 
-    None for a plan whose attention was changed, because that graph is in no file. TensorRT 10 requires a flag to take
-    precisions from the graph. Source: NVIDIA's documentation of both.
+    Returns None for a plan whose attention was changed, because no file has that graph. TensorRT 10 needs
+    --stronglyTyped to use the graph's precisions. Source: NVIDIA's documentation of both tools.
     """
     if report.attention is not None:
         return None
@@ -111,7 +111,7 @@ def own_command(report: PlanReport, onnx_path: Path, plan_path: Path) -> str | N
 
 
 def read_record(plan_path: Path) -> PlanReport:
-    """The record of a plan's build. Raises ArtifactError when there is none or it cannot be read."""
+    """Read the record of a plan's build. Raises ArtifactError when the record is missing or unreadable."""
     path = record_path(plan_path)
     try:
         content = json.loads(read_regular(path))

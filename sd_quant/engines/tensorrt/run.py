@@ -1,4 +1,4 @@
-"""A plan as an engine: checked first, deserialized last, with its activations in torch's memory."""
+"""Load a TensorRT plan as an engine: check it before it is deserialized; activations use torch's memory."""
 
 import hashlib
 import json
@@ -27,13 +27,13 @@ CODES = re.compile(rf"\b({'|'.join(CODE_TYPES)})\b", re.IGNORECASE)
 
 
 def runtime_module(library: str) -> ModuleType:
-    """The module of one of ``PLAN_BUILDERS``. Raises ResourceError if it is not installed."""
+    """Import the Python module of a library in ``PLAN_BUILDERS``. Raises ResourceError if it is not installed."""
     return imported(library, RUNTIMES[library].package)
 
 
 @cache
 def library_logger(library: str):
-    """The library's logger, of which TensorRT keeps the first of a process; ``errors`` are the last eight."""
+    """Return the library's only logger (TensorRT keeps a process's first); ``errors`` has the last eight errors."""
     trt = runtime_module(library)
 
     class Logger(trt.ILogger):  # type: ignore[name-defined]  # the base is only known at run time
@@ -50,7 +50,7 @@ def library_logger(library: str):
 
 
 def device_target() -> str:
-    """The compute capability of this machine's GPU, such as SM89. Raises ResourceError when there is none."""
+    """Return the compute capability of this machine's GPU, such as "SM89". Raises ResourceError without a GPU."""
     if (found := current_gpu()) is None:
         raise ResourceError(
             "this machine has no NVIDIA GPU that torch can use, neither to run a plan nor to build one for; "
@@ -64,9 +64,9 @@ def errors_of(library: str) -> str:
 
 
 class TensorRtEngine:
-    """A plan on ``device`` as an ``Engine``, run on torch's current stream.
+    """A plan as an ``Engine`` on ``device``, run on torch's current stream.
 
-    Each call allocates its activations from torch, so engines that run in turn share that memory.
+    Each call allocates its activations from torch, so engines that run one after the other share that memory.
     """
 
     def __init__(self, library: str, runtime, engine, device: torch.device):
@@ -117,10 +117,10 @@ class TensorRtEngine:
 
 
 def execution_context(trt: ModuleType, engine):
-    """The context of a loaded plan, without memory for activations; None if there is no memory for it.
+    """Create a plan's execution context without memory for activations. Returns None when memory is short.
 
-    By default TensorRT for RTX compiles kernels for the shapes of a call in the background, and the first calls are
-    slower. Here it compiles in the first call and keeps the kernels.
+    By default TensorRT for RTX compiles kernels for a call's shapes in the background, so the first calls are slower.
+    With EAGER it compiles them during the first call and keeps them.
     """
     managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
     strategies = getattr(trt, "DynamicShapesKernelSpecializationStrategy", None)
@@ -134,7 +134,7 @@ def execution_context(trt: ModuleType, engine):
 
 
 def _dtypes(trt: ModuleType) -> dict:
-    """torch's dtypes for those of this version of TensorRT."""
+    """Map the dtypes of this version of TensorRT to torch's."""
     names = {
         "HALF": torch.float16, "FLOAT": torch.float32, "BF16": torch.bfloat16, "INT8": torch.int8,
         "UINT8": torch.uint8, "INT32": torch.int32, "INT64": torch.int64, "BOOL": torch.bool,
@@ -143,14 +143,14 @@ def _dtypes(trt: ModuleType) -> dict:
 
 
 def load(path: Path, *, library: str = "tensorrt", allow_untrusted_plan: bool = False) -> TensorRtEngine:
-    """Load a plan onto the current CUDA device. It is deserialized only after these checks:
+    """Load a plan onto the current CUDA device. The plan is deserialized only after these checks:
 
-    1. Its bytes have the SHA-256 in the record of the build; else ArtifactError. ``allow_untrusted_plan`` skips this
-       and takes version and targets from the header.
-    2. They are a whole plan of this ``library`` in the installed version; else ArtifactError, or ResourceError when the
-       library is not installed.
-    3. There is a GPU, else ResourceError, and it is one of the plan's targets, else ArtifactError.
-    4. The runtime finds the plan valid; else ArtifactError, or ResourceError for driver and memory.
+    1. Its SHA-256 equals that in the record of the build; otherwise ArtifactError. ``allow_untrusted_plan`` skips this
+       check and reads version and targets from the header.
+    2. It is a complete plan of this ``library`` in the installed version; otherwise ArtifactError, or ResourceError
+       when the library is not installed.
+    3. The machine has a GPU, otherwise ResourceError, which is one of the plan's targets, otherwise ArtifactError.
+    4. The runtime reports the plan as valid; otherwise ArtifactError, or ResourceError for driver and memory problems.
     """
 
     def refused(problem: str, advice: str = "") -> ArtifactError:
@@ -190,7 +190,7 @@ load_rtx = partial(load, library="tensorrt_rtx")
 
 
 def _check_validity(trt: ModuleType, runtime, plan: bytes, path: Path) -> None:
-    """Raises ArtifactError or ResourceError for a plan that TensorRT for RTX finds invalid; TensorRT checks nothing."""
+    """Raise ArtifactError or ResourceError for a plan that TensorRT for RTX finds invalid; TensorRT checks nothing."""
     if not hasattr(runtime, "get_engine_validity"):
         return
     validity, diagnostics = runtime.get_engine_validity(plan)
@@ -204,16 +204,16 @@ def _check_validity(trt: ModuleType, runtime, plan: bytes, path: Path) -> None:
 
 
 def products(engine: TensorRtEngine, path: Path) -> dict[str, str]:
-    """As ``sd_quant.engines.products_of``. Plans built without such details name nothing."""
+    """Implement ``sd_quant.engines.products_of``; {} for plans built without detailed profiling information."""
     layer_format = runtime_module(engine.name).LayerInformationFormat.JSON
     return products_in(engine.engine.create_engine_inspector().get_engine_information(layer_format))
 
 
 def products_in(information: str) -> dict[str, str]:
-    """``products`` by the inspector's JSON, in which a layer names the ONNX nodes that it was fused from.
+    """Parse ``products`` from the inspector's JSON, in which a layer names the ONNX nodes that were fused into it.
 
-    The type is that of the first input, the activations: floating point where codes are dequantized first. A plan
-    without details only has names of layers.
+    A layer's type is that of its first input, the activations: floating point where quantized values are dequantized
+    first. A plan without details has only names of layers.
     """
     types = {}
     for layer in json.loads(information).get("Layers", []):
