@@ -150,7 +150,7 @@ class Command:
 
 
 def hydra_main(command: Command) -> Callable[[], object]:
-    """Return the function that lets Hydra compose each job of a command and do it, here or through a launcher."""
+    """Return a function with which Hydra composes and runs each job of a command, here or through a launcher."""
     job, do = command.job, command.task
 
     def task(config: DictConfig) -> object:
@@ -184,7 +184,7 @@ def check_command(command: Command, overrides: list[str], plain: DictConfig) -> 
 
 
 def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]) -> int:
-    """Check all jobs, let Hydra run them with ``main``, make a report of what is done. Returns the exit code."""
+    """Check all jobs, let Hydra run them with ``main``, and report on the finished ones. Return the exit code."""
     with composing(command.name):
         plan, name, jobs = sweep.plan_of(command.name, overrides, partial(job_of, command.job))
         by_name = dict(zip((entry["name"] for entry in plan["jobs"]), jobs, strict=True))

@@ -189,7 +189,7 @@ def candidates_of(jobs: Sequence[Any]) -> list[dict]:
 
 
 def result_of(job: Any) -> str:
-    """Return a text that is equal for jobs that must give the same assignment, whatever their and presets' names."""
+    """Return a text that is equal for jobs that must give the same assignment, whatever the names of their presets."""
     knobs = deciding(job)
     if "quantize" in knobs:
         knobs["quantize"] |= unheeded_knobs(job.quantize) | dict.fromkeys(("format", "exp_name", "attention"))
@@ -212,7 +212,7 @@ def value_of(config: DictConfig, name: str):
 
 
 def job_name(values: dict) -> str:
-    """Name a job by its values, such as ``quant_level=2.5,alpha=auto``; the name is that of its folder too."""
+    """Name a job and its folder by the values of its knobs, such as ``quant_level=2.5,alpha=auto``."""
     texts = [f"{name.rpartition('.')[2]}={written(value)}" for name, value in values.items()]
     name = ",".join(texts) or "job"
     safe = folder_name(name)
@@ -260,7 +260,7 @@ def entry(directory: Path, number: int) -> dict:
 
 
 def write_failure(directory: Path, reason: str, exit_code: int) -> None:
-    """Write why a job failed into its folder, if the disk takes it."""
+    """Write why a job failed into its folder, unless the disk is full."""
     with suppress(OSError, ResourceError):
         write_json(directory / FAILURE, {"status": FAILED, "reason": reason, "exit_code": exit_code})
 

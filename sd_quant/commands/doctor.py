@@ -131,7 +131,7 @@ def machine() -> Lines:
 
 @cache
 def listed_gpus() -> list[list[str]]:
-    """Return name, compute capability, driver and memory of each GPU; none where nvidia-smi fails or takes long."""
+    """Return name, compute capability, driver and memory of each GPU; [] if nvidia-smi fails or takes 5 s."""
     command = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
@@ -141,7 +141,7 @@ def listed_gpus() -> list[list[str]]:
 
 
 def usable_gpu() -> str | None:
-    """Return the compute capability, such as SM89, of the GPU that torch would use; None where it can use none."""
+    """Return the compute capability, such as SM89, of the GPU that torch would use; None if it can use no GPU."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     index = int(first) if first.isdigit() else 0  # else it is a GPU's identifier
     hidden = first in ("", "-1") or index >= len(listed_gpus()) or not torch_build().startswith("CUDA")

@@ -18,7 +18,7 @@ WAYS = (RUNTIME, BATCH, THREADS, ISA, "fp32", "fp16", "bf16")
 
 @dataclass(slots=True)
 class Timing:
-    """How long latencies are compared: in at least ``infer.num_timed_runs`` rounds, each over all engines."""
+    """How long latencies are compared: at least ``infer.num_timed_runs`` rounds, each of which times all engines."""
 
     half_width: Annotated[
         float, SHARE, "half the width of a speed-up's interval, as a share of it, at which timing may end"

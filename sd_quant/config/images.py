@@ -38,7 +38,7 @@ TABLE = "infer.table"
 # knobs that change the quantized model's images and not the reference's
 LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "precise_steps", "guidance_until")
 PROMPT_FILES = (".txt", ".tsv", ".csv", ".json")
-MOST_IMAGES = 10**6  # of a job
+MOST_IMAGES = 10**6  # in one job
 TILE = Limit(lambda pixels: 32 <= pixels <= 4096 and pixels % 32 == 0, "a multiple of 32 up to 4096")
 
 
@@ -272,7 +272,7 @@ class Infer:
         return count
 
     def distinct_prompts(self) -> list[Prompt]:
-        """Return the prompts before repeats: of table, list or file, or drawn from it. Raises ConfigError for none."""
+        """Return prompts before repeats, of table, list or file, or drawn at random. Raises ConfigError if too few."""
         if rows := self.rows():
             return list(map(Prompt, prompts_of(rows)))
         if not isinstance(self.prompts, str):
@@ -296,7 +296,7 @@ class Infer:
         return None if texts is None else [text for text in texts for _ in range(samples)]
 
     def check_files(self) -> None:
-        """Raises ConfigError for missing or unreadable files, and if prompts and negative prompts differ in number."""
+        """Raises ConfigError for unusable files, and if listed negative prompts and prompts differ in number."""
         if self.latents is not None:
             existing_file("infer.latents", self.latents)
         check_source_files("infer.", self.image, self.mask, self.control)

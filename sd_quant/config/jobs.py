@@ -22,7 +22,7 @@ from sd_quant.models import OBSERVED
 from sd_quant.places import existing, input_path, output_path
 from sd_quant.report.record import RECORD, VARIANTS, at, read_object
 
-PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that are given without a run
+PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # parts whose files can be given without a run
 RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
 FILES = Annotated[dict[str, str | None], "the file of a part, instead of the run's"]
 
@@ -158,7 +158,7 @@ class InspectJob:
 def part_names(job: ExportJob | InferJob) -> list[str]:
     """Return the model's parts; export_trt has those of the run's model, or PART_NAMES and the parts of given files."""
     model = run_model(job.run) if job.run else None
-    if model and model["family"] == OBSERVED:  # which parts it has was found out when it was made
+    if model and model["family"] == OBSERVED:  # its parts were found when the run recorded the pipeline
         return sorted(path.name for path in (input_path(job.run or "") / "onnx").iterdir())
     model = asdict(job.model) if isinstance(job, InferJob) else model
     if model is None:
@@ -227,7 +227,7 @@ def given_as(part: str) -> str:
 
 
 def check_out_path(path: str | None, written: Mapping[str, bytes]) -> None:
-    """Raises ConfigError for an unwritable folder, or if its files in ``written`` do not begin as the pattern there."""
+    """Raises ConfigError for an unwritable folder, and for files in ``written`` that begin unlike their pattern."""
     if path is None:
         return
     check_writable(output_path(path), "infer.out_path")

@@ -19,7 +19,7 @@ from sd_quant.knobs import COUNT, MORE_THAN_0, check, one_of
 from sd_quant.models import may_be_bf16
 from sd_quant.quantization.formats import min_compute_capability
 
-RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
+RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # GPUs that TensorRT for RTX 1.7 builds for
 BF16_CAPABILITY = 80  # Ampere, the first with products of bf16
 NO_FP32 = "SM75"  # Turing, for which TensorRT for RTX has no fp32 matrix products
 USUAL_TARGETS = ("SM89", "SM120")
@@ -79,7 +79,7 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
 
 
 def check_dtype(model: Model, engine: str | None = None, trt: Trt | None = None) -> None:
-    """Raises ConfigError for bf16 in files that ``engine`` or a target of ``trt`` does not execute."""
+    """Raises ConfigError if ``export.dtype`` may be bf16 and ``engine`` or a target of ``trt`` cannot execute it."""
     if not may_be_bf16(model.dtype):
         return
     lacks = RUNTIMES[engine].lacks_bf16 if engine else None

@@ -31,7 +31,7 @@ class PreciseSteps:
 
     @property
     def is_auto(self) -> bool:
-        """Whether steps are precise only if this gains more than the controls, other uses of the same time."""
+        """Whether the knob is ``auto``: steps are precise only if this gains more than the controls in equal time."""
         return self == PreciseSteps()
 
     @property
@@ -47,7 +47,7 @@ class PreciseSteps:
 
 
 def ends_of(schedule: str | None) -> tuple[int, int] | None:
-    """Count the precise steps at the start and end of a schedule; None if one lies between, or in full precision."""
+    """Count the precise steps at start and end of a schedule; None if another step is precise or in full precision."""
     schedule = schedule or ""
     middle, last = schedule.strip(WEIGHTS_ALONE), schedule.lstrip(WEIGHTS_ALONE)
     first = len(schedule) - len(last)

@@ -38,7 +38,7 @@ UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
 def bytes_in(size: int | str) -> int | None:
-    """Return the bytes of a size such as 12GB or 800MiB; None for a text that is none."""
+    """Return the bytes of a size such as 12GB or 800MiB; None for any other text."""
     found = re.fullmatch(rf"(\d{{1,15}}(?:\.\d{{1,9}})?) ?({'|'.join(UNITS)})", str(size))
     return int(float(found[1]) * UNITS[found[2]]) or None if found else None
 
@@ -95,7 +95,7 @@ def usual(value: object) -> object:
 
 
 def part_presets() -> list[str]:
-    """Return the presets for other networks than the denoiser: all readable ones."""
+    """Return the presets that parts other than the denoiser may have: all readable ones."""
     return [name for name in presets() if part_recipe(name) is not None]
 
 

@@ -86,7 +86,7 @@ class Comparison:
 
 
 def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str] | None, **knobs: object) -> Comparison:
-    """Generate images with several recipes of one model and in full precision, and score each recipe's against these.
+    """Generate images with several recipes of one model and in full precision, and score how far apart they are.
 
     Args:
         quantized: recipes of one ``Model``.

@@ -171,7 +171,7 @@ class Model:
     def to_generate(
         self, prompts: str | Sequence[str] | None, knobs: Mapping[str, object], simulated: bool
     ) -> tuple[Session, Infer]:
-        """Return the session and the section ``infer`` for images. Raises SdQuantError for a request that must fail."""
+        """Return the session and the section ``infer`` for images. Raises SdQuantError if they cannot be made."""
         job = self.job(None, UNUSED, with_prompts(prompts, knobs))
         because = "quantize.py chooses the steps; its record has them, for infer.schedule"
         check_unused(job.infer, "infer.", (True, {"reuse": None}, because))

@@ -62,7 +62,7 @@ class Quantized:
 
     @property
     def share(self) -> float:
-        """``weight_bytes`` as a share of the bytes of all weights in fp16."""
+        """``weight_bytes`` as a share of the bytes that the denoisers' weights take in fp16."""
         return self.weight_bytes / (HALF * sum(self.loaded.parameters[part] for part in self.loaded.denoisers))
 
     def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
@@ -70,7 +70,7 @@ class Quantized:
         return self.model.generate(prompts, knobs, self.assignments).images
 
     def export(self, folder: str | Path) -> dict[str, Path]:
-        """Write an ONNX file for each part, the denoiser quantized.
+        """Write an ONNX file for each part; parts with an assignment, such as the denoiser, are quantized.
 
         Args:
             folder: gets ``onnx/<part>/<part>.onnx``, from which ``export_trt`` builds plans.
@@ -92,7 +92,7 @@ class Quantized:
     ) -> Path:
         """Write the model in another tool's format; ``docs/hand_over.md`` says what each can store and how to open it.
 
-        Its README, the same as of the command, says what the folder is, what it lost of the recipe, how to open it.
+        As with the command, a README says what the folder is, what of the recipe was lost, and how to open it.
 
         Args:
             target: ``comfyui``, ``diffusers_modelopt``, ``diffusers_torchao``, ``diffusers_sdnq``,
