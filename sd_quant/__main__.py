@@ -20,7 +20,7 @@ sd-quant COMMAND --help says what a command takes; sd-quant --version prints {ve
 
 
 def main() -> None:
-    """Call the command with the other arguments. Exits with 2 for an unknown one."""
+    """Call the command that the first argument names with the other arguments. Exits with 2 for an unknown command."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h", "help"):
         commands = "\n".join(f"  {name:12} {meaning}" for name, (_, meaning) in COMMANDS.items())
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def complete(line: str) -> None:
-    """Print the words that may follow ``line`` in a shell with Hydra's completion, made for programs of one word."""
+    """Print the words that complete ``line`` in a shell, by Hydra's completion, which expects programs of one word."""
     _, *words = line.split(" ", 2)
     if len(words) < 2:
         print(*COMMANDS)

@@ -67,7 +67,7 @@ def check_no_run(job: object, directory: Path, given: list[str]) -> None:
 
 
 def check_no_others(job: object, directory: Path, given: list[str]) -> None:
-    """Raises ConfigError for a folder with files of which no command has written any, such as someone's images."""
+    """Raises ConfigError for a finished run's folder, and for files of which no command has written any."""
     check_no_run(job, directory, given)
     found = sorted(os.listdir(directory)) if os.access(directory, os.R_OK) else []
     if found and not {".hydra", RECORD} & {*found}:
@@ -150,7 +150,7 @@ class Command:
 
 
 def hydra_main(command: Command) -> Callable[[], object]:
-    """Return the function that lets Hydra compose each job of a command and do it, here or through a launcher."""
+    """Return a function with which Hydra composes and runs each job of a command, here or through a launcher."""
     job, do = command.job, command.task
 
     def task(config: DictConfig) -> object:
@@ -173,7 +173,7 @@ def search_path(arguments: Namespace) -> list[str]:
 
 
 def check_command(command: Command, overrides: list[str], plain: DictConfig) -> None:
-    """Check a single run without writing anything; ``plain`` is composed of what does not vary. Raises SdQuantError."""
+    """Check a single run, writing nothing; ``plain``: the configuration without swept knobs. Raises SdQuantError."""
     parsed = sweep.parse(overrides)
     varies = any(override.is_sweep_override() for override in parsed)  # which Hydra refuses
     config = compose(command.name, overrides, return_hydra_config=True) if varies else plain
@@ -184,7 +184,7 @@ def check_command(command: Command, overrides: list[str], plain: DictConfig) -> 
 
 
 def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]) -> int:
-    """Check all jobs, let Hydra run them with ``main``, make a report of what is done. Returns the exit code."""
+    """Check all jobs, let Hydra run them with ``main``, and report on the finished ones. Return the exit code."""
     with composing(command.name):
         plan, name, jobs = sweep.plan_of(command.name, overrides, partial(job_of, command.job))
         by_name = dict(zip((entry["name"] for entry in plan["jobs"]), jobs, strict=True))
@@ -241,7 +241,7 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
 def importing() -> Iterator[None]:
     """Keep the garbage collector away from the millions of objects that the imports in the block make.
 
-    Only the first block of a process does so: freezing again would keep the garbage of a sweep's job before.
+    Only the first block of a process does so: freezing again would keep the garbage of the sweep's previous job.
     """
     if gc.get_freeze_count():
         yield
@@ -298,7 +298,7 @@ def removed(directory: Path) -> SdQuantError:
 def record_failure(directory: Path, error: Exception, in_sweep: bool = True) -> Exception:
     """Log why a job failed, write it into the job's folder, and return the error that is to be raised.
 
-    In a sweep it is a refusal, and a traceback is logged: not every exception can be pickled by a launcher.
+    In a sweep, a crash is logged with its traceback and returned as SdQuantError, which every launcher can pickle.
     """
     refused = of_the_machine(error) or error if directory.is_dir() else removed(directory)
     known = isinstance(refused, SdQuantError)

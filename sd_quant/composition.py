@@ -1,4 +1,4 @@
-"""Compose a configuration with Hydra and read it as a job; an error of Hydra's becomes one sentence.
+"""Compose a configuration with Hydra and read it as a checked job; an error of Hydra's becomes one sentence.
 
 Inside ``composing``, Hydra's ``compose`` makes a configuration of YAML and overrides, without opening a checkpoint.
 ``job_of`` turns it into a checked job, when the job is about to start.
@@ -55,7 +55,7 @@ def given(value: object, preset: object) -> object:
 
 
 def own(knob: str, usual: object) -> object:
-    """Return the checkpoint's own value of a knob of ``model`` when a job starts; ``usual`` while Hydra composes."""
+    """Return the value of a ``model`` knob that the checkpoint states, once a job starts; ``usual`` before that."""
     return own_knob(knob, list(usual) if isinstance(usual, ListConfig) else usual)
 
 
@@ -77,7 +77,7 @@ for resolver, function in RESOLVERS.items():
 
 
 def bounded_loader(plain: Callable[[], Any] = _utils.get_yaml_loader) -> Callable[[Any], Any]:
-    """Return OmegaConf's loader of YAML with a bound on aliases, a few lines of which would take it hours."""
+    """Return OmegaConf's loader of YAML with a limit on aliases: without it, a few lines can take hours to load."""
 
     def loader(stream: Any) -> Any:
         text = stream if isinstance(stream, str) else stream.read()
@@ -105,7 +105,7 @@ def job_of(job: type, config: DictConfig):
 
 
 def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> QuantizeJob:
-    """Return the checked job of a command with these presets and knobs, beside another Hydra. Raises SdQuantError."""
+    """Return the checked job of ``quantize``, even in a program that uses Hydra. Raises SdQuantError if invalid."""
     outside = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -123,7 +123,7 @@ def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> Quantiz
 
 
 def settled(knobs: DictConfig) -> dict[str, Any]:
-    """Resolve the knobs of a job by the model of its earlier run and by its checkpoint. Raises SdQuantError."""
+    """Return a job's knobs with references resolved, by its earlier run and its checkpoint. Raises SdQuantError."""
     if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
         knobs.model = sweep.in_texts(without_interpolation, model)  # before the size and the prompts are taken from it
     knobs = sweep.with_literal_texts(knobs)
@@ -136,7 +136,7 @@ def settled(knobs: DictConfig) -> dict[str, Any]:
 
 
 def use_groups(sources: Iterable) -> None:
-    """Look for presets where Hydra does. Raises ConfigError for a preset that is in two of its folders."""
+    """Look for presets in Hydra's folders. Raises ConfigError for a preset that two of the folders contain."""
     GROUPS[:] = [Path(source.path) for source in sources if source.schema == "file"]
     ours = [folder.name for folder in CONF.iterdir() if folder.is_dir()]
     first: dict[Path, Path] = {}
@@ -160,7 +160,7 @@ def composing(config_name: str) -> Iterator[None]:
 
 
 def check_assigned(words: Sequence[str]) -> None:
-    """Raises ConfigError for a word that is parsed for minutes, or no ``name=value``, as the rest of a split value."""
+    """Raises ConfigError for a word that takes minutes to parse, or is no ``name=value``, as of an unquoted value."""
     for number, word in enumerate(words):
         if len(word) > LONGEST_ARGUMENT or word.count(",") > MOST_ITEMS:
             raise ConfigError(
@@ -175,9 +175,9 @@ def check_assigned(words: Sequence[str]) -> None:
 
 
 def readable(argument: str, multirun: bool) -> str:
-    """Return a command's argument with quotes around texts that Hydra's grammar has in quotes alone, such as ``é``.
+    """Return a command's argument with quotes around texts that Hydra accepts only in quotes, such as ``é``.
 
-    Raises ConfigError for a text of several readings, with the argument as it has to be typed.
+    Raises ConfigError for an ambiguous text; the message has the argument as it has to be typed.
     """
     if PLACES.fullmatch(argument):  # one value, whose comma separates no jobs
         return argument.replace("=", '="', 1) + '"'
@@ -231,7 +231,7 @@ def with_quotes(value: str, texts: list[str]) -> str:
 
 
 def split(values: str) -> list[str]:
-    """Split at the commas that are in no brackets and no quotes."""
+    """Split ``values`` at the commas outside of brackets and quotes."""
     found, closing = [""], ""
     for piece in re.findall(f"{QUOTED}|.", values, re.DOTALL):
         if piece == closing[-1:]:
@@ -245,7 +245,7 @@ def split(values: str) -> list[str]:
 
 
 def refusal(error: Exception, config_name: str) -> SdQuantError:
-    """Translate an error of Hydra's or OmegaConf's into one sentence."""
+    """Translate an error of Hydra or OmegaConf into an SdQuantError with one sentence."""
     text = " ".join(str(error).split())
     if isinstance(error, yaml.YAMLError | UnicodeDecodeError):  # a user's preset, mostly
         return ConfigError(f"a file of presets is no YAML: {one_line(text, 300)}; mend it")

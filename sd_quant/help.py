@@ -1,7 +1,7 @@
 """The text of ``--help`` and ``--cfg job``: a line of ``WIDTH`` columns for each knob, with its resolved default.
 
-A line has as much of a knob's meaning as fits, up to the end of a clause; ``--help NAME`` has the whole. The road not
-taken is a second, short text for each knob, which would drift from the first.
+A line has as much of a knob's meaning as fits, up to the end of a clause; ``--help NAME`` has the whole. Alternative
+not taken: a second, short text for each knob, which would drift from the first.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def resolved(node: Any) -> Any:
 
 
 def printed(config: DictConfig, package: str | None) -> str:
-    """Return the resolved knobs of a job as YAML, of all or of one ``package``. Raises ConfigError for none such."""
+    """Return a job's resolved knobs as YAML, all or one ``package``. Raises ConfigError for an unknown package."""
     values = resolved(sweep.with_literal_texts(config))
     section = values.get("quantize", {})  # whose values the shorthands give, where they give some
     values |= {name: section[name] for name in values if values[name] is None and name in section}
@@ -59,7 +59,7 @@ def printed(config: DictConfig, package: str | None) -> str:
 
 
 def knobs_of_job(job: type, path: str = "", narrowed: Collection[Only] = ()) -> Iterator[tuple[str, str, str]]:
-    """Yield each knob of ``job``: its names on the command line and in the job, and its meaning with its values."""
+    """Yield each knob of ``job``: its name on the command line, its full name, and its meaning with allowed values."""
     for name, (kind, stated) in fields_of(job).items():
         if dataclasses.is_dataclass(kind):
             yield from knobs_of_job(typing.cast(type, kind), f"{path}{name}.", only_of(stated))
@@ -106,7 +106,7 @@ def line(name: str, default: str, meaning: str) -> str:
 
 
 def listed(job: type, values: Any) -> str:
-    """Return the lines of all knobs, those of a section together."""
+    """Return the lines of all knobs of a job, grouped by section."""
     sections: dict[str, list[str]] = {}
     for name, path, text in knobs_of_job(job):
         section = path.partition(".")[0] if "." in path else "the job"
@@ -115,7 +115,7 @@ def listed(job: type, values: Any) -> str:
 
 
 def explained(job: type, values: Any, names: Sequence[str]) -> str:
-    """Return the whole meaning of each knob of these names, or below them. Raises ConfigError for none such."""
+    """Return the whole meaning of each knob or section in ``names``. Raises ConfigError for an unknown name."""
     every, found = list(knobs_of_job(job)), []
     for wanted in names:
         known = [each for each in every if wanted in each[:2] or each[1].startswith(f"{wanted}.")]
@@ -130,7 +130,7 @@ def wrapped(text: str) -> str:
 
 
 def help_of(name: str, config: DictConfig, knobs: Sequence[str]) -> str:
-    """Return the help of the command ``name`` as configured in ``hydra.help``; with ``knobs`` what these mean."""
+    """Return the help of the command ``name`` by the template ``hydra.help``, or the whole meanings of ``knobs``."""
     own = OmegaConf.masked_copy(config, [each for each in config if each != "hydra"])
     values, job = resolved(sweep.with_literal_texts(own)), JOBS[name]
     if knobs:

@@ -1,16 +1,16 @@
-"""Which jobs of a sweep's grid are done, where not all are: ``search=12`` with a target of latency.
+"""Bayesian optimization over a sweep's grid: ``search=12`` does 12 of its jobs, proposed for a latency target.
 
-    next_jobs: what is known -> propose -> Hydra's launcher -> task -> next_jobs
+    next_jobs: results so far -> propose -> Hydra's launcher -> task -> next_jobs
 
 A Gaussian process of Optuna learns fidelity and speed-up over the knobs that vary, and proposes the job of the largest
-expected improvement among those that reach the target, as the verdict judges them. Numbers have an order, texts have
-none. Each proposal makes a new study, which is told all that lies in the sweep's folder. So the plan grows by what is
-proposed, and a search that was killed goes on as if it had not been. Three random jobs come first: grids are small, and
-Optuna's ten would be most of the search.
+expected improvement among those that reach the target by the verdict's rule. Numbers are ordered, texts are categories.
+Each proposal makes a new study from all results in the sweep's folder, and proposed jobs are added to the plan, so a
+search that was killed continues where it was. Three random jobs come first: grids are small, and Optuna's default of
+ten would be most of the search.
 
-Roads not taken: Optuna's usual sampler, TPE, with which 12 jobs of 44 were done until the best was among them, and here
-7 (medians, docs/sweeps.md; NSGA-II 22, a random order 19); Hydra's own sweeper for Optuna, which stops at
-Optuna 2 and forgets its results when it ends; a model of our own.
+Alternatives not taken: Optuna's usual sampler, TPE, which needed 12 jobs of 44 until the best was among them, where
+this one needs 7 (medians, docs/sweeps.md; NSGA-II 22, a random order 19); Hydra's own sweeper for Optuna, which stops
+at Optuna 2 and forgets its results when it ends; a model of our own.
 """
 
 import json
@@ -37,7 +37,7 @@ MOST_REPEATED = 5  # proposals of known jobs in a row, then a random one
 
 @dataclass(frozen=True)
 class Outcome:
-    """The measurements of a job, beside the target."""
+    """A job's measurements, as the search compares them with its target."""
 
     fidelity: float  # PSNR in dB, no more than is enough
     shortfall: float  # logarithm of the wanted speed-up over the least that the job surely has; above 0 it falls short
@@ -45,9 +45,9 @@ class Outcome:
 
 
 def planned(plan: dict, search: float) -> dict:
-    """Return the plan of a search in a grid, without jobs yet; ``search`` is their number, or a share of the grid's.
+    """Return the plan of a search in a grid, without jobs yet; ``search`` is the number or share of jobs to do.
 
-    Raises ConfigError for more than there are, ResourceError without Optuna.
+    Raises ConfigError for more jobs than the grid has, ResourceError without Optuna.
     """
     if find_spec("optuna") is None:
         install = "pip install 'sd-quant[search]'"
@@ -64,7 +64,7 @@ def planned(plan: dict, search: float) -> dict:
 
 
 def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], count: int, seed: int = 0) -> list[str]:
-    """Return the names of up to ``count`` jobs of a grid to do next; ``known`` are those that are done, or failed."""
+    """Return the names of up to ``count`` jobs to do next; ``known``: outcomes of finished jobs, None for a failure."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -103,7 +103,7 @@ def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], cou
 
 
 def space_of(grid: Sequence[PlannedJob]) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
-    """Return Optuna's distribution of each knob's values by their numbers, and the point of each job by its name."""
+    """Return Optuna's distribution for each knob, over indices of its values, and each job's indices by its name."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     axes = {knob: axis([job["varied"][knob] for job in grid]) for knob in grid[0]["varied"]}
@@ -119,9 +119,9 @@ def space_of(grid: Sequence[PlannedJob]) -> tuple[dict[str, Any], dict[str, dict
 
 
 def axis(values: Sequence[Any]) -> tuple[list[str], bool]:
-    """Return the different values of a knob as JSON, and whether they have an order, as numbers do.
+    """Return the distinct values of a knob as JSON, and whether they are ordered, as numbers are.
 
-    Null among numbers is the end of the axis at which the user has put it: no reuse is less than 0.2.
+    A null beside numbers is put first if the user lists it first, else last: no reuse comes before a reuse of 0.2.
     """
     different = {json.dumps(value): value for value in values}
     numbers = sorted((text for text, value in different.items() if type(value) in (int, float)), key=different.get)
@@ -132,7 +132,7 @@ def axis(values: Sequence[Any]) -> tuple[list[str], bool]:
 
 
 def told_of(known: Mapping[str, Outcome | None]) -> dict[str, tuple[float, dict[str, float]]]:
-    """Return each job's value for a study, and its constraints, above 0 if broken; a failed job is as the worst."""
+    """Return each job's objective and constraints (above 0: violated) for Optuna; a failed job counts as the worst."""
     found = [outcome for outcome in known.values() if outcome is not None] or [Outcome(0.0, 1.0)]
     worst = Outcome(min(each.fidelity for each in found), max(each.shortfall for each in found), passes=False)
     outcomes = {name: outcome or worst for name, outcome in known.items()}
@@ -144,7 +144,7 @@ def told_of(known: Mapping[str, Outcome | None]) -> dict[str, tuple[float, dict[
 
 
 def outcome_of(option: Option, rule: Rule) -> Outcome | None:
-    """Return the outcome of a measured recipe, by the low end of its speed-up as the verdict; None without target."""
+    """Return a measured recipe's outcome, by the low end of its speed-up's interval; None if no target applies."""
     if (wanted := wanted_speedup(option, rule)) is None:
         return None
     surely = max(speedup_of(option, rule.confidence).low, 0.0) or option.speedup
@@ -152,7 +152,7 @@ def outcome_of(option: Option, rule: Rule) -> Outcome | None:
 
 
 def next_jobs(directory: Path, at_once: int) -> list[dict]:
-    """Add the jobs that are to be done next to the plan of a search, and return them; none when it has ended."""
+    """Add the next proposed jobs to a search's plan in ``directory`` and return them; [] when the search has ended."""
     plan = read_plan(directory)
     search, rule = plan["search"], rule_of(plan["verdict"])
     left = search["jobs"] - sum(job.get("proposed_for") == search["target"] for job in plan["jobs"])
@@ -170,7 +170,7 @@ def next_jobs(directory: Path, at_once: int) -> list[dict]:
 
 @contextmanager
 def proposing() -> Iterator[None]:
-    """Let Hydra's sweeper do a search in the block; a plugin of one's own would be imported at every start."""
+    """Make Hydra's basic sweeper search in the block. Alternative not taken: a plugin, imported at every start."""
     sweeper = import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper  # Hydra has loaded it anew
     usual, sweeper.sweep = sweeper.sweep, sweep_by_proposals
     try:
@@ -180,9 +180,9 @@ def proposing() -> Iterator[None]:
 
 
 def sweep_by_proposals(self: Any, arguments: list[str]) -> list:
-    """Launch the jobs that a search has begun before, and then those that it proposes.
+    """Launch the jobs that the search began in an earlier process, and then the jobs that it proposes.
 
-    They are as many at a time as ``hydra.sweeper.max_batch_size`` or the launcher's ``n_jobs``, else one.
+    ``hydra.sweeper.max_batch_size``, else the launcher's ``n_jobs``, is how many are proposed at a time; default: 1.
     """
     directory = Path(self.config.hydra.sweep.dir)
     at_once = self.max_batch_size or max(1, self.config.hydra.launcher.get("n_jobs") or 1)

@@ -2,7 +2,7 @@
 
 Hydra starts the jobs, here or through a launcher. Before the first, ``sweep.json`` is written into the sweep's folder.
 It lists the jobs in Hydra's order, named by the knobs that vary: a job finds its folder by its number. The folder's
-name is the time and a hash of the jobs: the same command continues the newest sweep of it. Roads not taken: Hydra's
+name is the time and a hash of the jobs: the same command continues its newest sweep. Alternatives not taken: Hydra's
 ``override_dirname``, for which 0.8 and 0.80 are two values, and a list of jobs in memory, which ends with its process.
 """
 
@@ -45,7 +45,7 @@ from sd_quant.text import counted, one_line
 
 LOG = logging.getLogger(__name__)
 STATED = ("judge", "timing", "verdict")  # sections that apply to a sweep as a whole
-TEXTS = {  # knobs with texts that networks read, and the whole values that refer to other knobs all the same
+TEXTS = {  # knobs with texts for networks, and a pattern of the values that are references to other knobs nevertheless
     "prompts": r"\$\{[\w.]*prompts\}",
     "infer.prompts": r"\$\{(oc\.select:prompts,\$\{)?[\w.]*prompts\}+",
     "infer.negative_prompt": "",
@@ -61,13 +61,13 @@ def is_sweep(plain: DictConfig, multirun: bool) -> bool:
 
 
 def plain_config(config_name: str, arguments: Sequence[str]) -> DictConfig:
-    """Compose the command without the knobs that vary."""
+    """Compose the command's configuration without the overrides that have several values."""
     plain = [override.input_line for override in parse(arguments) if not override.is_sweep_override()]
     return compose(config_name, plain, return_hydra_config=True)
 
 
 def with_literal_texts(config: DictConfig) -> DictConfig:
-    """Escape ``${`` in the texts that networks read: what follows is no knob, nor a variable of the environment."""
+    """Escape ``${`` in prompts and other texts for networks, so that OmegaConf does not interpolate them."""
     for name, reference in TEXTS.items():
         section, _, knob = name.rpartition(".")
         holder = OmegaConf.select(config, section) if section else config
@@ -84,7 +84,7 @@ def literal_text(reference: str, text: str) -> str:
 
 
 def in_texts(change: Callable[[str], str], value: object) -> object:
-    """Return ``value`` with each text in it changed."""
+    """Return ``value`` with ``change`` applied to each text in its mappings and lists."""
     if isinstance(value, Mapping):
         return {name: in_texts(change, each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str]) -> list:
 
 
 def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the knobs that vary, and each job's overrides in the order of Hydra's sweeper. Raises ConfigError."""
+    """Return the knobs that vary, and each job's overrides in Hydra's order. Raises ConfigError above MOST_JOBS."""
     sweeper = plain_config(config_name, arguments).hydra.sweeper
     if not str(sweeper.get("_target_")).endswith("BasicSweeper"):
         raise ConfigError(f"hydra/sweeper is {sweeper.get('_target_')}, expected Hydra's basic one: it names jobs here")
@@ -122,9 +122,9 @@ def expand(config_name: str, arguments: Sequence[str]) -> tuple[list[str], list[
 def plan_of(
     config_name: str, arguments: Sequence[str], job_of: Callable[[DictConfig], Any]
 ) -> tuple[dict, str, list[Any]]:
-    """Return the content of ``sweep.json``, the folder's name but for the time, and the jobs, which ``job_of`` checks.
+    """Return the content of ``sweep.json``, the folder's name without its time, and the jobs, checked by ``job_of``.
 
-    Jobs that are sure to give the assignment of an earlier one name it as ``same_as``. Raises ConfigError with the job.
+    If a job must give an earlier one's assignment, ``same_as`` names it. Raises ConfigError for an invalid job.
     """
     varied, overridden = expand(config_name, arguments)
     varied = [name.lstrip("+") for name in varied]
@@ -170,12 +170,12 @@ def dated(name: str) -> str:
 
 
 def begun(folder: Path, name: str) -> Path | None:
-    """Return the newest folder below ``folder`` of a sweep of this name, if there is one."""
+    """Return the newest folder below ``folder`` of a sweep called ``name``; None if there is none."""
     return max((path.parent for path in folder.glob(f"*_{glob.escape(name)}/{SWEEP}")), default=None)
 
 
 def candidates_of(jobs: Sequence[Any]) -> list[dict]:
-    """Return the third-party checkpoints beside the jobs. Raises ConfigError for jobs of several models or images."""
+    """Return the sweep's entries of third-party checkpoints. Raises ConfigError if jobs differ in model or images."""
     if not hasattr(jobs[0], "judge"):
         return []
     planned = [job.judge.planned() for job in jobs]
@@ -189,7 +189,7 @@ def candidates_of(jobs: Sequence[Any]) -> list[dict]:
 
 
 def result_of(job: Any) -> str:
-    """Return a text that is the same for jobs that are sure to give the same assignment, whatever they are called."""
+    """Return a text that is equal for jobs that must give the same assignment, whatever the names of their presets."""
     knobs = deciding(job)
     if "quantize" in knobs:
         knobs["quantize"] |= unheeded_knobs(job.quantize) | dict.fromkeys(("format", "exp_name", "attention"))
@@ -203,7 +203,7 @@ def checkpoint_of(config: DictConfig) -> Path | None:
 
 
 def value_of(config: DictConfig, name: str):
-    """Return the value of a knob, or the preset of a group such as ``quantize``, as JSON has it."""
+    """Return the value of a knob, or the preset chosen for a group such as ``quantize``, as plain data."""
     choices = config.hydra.runtime.choices
     if name in choices:
         return choices[name]
@@ -212,7 +212,7 @@ def value_of(config: DictConfig, name: str):
 
 
 def job_name(values: dict) -> str:
-    """Name a job by its values, such as ``quant_level=2.5,alpha=auto``; the name is that of its folder too."""
+    """Name a job and its folder by the values of its knobs, such as ``quant_level=2.5,alpha=auto``."""
     texts = [f"{name.rpartition('.')[2]}={written(value)}" for name, value in values.items()]
     name = ",".join(texts) or "job"
     safe = folder_name(name)
@@ -227,7 +227,7 @@ def written(value: object) -> str:
 
 @contextmanager
 def opened(directory: Path, plan: dict) -> Iterator[None]:
-    """Hold the sweep's folder in the block. Raises ConfigError when it holds another, or another process runs it."""
+    """Lock a sweep's folder in the block and write its plan. Raises ConfigError if it is locked or another sweep's."""
     directory.mkdir(parents=True, exist_ok=True)
     with open_lock(directory / ".sweep.lock") as lock:
         if not try_lock(lock):
@@ -249,18 +249,18 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
 
 
 def begun_jobs(directory: Path, jobs: Sequence[dict], grid: Sequence[dict]) -> list[dict]:
-    """Return those of a plan's ``jobs`` in the grid of a search that have a folder, as the grid now has them."""
+    """Return the jobs of an earlier search that have a folder and are in the new grid, with the grid's entries."""
     by_name = {job["name"]: job for job in grid}
     return [job | by_name[name] for job in jobs if (name := job["name"]) in by_name and (directory / name).is_dir()]
 
 
 def entry(directory: Path, number: int) -> dict:
-    """Return Hydra's n-th job from the plan of a sweep: its ``name``, and ``same_as`` for the job of its result."""
+    """Return the plan's entry of Hydra's job ``number``: its ``name``, and ``same_as``, a job with an equal result."""
     return read_plan(directory)["jobs"][number]
 
 
 def write_failure(directory: Path, reason: str, exit_code: int) -> None:
-    """Write why a job failed into its folder, if the disk takes it."""
+    """Write why a job failed into its folder, unless the disk is full."""
     with suppress(OSError, ResourceError):
         write_json(directory / FAILURE, {"status": FAILED, "reason": reason, "exit_code": exit_code})
 
@@ -286,7 +286,7 @@ class Jobs(Work):
         self.before = self.count()[0]
 
     def count(self) -> tuple[int, int, int, int]:
-        """Return how many are done, have failed, run, and have not begun or have died."""
+        """Count the jobs that are done, have failed, are running, and are waiting (not begun, or died)."""
         planned = read_plan(self.directory)["jobs"]
         folders = [self.directory / job["name"] for job in planned if "same_as" not in job]
         undone = [folder for folder in folders if not (folder / RECORD).exists()]
@@ -304,7 +304,7 @@ class Jobs(Work):
 
 
 def jobs_in_all(sweep: Sweep) -> int:
-    """Return the number of a sweep's jobs, with twins and the proposals of a search that are to come."""
+    """Count a sweep's jobs, including duplicates (``same_as``) and the proposals that a search has yet to make."""
     search, now = sweep.search, len(sweep.names)
     return now if search is None else min(now + search["jobs"] - search["proposed"], max(now, search["of"]))
 
@@ -332,7 +332,7 @@ def folder_of(directory: Path, number: int) -> str:
 
 
 def check_shared(directory: Path) -> None:
-    """Raises ResourceError on a machine that does not see the sweep's folder as the command does that started it."""
+    """Raises ResourceError on a machine that does not share the sweep's folder with the command that started it."""
     if not (directory / SWEEP).exists():
         raise ResourceError(
             f"{directory} has no {SWEEP} on {socket.gethostname()}, which was to do a job, expected the one that the "

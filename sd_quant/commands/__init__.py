@@ -1,4 +1,4 @@
-"""The commands of ``sd-quant``. To add one, write a function without arguments and a row of ``COMMANDS``."""
+"""The commands of ``sd-quant``. To add a command, write a function without arguments and a row of ``COMMANDS``."""
 
 COMMANDS = {  # name: (module:function in sd_quant, meaning)
     "quantize": ("commands.quantize:main", "quantize a checkpoint; build engines, make images, measure"),

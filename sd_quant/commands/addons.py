@@ -1,4 +1,4 @@
-"""Commands of add-ons."""
+"""Commands that optional packages (add-ons) implement."""
 
 from sd_quant.addons import at_work, loaded
 

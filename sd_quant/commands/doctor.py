@@ -2,8 +2,8 @@
 
 Nothing heavy is imported: packages are read from their metadata, GPUs from nvidia-smi, and a package that is installed
 and does not load goes unnoticed. Modules that read YAML or requirements may be missing, so they are imported where they
-are used. No path is printed: paths hold names of people. The road not taken is to import torch and every runtime, which
-takes ten seconds and ends with the first that is broken.
+are used. No path is printed: paths hold names of people. Alternative not taken: to import torch and every runtime,
+which takes ten seconds and ends with the first that is broken.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def told(section: Callable[[], Lines]) -> Lines:
-    """Yield the lines of a section, and a line for its failure."""
+    """Yield the lines of a section; if it fails, the last line names the exception."""
     try:
         yield from section()
     except Exception as error:  # mostly from a broken package; its message may hold a path
@@ -52,7 +52,7 @@ def told(section: Callable[[], Lines]) -> Lines:
 
 
 def packages() -> Lines:
-    """Yield the versions that a record holds, and other packages that are missing or of an unsupported version."""
+    """Yield the versions that a run records, and required packages that are missing or of an unsupported version."""
     git = provenance.git_state(HOME)
     changed = " with changes" if git["dirty"] else ""
     yield "sd-quant", __version__ + (f", commit {git['commit'][:10]}{changed}" if git["commit"] else "")
@@ -67,7 +67,7 @@ def packages() -> Lines:
 
 
 def extras() -> Lines:
-    """Yield the extras that are installed, and the others with what they lack."""
+    """Yield the extras (optional dependencies) that are installed, and the incomplete ones with missing packages."""
     complete: list[str] = []
     others: list[str] = []
     for extra in metadata("sd-quant").get_all("Provides-Extra") or []:
@@ -79,7 +79,7 @@ def extras() -> Lines:
 
 
 def requirements(extra: str = "") -> list:
-    """Return the requirements of sd-quant, or those that an extra adds; none where sd-quant is not installed."""
+    """Return the requirements of sd-quant, or those that an extra adds; [] where sd-quant is not installed."""
     from packaging.requirements import Requirement
 
     try:
@@ -131,7 +131,7 @@ def machine() -> Lines:
 
 @cache
 def listed_gpus() -> list[list[str]]:
-    """Return name, compute capability, driver and memory of each GPU; none where nvidia-smi fails or takes long."""
+    """Return name, compute capability, driver and memory of each GPU; [] if nvidia-smi fails or takes 5 s."""
     command = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
@@ -141,7 +141,7 @@ def listed_gpus() -> list[list[str]]:
 
 
 def usable_gpu() -> str | None:
-    """Return the compute capability, such as SM89, of the GPU that torch would use; None where it can use none."""
+    """Return the compute capability, such as SM89, of the GPU that torch would use; None if it can use no GPU."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     index = int(first) if first.isdigit() else 0  # else it is a GPU's identifier
     hidden = first in ("", "-1") or index >= len(listed_gpus()) or not torch_build().startswith("CUDA")
@@ -187,7 +187,7 @@ def formats() -> Lines:
 
 
 def run_by(recipe: Recipe, gpu: str | None) -> str:
-    """Return the engines that execute a preset's recipe, first that of infer=auto; or why a run simulates it."""
+    """Return in words the engines that execute a recipe, ``infer=auto``'s choice first, or why a run simulates it."""
     from sd_quant.config.main_job import torch_multiplies
     from sd_quant.config.targets import executed_by
 

@@ -1,7 +1,7 @@
 """Pass or fail a finished run by bars that were fixed before, for CI: ``gate run=<folder> min_psnr=35``.
 
-The knobs are typed as those of other commands, and Hydra does not read them: a gate writes no folder and no log,
-starts in a third of a second, and takes the folder of a sweep's job, which has = in its name, as it is.
+Knobs have the same form as in other commands, and Hydra does not read them: so a gate writes no folder and no log,
+starts in a third of a second, and accepts the folder of a sweep's job, which has = in its name, without quotes.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class GateJob:
         check(known, "output", self.output, f"a file that ends with {' or '.join(KINDS)}")
 
     def bars(self) -> dict[str, float]:
-        """Return the criteria that are given, by knob."""
+        """Return the values of the given criteria, by knob."""
         values = {name: getattr(self, name) for name in fields_of(GateJob) if name not in NOT_BARS}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -75,7 +75,7 @@ DEFAULTS = {
 
 
 def job_of(words: list[str]) -> GateJob:
-    """Read ``name=value`` words. Raises ConfigError for what no knob takes."""
+    """Parse ``name=value`` words. Raises ConfigError for an unknown knob, and a value that a knob does not accept."""
     kinds = {name: options_of(kind) for name, (kind, _) in fields_of(GateJob).items()}
     given = {name: value for name, value in DEFAULTS.items() if name != "run"}
     for word in words:
@@ -88,7 +88,7 @@ def job_of(words: list[str]) -> GateJob:
 
 
 def number(text: str) -> float | str:
-    """Return a number, or a text, which its knob refuses."""
+    """Return the number in ``text``, or ``text`` itself, which the knob's check refuses later."""
     try:
         return float(text)
     except ValueError:
@@ -96,7 +96,7 @@ def number(text: str) -> float | str:
 
 
 def main() -> None:
-    """Print the verdicts, write them if asked, and exit with the code of the outcome."""
+    """Print the verdicts, write them to the file ``output`` if given, and exit with the code of the outcome."""
     words = sys.argv[1:]
     if not words or {"-h", "--help"} & set(words):
         print(USAGE.format(untold=UNDECIDED, knobs=listed(GateJob, DEFAULTS)))

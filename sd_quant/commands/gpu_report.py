@@ -33,20 +33,20 @@ from sd_quant.report import provenance
 from sd_quant.report.gpu_report import SCHEMA, GpuReport, contradiction_of, row_of, without_names
 from sd_quant.report.record import DONE, RECORD
 
-CHECKPOINTS = {  # overrides of each
+CHECKPOINTS = {  # the knobs of a run on each
     "mini": ["infer.num_prompts=8"],
     "full": ["model=sdxl_nemo", "model.path=full.nemo", "calib_size=2", "quantize.n_steps=2", "infer.num_prompts=2",
              "infer.steps=4"],
 }  # fmt: skip
-PRESETS = [name for name in FORMATS if name in presets()]  # of one format for weights and inputs
+PRESETS = [name for name in FORMATS if name in presets()]  # presets with one format for weights and inputs
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 FAILED, NOT_RUN = "failed", "not run"
-NO_GPU = ("GPU", "0.0", "none", "none")  # of a rehearsal
+NO_GPU = ("GPU", "0.0", "none", "none")  # in place of a GPU's properties in a rehearsal
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run of ``quantize``."""
+    """One run of ``quantize``: a checkpoint, an engine and a format."""
 
     checkpoint: str
     engine: str
@@ -57,7 +57,7 @@ class Job:
         return f"{self.checkpoint}_{self.engine}_{self.fmt}"
 
     def words(self) -> list[str]:
-        """Return the arguments of ``sd_quant``, for a process in the folder of the report."""
+        """Return the arguments of ``python -m sd_quant``, for a process in the folder of the report."""
         runtime = [f"infer={self.engine}"]
         if self.engine in PLAN_BUILDERS:
             runtime += [f"export_trt={self.engine}", "compiled_baseline=true", "infer.cuda_graph=true"]
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def done(job: Job, out: Path, gpu: str | None) -> dict[str, Any]:
-    """Return the figures of a job, or why it has none."""
+    """Run a job and return its figures, or the reason why it has no figures."""
     if (reason := unable(job, gpu)) is not None:
         return {"ended": NOT_RUN, "reason": without_names(reason, ())}
     reason = None
@@ -120,7 +120,7 @@ def done(job: Job, out: Path, gpu: str | None) -> dict[str, Any]:
 
 
 def unable(job: Job, gpu: str | None) -> str | None:
-    """Return why the engine multiplies no codes of the format on this machine, or None."""
+    """Return why the job's engine cannot multiply numbers of its format on this machine; None if it can."""
     reason = why_not_here(job.engine, gpu, {job.fmt}) or why_not(
         job.engine, dict.fromkeys(("weights", "inputs"), [job.fmt])
     )
@@ -150,7 +150,7 @@ def failure_of(out: Path, name: str, module: str, *words: str) -> str | None:
 
 
 def names_here() -> list[str]:
-    """Return the names of the user and the host, which no report holds."""
+    """Return the names of the user and the host, which are removed from the report."""
     user = ""
     with suppress(OSError, KeyError):  # of a user without an entry
         user = getpass.getuser()
@@ -158,7 +158,7 @@ def names_here() -> list[str]:
 
 
 def report_of(rows: Sequence[dict[str, Any]], rehearsal: bool) -> dict[str, Any]:
-    """Return the report as JSON has it."""
+    """Build the report, an object for JSON, and check it against its schema."""
     name, capability, driver, memory = NO_GPU if rehearsal else next(iter(listed_gpus()))
     processor = provenance.processor()
     report = {
@@ -186,7 +186,7 @@ def clocks() -> Iterator[tuple[str, str]]:
 
 
 def in_words(row: dict[str, Any]) -> str:
-    """Return how a row ended, in a line."""
+    """Return one line of text on how a row ended, with its latency and speed-up if it has them."""
     if row["ended"] != DONE:
         return f"{row['ended']}, {row['reason']}"
     over = row["denoiser"]["over_compiled"] or row["denoiser"]["over_full_precision"]

@@ -12,7 +12,7 @@ LOG = logging.getLogger(__name__)
 
 
 def task(job: QuantizeJob, directory: Path) -> float | None:
-    """Do the job, unless its folder holds its result. Returns the mean PSNR in dB, which Hydra's sweepers read."""
+    """Do the job, unless its folder holds its result. Return the mean PSNR in dB, which Hydra's sweepers read."""
     if job.judge.candidates and not in_sweep(directory):
         raise ConfigError(
             "candidates are judged beside the recipes of a sweep, and this is a single run; add -m, or give its folder "

@@ -1,4 +1,4 @@
-"""The commands that are a stage each, of the folder of an earlier run, a checkpoint or candidates, and do no more."""
+"""The commands that run a single stage, on an earlier run's folder, a checkpoint or third-party checkpoints."""
 
 from sd_quant.cli import Command, check_no_others, stage
 from sd_quant.config import ExportJob, HandOverJob, InferJob, InspectJob, JudgeJob

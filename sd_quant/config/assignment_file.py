@@ -1,11 +1,11 @@
-"""The file ``assignment.yaml``: the preset of each layer, which a run leaves and ``assignment=`` takes back.
+"""The file ``assignment.yaml``: the preset of each layer, which a run writes and ``assignment=`` reads.
 
     down_blocks.1.attentions.0.proj_in: fp16
     down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q: int8
     down_blocks.1.attentions.0.transformer_blocks.0.ff.net.2: {preset: int8, alpha: 0.7}
 
-It is one mapping from a layer's name to a preset or ``fp16``, with an alpha where it is not the preset's, so that a
-line is what is edited. The road not taken is to list layers by preset: a layer that is moved has to be cut and pasted.
+The file maps a layer's name to a preset or ``fp16``, with an alpha where it differs from the preset's, so a change
+edits one line. Alternative not taken: to list layers by preset, where a change cuts and pastes a layer.
 """
 
 import re
@@ -28,9 +28,9 @@ BLOCK = re.compile(r"[^.]+(?:\.\d+)?")  # the part of a layer's name that a para
 
 
 def entries_in(path: str) -> tuple[dict[str, str], dict[str, float | str]]:
-    """Return the label of each layer in the file at ``path``, and the alpha of those that state one.
+    """Return two mappings of the file at ``path``: each layer's label (preset or fp16), and the alphas that it states.
 
-    Raises ConfigError unless it has texts by name, or mappings of ``preset`` and ``alpha``.
+    Raises ConfigError for a file that cannot be read, and for an entry that is neither a text nor preset and alpha.
     """
     file = existing_file("assignment", path)
     expected = "a mapping from names of layers to presets or fp16, or to {preset: ..., alpha: ...}"
@@ -54,7 +54,7 @@ def entries_in(path: str) -> tuple[dict[str, str], dict[str, float | str]]:
 
 
 def text_of(labels: Mapping[str, str], alphas: Mapping[str, float | str], knobs: Iterable[str]) -> str:
-    """Return the file's text: a header that says how to give it back with these ``knobs``, and a paragraph a block."""
+    """Return the file's text: a header with the command (``knobs``) that reads it, and a paragraph per block."""
     return "\n".join([
         "# The preset of each layer of the denoiser, or fp16. Edit it and give it back: nothing is measured then.",
         f"#   python quantize.py {' '.join(knobs)} assignment=<this file>",

@@ -11,14 +11,14 @@ from sd_quant.metrics import NAMED, scoring
 from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
 
-# Ways to compute the same full precision again, by the names of the knob ``noise_floor``.
+# Other ways to compute the full-precision images, as the values of the knob ``noise_floor``.
 RUNTIME, BATCH, THREADS, ISA, ALL = "runtime", "batch", "threads", "isa", "all"
 WAYS = (RUNTIME, BATCH, THREADS, ISA, "fp32", "fp16", "bf16")
 
 
 @dataclass(slots=True)
 class Timing:
-    """How long latencies are compared: in at least ``infer.num_timed_runs`` rounds, each over all engines."""
+    """How long latencies are compared: at least ``infer.num_timed_runs`` rounds, each of which times all engines."""
 
     half_width: Annotated[
         float, SHARE, "half the width of a speed-up's interval, as a share of it, at which timing may end"
@@ -39,9 +39,9 @@ class Judge:
     confidence: Annotated[float, CONFIDENCE, "at which candidates are told apart, for all of them together"]
 
     def named(self) -> dict[str, Path]:
-        """Return the candidates by their names in tables, which name their folders too.
+        """Return the paths of the candidates by name; tables and result folders use these names.
 
-        A name is the last part of the path. Where two are alike all get their folder in front, then a number too.
+        A name is the last part of the path. If two are equal, all get the parent folder in front, then a number too.
         """
         paths = [input_path(path) for path in self.candidates]
         plain = [Path(os.path.normpath(path)) for path in paths]
@@ -52,7 +52,7 @@ class Judge:
         return dict(zip(names, paths, strict=True))
 
     def planned(self) -> list[dict]:
-        """Return the candidates as entries of a sweep's plan."""
+        """Return the candidates as entries of ``sweep.json``, the list of a sweep's jobs."""
         return [{"name": name, "varied": {CANDIDATE: name}} for name in self.named()]
 
     def check_files(self) -> None:
@@ -89,7 +89,7 @@ class Metrics:
     ocr: Annotated[bool, "whether words that prompts ask for in quotes are read in the images"]
 
     def check_sizes(self, sizes: object) -> None:
-        """Raises ConfigError for a score of images of one size where they have several ``sizes``."""
+        """Raises ConfigError if CLIP scores or FID, which need images of one size, are given beside ``sizes``."""
         because = "this score needs images of one size, and infer.sizes is given"
         check_unused(self, "metrics.", (sizes is not None, dict.fromkeys(("clip_weights", "fid_references")), because))
 

@@ -21,8 +21,8 @@ from sd_quant.places import input_path
 from sd_quant.text import one_line
 
 MARKS = ("metrics.json", "config.yaml", "layers.csv")  # files that mark the folder of a finished run
-DESCRIBE = ("model", "quantize", "infer")  # the sections that are read of a foreign run
-PRECISE = "_weights_alone"  # behind the name of the denoiser in the file of steps with unquantized inputs
+DESCRIBE = ("model", "quantize", "infer")  # the sections that are read from an untrusted run
+PRECISE = "_weights_alone"  # suffix of the denoiser's file for steps with unquantized inputs
 
 
 def is_finished_run(path: Path) -> bool:
@@ -36,14 +36,14 @@ def is_run(path: Path) -> bool:
 
 
 def run_job(run: str) -> QuantizeJob:
-    """Read the job of a finished run of our own. Raises what ``knobs_of_run`` raises."""
+    """Read the job of a trusted finished run. Raises ConfigError for any other folder, ArtifactError if damaged."""
     return read(QuantizeJob, knobs_of_run(run))
 
 
 def recipe_of_run(run: str, cache: CacheFolder) -> RecipeJob:
-    """Read the recipe of a finished run that may be foreign, but not what its knobs execute and where they write.
+    """Read the recipe of a finished run, even an untrusted one: knobs that choose devices, folders or plans are reset.
 
-    Its statistics are kept in our ``cache``. Raises what ``knobs_of_run`` raises.
+    ``cache`` replaces the run's. Raises ConfigError for a folder without a finished run, ArtifactError if damaged.
     """
     knobs = knobs_of_run(run)
     described: dict[str, Any] = {name: knobs.get(name) for name in DESCRIBE}
@@ -55,7 +55,7 @@ def recipe_of_run(run: str, cache: CacheFolder) -> RecipeJob:
 
 
 def knobs_of_run(run: str) -> dict:
-    """Read the knobs of a finished run. Raises ConfigError for another folder, ArtifactError for damaged knobs."""
+    """Read the knobs of a finished run. Raises ConfigError for any other folder, ArtifactError for damaged knobs."""
     folder = input_path(run)
     for name in MARKS:
         if not (folder / name).is_file():
@@ -82,7 +82,7 @@ def run_model(run: str) -> dict | None:
 
 
 def plain_knobs(file: Path, select: Callable[[dict], dict], advice: str) -> dict:
-    """Return what ``select`` takes of a ``config.yaml``. Raises ArtifactError unless that is plain knobs by name."""
+    """Return ``select(knobs)`` for the knobs in a ``config.yaml``. Raises ArtifactError for a file of another form."""
     try:
         knobs = load_yaml(read_regular(file, MAX_TEXT))
         if not isinstance(knobs, dict):
@@ -93,6 +93,6 @@ def plain_knobs(file: Path, select: Callable[[dict], dict], advice: str) -> dict
 
 
 def artifact(run: Path, kind: str, part: str, suffix: str = "") -> Path:
-    """Return the file of a part in a run; with the suffix PRECISE that of steps with unquantized inputs."""
+    """Return the path of a part's file in a run; suffix PRECISE: the file for steps with unquantized inputs."""
     name = f"{part}{suffix}.{kind}"
     return run / "onnx" / part / name if kind == "onnx" else run / "plan" / name

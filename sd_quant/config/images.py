@@ -35,10 +35,10 @@ from sd_quant.shell import literal
 
 AUTO = "auto"
 TABLE = "infer.table"
-# of the recipe's images alone
+# knobs that change the quantized model's images and not the reference's
 LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "precise_steps", "guidance_until")
 PROMPT_FILES = (".txt", ".tsv", ".csv", ".json")
-MOST_IMAGES = 10**6  # of a job
+MOST_IMAGES = 10**6  # in one job
 TILE = Limit(lambda pixels: 32 <= pixels <= 4096 and pixels % 32 == 0, "a multiple of 32 up to 4096")
 
 
@@ -168,7 +168,7 @@ class Infer:
         ]  # fmt: skip
 
     def with_engine(self, choose: Callable[[], tuple[str, str]]) -> "Infer":
-        """Replace the engine auto by the one that ``choose`` returns, with the reason."""
+        """Return the section with ``auto`` replaced by the engine and reason of ``choose``; else the section itself."""
         if self.engine != AUTO:
             return self
         engine, because = choose()
@@ -176,49 +176,49 @@ class Infer:
 
     @property
     def pulls_levers(self) -> bool:
-        """Whether the recipe's images are made by other calls of the denoiser than the reference's."""
+        """Whether a knob of LEVERS is set, so that the recipe's images and the reference's differ in denoiser calls."""
         return any(getattr(self, name) is not None for name in LEVERS)
 
     @property
     def recipe_steps(self) -> int:
-        """Return the denoising steps that one of the recipe's images takes."""
+        """Number of denoising steps of an image by the recipe; the share ``strength`` of them with a source image."""
         steps = self.sampler_steps or self.steps
         return steps if self.image is None else int(steps * self.strength_with(self.mask))
 
     @property
     def saves_calls(self) -> bool:
-        """Return whether some steps use earlier outputs again."""
+        """Whether some steps reuse or extrapolate earlier outputs of the denoiser instead of calling it."""
         return self.reuse is not None or bool(set(self.schedule or "") & NOT_COMPUTED)
 
     @property
     def precise(self) -> PreciseSteps | None:
-        """Return the meaning of ``precise_steps``."""
+        """The parsed knob ``precise_steps``; None for null."""
         return precise_steps(self.precise_steps, self.recipe_steps)
 
     @property
     def given_schedule(self) -> str | None:
-        """Return the schedule of the knobs; None for equal steps, and before a choice."""
+        """The schedule that the knobs state, a letter a step; None if all steps are alike, or the run has to choose."""
         return self.schedule if self.precise is None else self.precise.schedule(self.recipe_steps)
 
     @property
     def chooses_precise(self) -> bool:
-        """Return whether ``precise_steps`` has the steps chosen."""
+        """Whether the run has to choose the precise steps: the knob is a number, a gain, a time or auto."""
         return self.precise is not None and self.given_schedule is None
 
     @property
     def precise_letters(self) -> set[str]:
-        """Return the letters of steps with an engine of their own, or of the choice of steps."""
-        if self.chooses_precise:  # by what both take
+        """Letters of the schedule (h, f) whose steps need an engine of their own; both if steps are to be chosen."""
+        if self.chooses_precise:  # which compares the times of both
             return {WEIGHTS_ALONE, FULL}
         return set(self.given_schedule or "") - NOT_COMPUTED - {COMPUTED}
 
     @property
     def saved_steps(self) -> int:
-        """Return the number of steps whose outputs are not computed, by ``reuse``."""
+        """Number of steps of an image whose denoiser call ``reuse`` saves."""
         return round((self.reuse or 0) * self.recipe_steps)
 
     def check_schedule(self) -> None:
-        """Raises ConfigError for a schedule of another length, and where ``reuse`` saves no step or too many."""
+        """Raises ConfigError for a schedule that does not fit the steps, or a ``reuse`` of no step or too many."""
         steps = self.recipe_steps
         if self.schedule is not None:
             expected = f"one for each of the {steps} steps, and it has {len(self.schedule)}"
@@ -236,25 +236,25 @@ class Infer:
             check(1 <= self.saved_steps <= most, "infer.reuse", self.reuse, expected)
 
     def strength_with(self, mask: str | None) -> float:
-        """Return the share of the steps by which an image is changed; by default all of them with a ``mask``."""
+        """Return the share of the steps by which a source image is changed: by default 1 with a ``mask``, else 0.6."""
         return self.strength or (0.6 if mask is None else 1.0)
 
     def check_strength(self, mask: str | None, steps: int, knob: str) -> None:
-        """Raises ConfigError when that share of the ``steps``, the value of ``knob``, is less than one step."""
+        """Raises ConfigError if ``strength_with(mask)`` of ``steps``, the value of ``knob``, is less than one step."""
         strength = self.strength_with(mask)
         expected = f"at least {math.ceil(1 / strength)}, because infer.strength={strength:g} is the share that is taken"
         check(int(steps * strength) > 0, knob, steps, expected)
 
     def inputs(self) -> dict[str, Path]:
-        """Return the files and folders that images start from, by their names in a record."""
+        """Return the files that images are made from (noise, sources, masks, table), by name in a run's record."""
         return inputs_of_images("infer.", self, "latents")
 
     def prompt_list(self) -> list[str]:
-        """Return the prompt of each image, in turn where more images to start from are given. Raises ConfigError."""
+        """Return each image's prompt; prompts repeat if source images are more. Raises ConfigError for a bad file."""
         return [prompt.text for prompt in self.prompt_of_each_image()]
 
     def categories(self) -> list[str] | None:
-        """Return the category of each image's prompt; None where prompts have none. Raises as ``prompt_list`` does."""
+        """Return the category of each image's prompt; None without categories. Raises ConfigError for a bad file."""
         found = [prompt.category for prompt in self.prompt_of_each_image() if prompt.category is not None]
         return found or None
 
@@ -264,7 +264,7 @@ class Infer:
         return [prompts[index % len(prompts)] for index in range(count) for _ in range(self.num_samples)]
 
     def prompts_in_turn(self, prompts: Sequence[Prompt]) -> int:
-        """Return how many prompts are taken: one for each image given. Raises ConfigError for too many samples."""
+        """Count the prompts, repeated up to one per source image. Raises ConfigError above MOST_IMAGES images."""
         given = [("infer.image", self.image)] if self.image else [("infer.control", path) for path in self.control]
         count = max(len(prompts), *(len(image_files(knob, input_path(path))) for knob, path in given), 0)
         expected = f"at most {MOST_IMAGES // count}: {MOST_IMAGES} images of {count} prompts"
@@ -272,7 +272,7 @@ class Infer:
         return count
 
     def distinct_prompts(self) -> list[Prompt]:
-        """Return the prompts of the list or the file, or as many of the file's as are drawn. Raises ConfigError."""
+        """Return prompts before repeats, of table, list or file, or drawn at random. Raises ConfigError if too few."""
         if rows := self.rows():
             return list(map(Prompt, prompts_of(rows)))
         if not isinstance(self.prompts, str):
@@ -287,16 +287,16 @@ class Infer:
         return draw_evenly(prompts, self.num_prompts, self.prompts_seed)
 
     def rows(self) -> list[Row]:
-        """Return the rows of ``table``, one for each image of one sample; none without it. Raises SdQuantError."""
+        """Return the pipeline calls in ``table``, [] if it is null. Raises SdQuantError for an unusable table."""
         return [] if self.table is None else read_rows(TABLE, input_path(self.table))
 
     def negative_prompts(self, samples: int = 1) -> list[str] | None:
-        """Return the negative prompts that prompts take in turn, each ``samples`` times; None without any."""
+        """Return the negative prompts, which prompts use in turn, each ``samples`` times; None if there are none."""
         texts = [self.negative_prompt] if isinstance(self.negative_prompt, str) else self.negative_prompt
         return None if texts is None else [text for text in texts for _ in range(samples)]
 
     def check_files(self) -> None:
-        """Raises ConfigError for missing or unreadable files, and for negative prompts unlike the prompts in number."""
+        """Raises ConfigError for unusable files, and if listed negative prompts and prompts differ in number."""
         if self.latents is not None:
             existing_file("infer.latents", self.latents)
         check_source_files("infer.", self.image, self.mask, self.control)
@@ -311,12 +311,12 @@ class Infer:
 
 
 def engines(able: Callable[[Runtime], bool]) -> Only:
-    """Narrow the section to auto and the engines whose runtimes are ``able``."""
+    """Return the restriction of ``infer.engine``, for one job, to auto and the runtimes for which ``able`` is true."""
     return Only("engine", one_of(lambda: [AUTO, *(name for name, runtime in RUNTIMES.items() if able(runtime))]))
 
 
 def prompt_file(path: str) -> Path:
-    """Return the file of prompts that ``path`` names. Raises ConfigError for what looks like a prompt itself."""
+    """Return the path of the prompt file ``path``. Raises ConfigError for a text that looks like a prompt itself."""
     file = input_path(path)
     if not file.exists() and file.suffix.lower() not in PROMPT_FILES:
         raise ConfigError(

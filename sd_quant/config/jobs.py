@@ -1,4 +1,4 @@
-"""The jobs of the other commands, which start from an earlier run, files or a checkpoint."""
+"""The jobs of all commands except ``quantize``; they start from an earlier run, files or a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from sd_quant.models import OBSERVED
 from sd_quant.places import existing, input_path, output_path
 from sd_quant.report.record import RECORD, VARIANTS, at, read_object
 
-PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # of files that are given without a run
+PART_NAMES = ("unet_xl", "vae", "clip1", "clip2")  # parts whose files can be given without a run
 RUN = Annotated[str | None, "folder of an earlier run, whose files are taken"]
 FILES = Annotated[dict[str, str | None], "the file of a part, instead of the run's"]
 
@@ -156,9 +156,9 @@ class InspectJob:
 
 
 def part_names(job: ExportJob | InferJob) -> list[str]:
-    """Return the parts of the model, of the run's model, or else those that files are given for."""
+    """Return the model's parts; export_trt has those of the run's model, or PART_NAMES and the parts of given files."""
     model = run_model(job.run) if job.run else None
-    if model and model["family"] == OBSERVED:  # which parts it has was found out when it was made
+    if model and model["family"] == OBSERVED:  # its parts were found when the run recorded the pipeline
         return sorted(path.name for path in (input_path(job.run or "") / "onnx").iterdir())
     model = asdict(job.model) if isinstance(job, InferJob) else model
     if model is None:
@@ -167,7 +167,7 @@ def part_names(job: ExportJob | InferJob) -> list[str]:
 
 
 def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
-    """Return the file of each part, in the model's order. Raises ConfigError for the file of an unknown part."""
+    """Return each part's file, given or of the run, in the model's order. Raises ConfigError for an unknown part."""
     run = existing("run", job.run, "the folder of an earlier run") if job.run else None
     names = part_names(job)
     paths = {}
@@ -182,7 +182,7 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
 
 
 def precise_paths(job: InferJob) -> dict[str, Path]:
-    """Return the files of a run that compute the precise steps, by their engines' names. Raises ConfigError."""
+    """Return a run's files for the precise steps, by engine name. Raises ConfigError for a missing file."""
     run, kind = input_path(job.run or ""), RUNTIMES[job.infer.engine].file
     denoiser = at(read_object(run / RECORD), "denoiser", "part") if job.run and job.variant == "quantized" else None
     paths = {}
@@ -196,7 +196,7 @@ def precise_paths(job: InferJob) -> dict[str, Path]:
 
 
 def unquantized_parts(job: ExportJob | InferJob) -> set[str]:
-    """Return the parts whose unquantized file variant=full_precision takes. Raises ConfigError without any."""
+    """Return the parts that variant=full_precision reads unquantized. Raises ConfigError if a run has no such files."""
     if not isinstance(job, InferJob) or job.variant == "quantized":
         return set()
     folder = input_path(job.run or "") / "full_precision" / "onnx"
@@ -222,12 +222,12 @@ def check_parts(job: ExportJob | InferJob, kind: str) -> None:
 
 
 def given_as(part: str) -> str:
-    """Return the knob for the file of a part."""
+    """Return the name of the knob for a part's file, such as ``vae`` or ``+files.transformer``."""
     return part if part in PART_NAMES else f"+files.{part}"
 
 
 def check_out_path(path: str | None, written: Mapping[str, bytes]) -> None:
-    """Raises ConfigError for a folder that cannot be made, or has files named in ``written`` that begin otherwise."""
+    """Raises ConfigError for an unwritable folder, and for files in ``written`` that begin unlike their pattern."""
     if path is None:
         return
     check_writable(output_path(path), "infer.out_path")

@@ -26,14 +26,14 @@ from sd_quant.trackers import TRACKERS
 SEARCH = Limit(
     lambda jobs: 0 < jobs < 1 or jobs >= 1 and jobs == int(jobs), "a whole number of jobs from 1, or a share below 1"
 )
-# Sections, and knobs of others, that change no result of a job.
+# Sections, and single knobs of other sections, that change no result of a job.
 SHOWN_ALONE = ("cache", "judge", "overwrite", "published", "search", "timing", "trackers", "verdict")
 DECIDE_NOTHING = (("infer", "chosen_because"), ("model", "observed"), ("trt", "timing_cache"))
 
 
 @dataclass(slots=True)
 class RecipeJob:
-    """The sections that decide an assignment, and the cache of the statistics that it is derived from."""
+    """The sections that decide how each layer is quantized, and the cache of calibration statistics."""
 
     model: Model
     quantize: Quantize
@@ -57,7 +57,7 @@ class RecipeJob:
             check(not part_recipe(preset).needs_inputs, f"quantize.parts.{part}", preset, expected)  # type: ignore[union-attr]
 
     def formats(self) -> dict[str, set[str]]:
-        """The formats of all quantized parts, for their weights, inputs and attention."""
+        """Return the number formats of all quantized parts together, for ``weights``, ``inputs`` and ``attention``."""
         level, parts = self.quantize.quant_level, map(part_recipe, self.quantize.quantized_parts.values())
         found = [formats_used(recipe.enable, level) for recipe in self.quantize.offered().values()]
         found += [formats_used(recipe.enable, 3.0) for recipe in parts if recipe is not None]
@@ -66,7 +66,7 @@ class RecipeJob:
         return used | {"attention": attention}
 
     def calibration_rows(self) -> list[Row]:
-        """Return ``calib_size`` rows, the first ones or those that ``seed`` draws of a data set. Raises ConfigError."""
+        """Return ``calib_size`` calibration calls, the first or drawn by ``seed``. Raises ConfigError for too few."""
         rows, size, table = self.model.calibration_rows(), self.quantize.calib_size, self.model.calibration_table
         found = "prompts of the prompt file" if table is None else f"rows of {CALIBRATION_TABLE}"
         check(size <= len(rows), "calib_size", size, f"at most the {len(rows)} {found}")
@@ -74,7 +74,7 @@ class RecipeJob:
         return draw_prompts(rows, size, self.quantize.seed) if drawn else rows[:size]
 
     def choosing_rows(self, count: int) -> list[Row]:
-        """Return up to ``count`` of the same file: those that calibration does not see, then those that it does."""
+        """Return up to ``count`` calls of the calibration file to choose steps by: unused ones first, then the used."""
         seen, rows = self.calibration_rows(), self.model.calibration_rows()
         if self.model.calibration_table is not None:
             return [*rows[len(seen) :], *seen][:count]
@@ -146,7 +146,7 @@ class QuantizeJob(RecipeJob):
         self.model.encoder |= self.infer.image is not None
 
     def check_precise(self) -> None:
-        """Raises ConfigError for precise steps equal to the others, or chosen by times without a measurement."""
+        """Raises ConfigError for precise steps if no input is quantized, or chosen by time if no engine is timed."""
         infer, formats = self.infer, self.formats()
         knob = "schedule" if infer.schedule is not None else "precise_steps"
         value, precise = getattr(infer, knob), infer.precise
@@ -209,7 +209,7 @@ def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
 
 
 def deciding(job: Any) -> dict[str, Any]:
-    """Return the knobs that decide the results of a job, but not where these are kept or how they are shown."""
+    """Return the knobs that decide a job's results, without knobs for where results are kept or how they are shown."""
     knobs = {name: value for name, value in asdict(job).items() if name not in SHOWN_ALONE}
     for section, name in DECIDE_NOTHING:
         knobs.get(section, {}).pop(name, None)
@@ -240,13 +240,13 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
 
 
 def same_codes(pair: Pair) -> bool:
-    """Whether weight and input have codes of one type, with a scale for as many numbers of a row."""
+    """Whether weight and input are quantized to the same type, with scales for blocks of the same length."""
     formats = [FORMATS[name] for name in (pair.weight, pair.activation) if name is not None]
     return len(formats) == 2 and len({(fmt.onnx_type, fmt.block) for fmt in formats}) == 1
 
 
 def torch_multiplies(enable: Enable) -> bool:
-    """Whether torch multiplies the codes of all quantized inputs, and decodes weights whose inputs stay in fp16."""
+    """Whether torch can multiply all quantized weights and inputs as such, and decode weights with fp16 inputs."""
     return all(
         (pair.activation is None and FORMATS[pair.weight].onnx_type != "")
         or (FORMATS[pair.weight].torch_compute_capability is not None and same_codes(pair))

@@ -19,7 +19,7 @@ from sd_quant.places import existing, input_path
 from sd_quant.report.record import CONTROLNET, LORA, VAE
 
 CALIBRATION_TABLE = "model.calibration_table"
-GRAIN = 64  # pixels, of which a side of the stated families' images is a multiple
+GRAIN = 64  # pixels; image sides are multiples, except those of the family OBSERVED (any diffusers pipeline)
 SIDE = Limit(lambda pixels: 8 <= pixels <= 4096 and pixels % 8 == 0, "a multiple of 8 from 8 to 4096")
 SIZE = Limit(lambda stated: is_size(stated), f"WIDTHxHEIGHT such as 832x1216, each side {SIDE}", each=True)
 SOME = Limit(lambda listed: 0 < len(listed) <= 64, "at least one, and at most 64")
@@ -106,7 +106,7 @@ class Model:
             check_parts_named(self.dtype, parts_of(self.parts, True, self.controlnets))
 
     def check_sides(self, section: str, width: int | None, height: int | None, sizes: list[str] | None) -> None:
-        """Raises ConfigError for images of ``section`` with sides that the family's do not have."""
+        """Raises ConfigError for image sides in ``section`` that the family does not have: no multiples of GRAIN."""
         if self.family == OBSERVED:
             return
         expected = f"a multiple of {GRAIN} from {GRAIN} to 4096, as this family's images have"
@@ -135,7 +135,7 @@ class Model:
         ]  # fmt: skip
 
     def adapters(self) -> list["Lora[Path]"]:
-        """Return the files of ``loras`` with their strengths, 1 where none is given."""
+        """Return the LoRAs of ``loras`` with absolute paths; strength is 1 where none is given."""
         return [Lora(input_path(each.path), each.strength, each.denoiser) for each in map(lora_of, self.loras)]
 
     def opened_controlnets(self) -> list[tuple[Path, float]]:
@@ -143,7 +143,7 @@ class Model:
         return [(input_path(path), scale) for path, scale in map(weighted, self.controlnets)]
 
     def inputs(self) -> dict[str, Path]:
-        """Return the files that the weights come from, by their names in a record."""
+        """Return the files of the weights and of the pipeline's arguments, by name in a run's record."""
         others = {VAE: input_path(self.vae)} if self.vae else {}
         for index, (path, scale) in enumerate(self.opened_controlnets(), 1):
             others[f"{CONTROLNET}{index} at {scale!r}"] = path
@@ -152,24 +152,24 @@ class Model:
         return {"checkpoint": input_path(self.path), **others, **named_files("argument", self.given_arguments())}
 
     def calibration_inputs(self) -> dict[str, Path]:
-        """Return the files that calibration images are made of, by their names in a record."""
+        """Return the files that calibration images are made from, by name in a run's record."""
         prompts = ["calibration_prompts"] if self.calibration_table is None else []
         return inputs_of_images("model.calibration_", self, *prompts)
 
     def calibration_rows(self) -> list[Row]:
-        """Return the rows of ``calibration_table``, or ``calibration_prompts`` as such. Raises SdQuantError."""
+        """Return the calls of ``calibration_table``, else one per prompt. Raises SdQuantError for an unusable file."""
         if self.calibration_table is not None:
             return read_rows(CALIBRATION_TABLE, input_path(self.calibration_table))
         return [Row(prompt, {}) for prompt in read_prompts(input_path(self.calibration_prompts))]
 
     def given_arguments(self) -> dict[str, Any]:
-        """Return ``arguments`` with files for images. Raises ConfigError for one that is missing."""
+        """Return ``arguments`` with texts that name images turned into paths. Raises ConfigError for a missing file."""
         return {
             name: files_of("model.arguments", name, value, input_path) for name, value in (self.arguments or {}).items()
         }
 
     def check_files(self) -> None:
-        """Raises SdQuantError for a missing file, and for a checkpoint of another kind or a broken archive."""
+        """Raises SdQuantError for a missing file, a checkpoint of another model family or a broken archive."""
         check_checkpoint(self.path, self.family)
         if self.vae is not None:
             file = existing("model.vae", self.vae, "the path of an autoencoder's folder or .safetensors file, or null")
@@ -208,37 +208,37 @@ def is_size(stated: str) -> bool:
 
 
 def prompts_of(rows: Sequence[Row]) -> list[str]:
-    """Return the prompts of calls, empty for a pipeline that takes none."""
+    """Return each call's prompt, an empty text for a pipeline without prompts."""
     return [row.prompt or "" for row in rows]
 
 
 def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
-    """Raises ConfigError when ``export.dtype`` names another part than these."""
+    """Raises ConfigError if ``export.dtype`` names a part that is not in ``parts``."""
     for part in dtypes if isinstance(dtypes, Mapping) else ():
         check(part in parts, "export.dtype", f"of {part}", f"of a part of the model: {', '.join(parts)}")
 
 
 class Lora(NamedTuple, Generic[P]):
-    """A LoRA's file."""
+    """A LoRA: its file, its strength and the denoiser that it changes."""
 
     path: P
     strength: float
-    denoiser: str | None = None  # of a pipeline with several, the one it changes
+    denoiser: str | None = None  # stated only for a pipeline with several denoisers
 
     @property
     def place(self) -> str:
-        """Return the denoiser of the LoRA as a suffix of names; empty without one."""
+        """The LoRA's denoiser as a suffix of names, such as `` of transformer_2``; empty if none is stated."""
         return "" if self.denoiser is None else f" of {self.denoiser}"
 
 
 def lora_of(stated: str) -> Lora[str]:
-    """Split an entry of ``model.loras``. Raises ValueError for a strength that is no number."""
+    """Parse ``denoiser:file:strength`` of ``model.loras``. Raises ValueError for a strength that is no number."""
     denoiser, rest = re.fullmatch(r"(?:((?:unet|transformer)\w*):)?(.*)", stated, re.DOTALL).groups()
     return Lora(*weighted(rest), denoiser)
 
 
 def weighted(stated: str) -> tuple[str, float]:
-    """Split a path and a number behind it, 1 where there is none. Raises ValueError for one that is no number."""
+    """Split ``path:number``; the number is 1 where none is given. Raises ValueError for a text in its place."""
     path, colon, number = stated.rpartition(":")
     return (path, float(number)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
 
@@ -252,9 +252,9 @@ def is_weighted(stated: str, split: Callable[[str], tuple]) -> bool:
 
 
 def inputs_of_images(knobs: str, section: object, *others: str) -> dict[str, Path]:
-    """Return the files of images that knobs of a ``section`` and ``others`` name, by their names in a record.
+    """Return the files that a section's image knobs (image, mask, control, table) and ``others`` name.
 
-    ``knobs`` is the common beginning of the knobs' full names.
+    Keys are their names in a run's record; ``knobs`` is the common prefix of the knobs' full names.
     """
     prefix = knobs.partition(".")[2]
     given = {name: path for name in (*others, f"{prefix}image", f"{prefix}mask") if (path := getattr(section, name))}
@@ -264,7 +264,7 @@ def inputs_of_images(knobs: str, section: object, *others: str) -> dict[str, Pat
 
 
 def check_source_files(knobs: str, image: str | None, mask: str | None, control: Sequence[str]) -> None:
-    """Raises ConfigError for missing images, and for images without masks; ``knobs`` begins the names of all."""
+    """Raises ConfigError for missing images, and for images without masks; knobs' full names begin with ``knobs``."""
     for path in control:
         image_files(f"{knobs}control", existing(f"{knobs}control", path, "an existing image or a folder of images"))
     for knob, path in {f"{knobs}image": image, f"{knobs}mask": mask}.items():
@@ -277,7 +277,7 @@ def check_source_files(knobs: str, image: str | None, mask: str | None, control:
 
 
 def check_checkpoint(path: str, family: str) -> None:
-    """Raises SdQuantError for a checkpoint that is missing, of another kind, or a broken archive without gzip."""
+    """Raises SdQuantError for a checkpoint that is missing, of another family, or a broken archive without gzip."""
     expected = "the path of an existing file or folder: nothing is fetched from a hub, so download a model first"
     checkpoint = existing("model.path", path, expected)
     check_kind(checkpoint, family)

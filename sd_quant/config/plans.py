@@ -1,7 +1,7 @@
 """The section ``trt``: how plans are built and for which sizes of images; and the engine of ``infer=auto``.
 
-The engine is the runtime of the plans if they run on this machine's GPU, else OpenVINO, by facts that are known before
-anything is built. The road not taken is to build plans and see whether they load, which takes minutes.
+``infer=auto`` is the runtime of the plans if they run on this machine's GPU, else OpenVINO, by facts that are known
+before anything is built. Alternative not taken: to build plans and see whether they load, which takes minutes.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from sd_quant.knobs import COUNT, MORE_THAN_0, check, one_of
 from sd_quant.models import may_be_bf16
 from sd_quant.quantization.formats import min_compute_capability
 
-RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # of TensorRT for RTX 1.7
+RTX_TARGETS = ("SM75", "SM80", "SM86", "SM89", "SM120", "SM121")  # GPUs that TensorRT for RTX 1.7 builds for
 BF16_CAPABILITY = 80  # Ampere, the first with products of bf16
 NO_FP32 = "SM75"  # Turing, for which TensorRT for RTX has no fp32 matrix products
 USUAL_TARGETS = ("SM89", "SM120")
@@ -63,9 +63,9 @@ def plan_library(trt: Trt) -> str:
 
 
 def targets_for(trt: Trt, formats: set[str]) -> list[str]:
-    """Return the compute capabilities to build for; by default those of USUAL_TARGETS and this GPU with ``formats``.
+    """Return the GPUs to build plans for, such as SM89; by default USUAL_TARGETS and this GPU if they have ``formats``.
 
-    Raises ConfigError for a given target without them.
+    Raises ConfigError for an entry of ``trt.targets`` that lacks a format.
     """
     least = min_compute_capability(formats)
     able = [target for target in RTX_TARGETS if compute_capability(target) >= least]
@@ -79,7 +79,7 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
 
 
 def check_dtype(model: Model, engine: str | None = None, trt: Trt | None = None) -> None:
-    """Raises ConfigError for bf16 in files that ``engine`` or a target of ``trt`` does not execute."""
+    """Raises ConfigError if ``export.dtype`` may be bf16 and ``engine`` or a target of ``trt`` cannot execute it."""
     if not may_be_bf16(model.dtype):
         return
     lacks = RUNTIMES[engine].lacks_bf16 if engine else None
@@ -89,13 +89,13 @@ def check_dtype(model: Model, engine: str | None = None, trt: Trt | None = None)
 
 
 def compute_capability(target: str) -> int:
-    """Return 89 for SM89."""
+    """Return a target's compute capability, such as 89 for SM89."""
     return int(target.removeprefix("SM"))
 
 
 @dataclass(slots=True)
 class ExportShape:
-    """The section ``infer`` of export_trt, as in NeMo."""
+    """The section ``infer`` of the command export_trt, where NeMo has these knobs."""
 
     out_path: Annotated[str | None, "folder that gets plan/<part>.plan; null: this command's own"]
     width: Annotated[int, SIDE, "pixels across the images that plans are tuned for"]
@@ -111,7 +111,7 @@ def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
 
 
 def check_plan_size(trt: Trt, infer: Infer | ExportShape) -> None:
-    """Raises ConfigError unless plans accept the size that they are tuned for, and those of the images."""
+    """Raises ConfigError unless ``trt.sizes`` spans the size that plans are tuned for and the sizes of the images."""
     if trt.library == "none":
         return
     sizes = [(infer.width, infer.height)] if trt.sizes is None else list(map(size_of, trt.sizes))
@@ -128,7 +128,7 @@ def check_plan_size(trt: Trt, infer: Infer | ExportShape) -> None:
 
 
 def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, str]:
-    """Return the engine for the plans that a job builds, and the reason; ``formats`` are those of ``formats_used``."""
+    """Choose the engine for a job that builds plans; return it and the reason. ``formats`` is from ``formats_used``."""
     found = gpu.current_gpu()
     if found is None:
         return WITHOUT_A_GPU, NO_GPU
@@ -145,7 +145,7 @@ def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, s
 
 
 def no_plan_runs(library: str, found: str, used: Collection[str], targets: Collection[str] = ()) -> str | None:
-    """Return why the GPU ``found`` runs no plan of ``library`` for ``targets`` in the formats ``used``, or None."""
+    """Return why the GPU ``found`` runs no plan of ``library`` for ``targets`` in formats ``used``; None if it does."""
     able = [target for target in RTX_TARGETS if target != NO_FP32] if RUNTIMES[library].ahead_of_time else [found]
     if find_spec(RUNTIMES[library].package) is None:
         return f"the package {RUNTIMES[library].package} is not installed, which runs plans"
@@ -156,7 +156,7 @@ def no_plan_runs(library: str, found: str, used: Collection[str], targets: Colle
 
 
 def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[str, str]:
-    """Return the engine for existing files by part, ``plans`` or the ``others``, and the reason.
+    """Choose the engine for existing files by part, ``plans`` or ``others`` (ONNX); return it and the reason.
 
     Raises ArtifactError for a plan that cannot be read, has no record of its build, or is of an unknown library.
     """

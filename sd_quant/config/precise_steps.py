@@ -1,4 +1,4 @@
-"""The knob ``infer.precise_steps``: which steps multiply unquantized inputs, by place, by number or by a target."""
+"""The knob ``infer.precise_steps``: which denoising steps leave inputs unquantized, by place, number or target."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ PRECISE = Limit(
 
 @dataclass(frozen=True)
 class PreciseSteps:
-    """Places of precise steps, or the number or target by which they are chosen; nothing for ``auto``."""
+    """Places of precise steps, or the number, gain or time by which a run chooses them; all None for ``auto``."""
 
     first: int | None = None
     last: int | None = None
@@ -31,7 +31,7 @@ class PreciseSteps:
 
     @property
     def is_auto(self) -> bool:
-        """Whether steps are taken only if they gain more than the controls, which take as long."""
+        """Whether the knob is ``auto``: steps are precise only if this gains more than the controls in equal time."""
         return self == PreciseSteps()
 
     @property
@@ -40,14 +40,14 @@ class PreciseSteps:
         return self.is_auto or self.percent is not None
 
     def schedule(self, steps: int) -> str | None:
-        """The schedule of places, which have to fit into the ``steps``; None where it is to be chosen."""
+        """Return the schedule with precise steps at the stated places; None where a run has to choose them."""
         if self.first is None and self.last is None:
             return None
         return with_ends(self.first or 0, self.last or 0, steps)
 
 
 def ends_of(schedule: str | None) -> tuple[int, int] | None:
-    """How many first and last steps of a schedule are precise; None where others are, or are of another precision."""
+    """Count the precise steps at start and end of a schedule; None if another step is precise or in full precision."""
     schedule = schedule or ""
     middle, last = schedule.strip(WEIGHTS_ALONE), schedule.lstrip(WEIGHTS_ALONE)
     first = len(schedule) - len(last)
@@ -55,12 +55,12 @@ def ends_of(schedule: str | None) -> tuple[int, int] | None:
 
 
 def with_ends(first: int, last: int, steps: int) -> str:
-    """The schedule with so many precise steps at both ends, as published checkpoints declare them."""
+    """Return a schedule whose ``first`` and ``last`` steps are precise, as published checkpoints declare them."""
     return WEIGHTS_ALONE * first + COMPUTED * (steps - first - last) + WEIGHTS_ALONE * last
 
 
 def precise_steps(value: str | int | None, steps: int) -> PreciseSteps | None:
-    """The meaning of the knob for an image of so many ``steps``. Raises ConfigError for more precise steps."""
+    """Parse the knob for images of ``steps`` steps; null gives None. Raises ConfigError for too many precise steps."""
     form = FORM.fullmatch(str(value))
     if form is None:  # null
         return None

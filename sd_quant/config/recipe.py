@@ -20,7 +20,7 @@ from sd_quant.quantization.recipe import ALPHA, BY_ROLE, FOR_ATTENTION, Enable, 
 
 
 def presets() -> dict[str, Path]:
-    """Return the files of ``quantize=`` by their names, the user's own among them."""
+    """Return the preset files of ``quantize=`` by name, shipped ones and the user's own."""
     return {path.stem: path for groups in GROUPS for path in sorted((groups / "quantize").glob("*.yaml"))}
 
 
@@ -38,7 +38,7 @@ UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
 def bytes_in(size: int | str) -> int | None:
-    """Return the bytes of a size such as 12GB or 800MiB; None for a text that is none."""
+    """Return the bytes of a size such as 12GB or 800MiB; None for any other text."""
     found = re.fullmatch(rf"(\d{{1,15}}(?:\.\d{{1,9}})?) ?({'|'.join(UNITS)})", str(size))
     return int(float(found[1]) * UNITS[found[2]]) or None if found else None
 
@@ -49,7 +49,7 @@ def content_of(preset: str) -> dict[str, Any]:
 
 
 def own_recipe(preset: str) -> Recipe | None:
-    """Return the recipe of a preset at level 3 without other knobs; None of one that enables nothing, or is damaged."""
+    """Return a preset's recipe at quant_level=3, no other knobs given; None if it is damaged or enables nothing."""
     return recipe_in(presets()[preset].read_text(encoding="utf-8"))
 
 
@@ -67,9 +67,9 @@ def recipe_in(text: str) -> Recipe | None:
 
 
 def part_recipe(preset: str) -> Recipe | None:
-    """Return the recipe of a preset for another network than the denoiser, without attention; None as ``own_recipe``.
+    """Return a preset's recipe for a part other than the denoiser, without attention; None where ``own_recipe`` is.
 
-    A preset that smooths has ``alpha`` ``auto``, and its factors are folded into norms and values alone.
+    If it smooths and quantizes inputs, ``alpha`` is ``auto`` and factors are folded into norms and values alone.
     """
     own = own_recipe(preset)
     if own is None:
@@ -81,12 +81,12 @@ def part_recipe(preset: str) -> Recipe | None:
 
 
 def patterns_of(preset: str, knob: str) -> dict[str, list[str]]:
-    """Return the patterns of layers in the file of a preset, by family: its ``exclude`` or ``weights_alone``."""
+    """Return the layer patterns of a preset's file, by model family; ``knob`` is ``exclude`` or ``weights_alone``."""
     return content_of(preset).get(knob) or {}
 
 
 def usual(value: object) -> object:
-    """Return a knob of a preset where nothing else is given: ``folded`` of ``${given:${smoothing},folded}``."""
+    """Return the default in a preset's value of a knob, such as ``folded`` in ``${given:${smoothing},folded}``."""
     if not isinstance(value, str):
         return value
     if alpha := ALPHA_OF.fullmatch(value):
@@ -95,12 +95,12 @@ def usual(value: object) -> object:
 
 
 def part_presets() -> list[str]:
-    """Return the presets for other networks than the denoiser: all readable ones."""
+    """Return the presets that parts other than the denoiser may have: all readable ones."""
     return [name for name in presets() if part_recipe(name) is not None]
 
 
 def check_preset(knob: str, name: str, other: str = "") -> None:
-    """Raises ConfigError unless ``name`` is a readable preset; ``other`` is what ``knob`` may be beside one."""
+    """Raises ConfigError unless ``name`` is a readable preset; ``other`` begins the message's list of values."""
     known = part_presets()
     having = [each for each in known if (own := own_recipe(each)) and name in formats_used(own.enable, 3.0)["weights"]]
     hint = f"; {name} is a format, of {' and '.join(having)}" if having else ""
@@ -110,7 +110,7 @@ def check_preset(knob: str, name: str, other: str = "") -> None:
 
 
 class OfPresets(Limit):
-    """Each item is a preset that can be read, see ``check_preset``."""
+    """A limit: each item names a preset that can be read, see ``check_preset``."""
 
     def check(self, knob: str, value: object) -> None:
         for name in value if isinstance(value, list) else [value]:
@@ -205,11 +205,11 @@ class Quantize(Recipe):
 
     @property
     def quantized_parts(self) -> dict[str, str]:
-        """The presets in ``parts``."""
+        """The preset of each part in ``parts``, without parts that stay in fp16."""
         return {part: preset for part, preset in (self.parts or {}).items() if preset != FP16}
 
     def with_preset(self, preset: str) -> "Quantize":
-        """Return the section with another preset, its patterns of layers included, for another denoiser."""
+        """Return the section with another preset and its layer patterns, for another denoiser of the pipeline."""
         own, patterns = self.beside(preset), dict[str, Any]()
         for knob in ("exclude", "weights_alone"):
             former, new = patterns_of(self.format, knob), patterns_of(preset, knob)
@@ -230,10 +230,10 @@ class Quantize(Recipe):
         return self.chooses_bits or self.assignment is not None
 
     def offered(self) -> dict[str, Recipe]:
-        """Return the recipes that a layer may have, by preset: this one alone, or those that a limit or a file mixes.
+        """Return the recipes that a layer may have, by preset: this section's, or several under a limit or from a file.
 
-        Level, batches of calibration and attention are always this one's. Under a limit, a preset of the same weights
-        whose inputs stay in high precision is left out: it costs the same, errs less, and would take every layer.
+        ``quant_level``, ``batch_size`` and attention are always this section's. Under a limit, a preset with equal
+        weights and unquantized inputs is left out: as many bytes, a smaller error, so every layer would get it.
         Raises ConfigError for a file that cannot be read, or that quantizes nothing.
         """
         labels = [self.format]
@@ -251,13 +251,13 @@ class Quantize(Recipe):
         return {label: self if label == self.format else self.beside(label) for label in labels}
 
     def same_weights_alone(self, preset: str) -> bool:
-        """Whether another preset has the weights of this one, in as many bytes, and leaves inputs in high precision."""
+        """Whether another preset quantizes weights as this section does and leaves inputs in high precision."""
         own, other = self, self.beside(preset)
         alone = Enable(Pair(own.enable.conv.weight, None), Pair(own.enable.linear.weight, None), None)
         return (other.enable, other.rank, other.per_channel) == (alone, own.rank, own.per_channel)
 
     def patterns(self, knob: str, family: str) -> dict[str, list[str]]:
-        """Return the patterns ``exclude`` or ``weights_alone`` of each preset that layers may have."""
+        """Return the layer patterns of each preset in ``offered``; ``knob`` is ``exclude`` or ``weights_alone``."""
         own = getattr(self, knob)
         return {
             label: list((own if label == self.format else patterns_of(label, knob)).get(family, ()))
@@ -265,7 +265,7 @@ class Quantize(Recipe):
         }
 
     def beside(self, preset: str) -> Recipe:
-        """Return the recipe of another preset for layers of the same denoiser."""
+        """Return another preset's recipe for the same denoiser, with this section's ``quant_level`` and batch size."""
         own = own_recipe(preset)
         assert own is not None  # it was checked
         enable = dataclasses.replace(own.enable, attention=None)
@@ -273,14 +273,14 @@ class Quantize(Recipe):
 
 
 def with_own_name(quantize: Quantize) -> Quantize:
-    """Return the section with the format ``nemo`` in place of NeMo's own name, that of its numbers."""
+    """Return the section with ``format`` set to ``nemo`` where it is NeMo's own name, that of a number format."""
     nemos = quantize.percentile_calibrator == "modelopt" and quantize.enable.attention is None
     named = nemos and quantize.format == quantize.enable.linear.weight
     return dataclasses.replace(quantize, format="nemo") if named else quantize
 
 
 def with_attention(quantize: Quantize) -> Quantize:
-    """Return the section with the format of ``attention``, where one is given, in place of the preset's."""
+    """Return the section with the knob ``attention``, if given, as attention's format in place of the preset's."""
     if quantize.attention is None:
         return quantize
     return dataclasses.replace(quantize, enable=dataclasses.replace(quantize.enable, attention=quantize.attention))
@@ -311,7 +311,7 @@ def check_recipe(quantize: Quantize) -> None:
 
 
 def unused_knobs(quantize: Quantize) -> list[Unused]:
-    """Return the knobs without effect beside the others."""
+    """Return rules for knobs without effect: a condition, the knobs with their neutral values, and the reason."""
     conv, linear, label = quantize.enable.conv, quantize.enable.linear, quantize.format
     read_by_conv, read_by_linear = FORMATS.get(conv.activation or ""), FORMATS.get(linear.activation or "")
     weights = FORMATS[conv.weight], FORMATS[linear.weight]
@@ -352,7 +352,7 @@ def unused_knobs(quantize: Quantize) -> list[Unused]:
 
 
 def check_hessian(quantize: Quantize) -> None:
-    """Raises ConfigError for blocks of a Hessian that a rotation, or a format's blocks, would cross."""
+    """Raises ConfigError unless the Hessian's block size is a multiple of the rotation's and of each format's."""
     weights = {quantize.enable.conv.weight, quantize.enable.linear.weight}
     groups = {f"quantize.rotation={quantize.rotation} rotates as many inputs together": quantize.rotation}
     groups |= {f"{name} has blocks of as many inputs": FORMATS[name].block or 0 for name in sorted(weights)}
@@ -362,7 +362,7 @@ def check_hessian(quantize: Quantize) -> None:
 
 
 def check_observers(quantize: Quantize) -> None:
-    """Raises ConfigError for an observer without a range to choose, or whose rule does not suit the formats."""
+    """Raises ConfigError for an observer that has no quantization range to choose, or does not suit the formats."""
     enable, label = quantize.enable, quantize.format
     linear = None if quantize.per_token else enable.linear.activation  # an input scaled per token has a range of 1
     activations = [FORMATS[name] for name in (enable.conv.activation, linear) if name is not None]

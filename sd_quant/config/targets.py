@@ -1,6 +1,6 @@
-"""Checks from a recipe's knobs which targets of ``hand_over`` can hold it, before anything is computed.
+"""Checks that the targets of ``hand_over`` (other tools' file formats) can store a recipe, before anything is computed.
 
-Which of its layers a target holds is decided with the assignment, in ``interchange.holding``.
+They need its knobs alone; which layers a target can store is decided later, layer by layer, in ``interchange.holding``.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +20,7 @@ from sd_quant.quantization.recipe import Recipe
 
 
 def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping[str, Callable[[ForeignFormat], bool]]:
-    """Requirements of a recipe, convolutions in ``conv``: a phrase for a message, and the check of a target."""
+    """Return a recipe's requirements as phrases with a check of a target each; ``conv``: format of convolutions."""
     linear, inputs = recipe.enable.linear.weight, recipe.enable.linear.activation
     return {
         f"weights in {' or '.join(sorted(weights))}": lambda target: bool(set(weights) & target.formats.keys()),
@@ -41,10 +41,10 @@ def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping
 def check_targets(
     knob: str, targets: Collection[str], model: Model, recipe: Quantize, weights: Collection[str]
 ) -> None:
-    """Raises ConfigError for a target that cannot hold the result of a recipe with weights in these formats.
+    """Raises ConfigError for a target that cannot store the result of a recipe; ``weights`` are its weight formats.
 
-    Of several recipes that layers may have, the target has to hold one; layers of the others stay in high precision.
-    Consumers add LoRAs beside weights themselves, and applications add ControlNets to any checkpoint of the base.
+    Where layers may have several recipes, the target has to store one; layers with another stay in high precision.
+    LoRAs beside the weights and quantized ControlNets are refused, because the tools add both themselves.
     """
     family, conv = model.family, model.family in UNETS  # transformers have linears
     mixed = [own for label, own in recipe.offered().items() if label != recipe.format]
@@ -77,7 +77,7 @@ def check_targets(
 
 
 def inputs_held(target: ForeignFormat, recipe: Recipe) -> str | None:
-    """How a target's consumer computes inputs of a recipe's linears, as in ``ForeignFormat.formats``; None without."""
+    """Return how a target's tool quantizes linears' inputs, see ``ForeignFormat.formats``; None if it cannot at all."""
     linear = recipe.enable.linear.weight
     if linear not in target.formats or not all(holds(target) for holds in needs({linear}, None, recipe).values()):
         return None
@@ -88,7 +88,7 @@ def inputs_held(target: ForeignFormat, recipe: Recipe) -> str | None:
 
 
 def executed_by(recipe: Recipe) -> list[str]:
-    """The targets whose consumer multiplies what a preset's recipe multiplies, no graphs among them."""
+    """Return the targets without graphs whose tool stores a recipe and quantizes inputs where the recipe does."""
     wanted = (None, FP16) if recipe.enable.linear.activation is not None else (None,)
     return [
         name for name, target in TARGETS.items() if target.runtime is None and inputs_held(target, recipe) not in wanted
@@ -96,7 +96,7 @@ def executed_by(recipe: Recipe) -> list[str]:
 
 
 def check_consumers(targets: list[str]) -> None:
-    """Raises SdQuantError for a missing package that a target needs, or one that cannot open its result."""
+    """Raises ResourceError for a missing package of a target, ConfigError for a version that cannot open the result."""
     for target in map(TARGETS.__getitem__, targets):
         if target.package is not None and find_spec(target.package) is None:
             raise ResourceError(

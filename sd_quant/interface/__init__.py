@@ -1,4 +1,4 @@
-"""The steps of ``quantize.py`` one by one, by the same code and with the same knobs.
+"""The steps of ``quantize.py`` as Python calls, with the same code and the same knobs.
 
     import sd_quant
 
@@ -8,11 +8,11 @@
     comparison = sd_quant.compare(recipes, ["a glossy icon of a rocket"])
     recipes[-1].export("quantized")
 
-A keyword is a knob: those of ``open`` are of the section ``model``, those of ``calibrate`` and ``quantize`` of the
-section ``quantize``, those that say how images are made of ``infer``; ``--help`` explains each. Hydra composes
-and checks them as it does for a command, so a knob that is misspelt or out of range raises the same sentence, as
-``ConfigError``. Nothing is written but where a folder is named. The road not taken is an interface with defaults of its
-own, which would be another product after a year.
+A keyword argument is a knob of the command line: ``open`` takes the section ``model``, ``calibrate`` and ``quantize``
+the section ``quantize``, and calls that make images the section ``infer``; ``--help`` explains each knob. Knobs are
+checked as for a command, so a misspelt name or a value out of range raises ``ConfigError`` with the command's message.
+Files are written only to folders and paths that the caller names. Alternative not taken: an interface with defaults of
+its own, which would drift from the commands.
 """
 
 from sd_quant.interface.comparison import Comparison, Result, compare

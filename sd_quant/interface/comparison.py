@@ -22,7 +22,7 @@ from sd_quant.text import counted
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The images of one recipe and their scores against full precision."""
+    """One recipe's images and their scores against full precision."""
 
     quantized: Quantized
     images: Images  # uint8 [N, H, W, 3], or a list where their sizes differ
@@ -33,16 +33,16 @@ class Result:
 
     @property
     def psnr(self) -> Interval:
-        """Mean over the images in dB with its 95 % interval, Student's t over prompts; identical images are left out.
+        """Mean PSNR of the images in dB with a 95 % interval (Student's t over images), without identical images.
 
-        It is infinite when all images are identical, and its ends are infinite when there is a single image.
+        The mean is infinite if all images are identical; the interval's ends are infinite for a single image.
         """
         return SCORES["psnr"].mean(self.scores["psnr"]["values"]) or exactly(float("inf"))
 
     def row(self) -> dict[str, object]:
-        """Label, megabytes of the denoiser's weights, their share of fp16, and the scores, with PSNR's interval.
+        """Return a table row: label, megabytes of the denoiser's weights, their share of fp16, and the mean scores.
 
-        The ends of the interval are None where they are not known, as of one image.
+        PSNR in dB has the ends of its 95 % interval, None where they are not finite, as for a single image.
         """
         return {
             "recipe": self.quantized.label,
@@ -57,7 +57,7 @@ class Result:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Recipes on the same prompts and seeds. ``sd_quant.compare`` makes it."""
+    """Images and scores of several recipes on the same prompts and seeds, made by ``sd_quant.compare``."""
 
     prompts: list[str]
     full_precision: Images  # images, uint8 [N, H, W, 3], or a list where their sizes differ
@@ -68,11 +68,11 @@ class Comparison:
         return f"Comparison({recipes}; {counted(len(self.prompts), 'prompt')})"
 
     def rows(self) -> list[dict[str, object]]:
-        """A row for each recipe, as pandas or a CSV writer takes it."""
+        """Return one row per recipe, see ``Result.row``, for pandas or a CSV writer."""
         return [result.row() for result in self.results]
 
     def grid(self, path: str | Path, number: int = -1) -> Path:
-        """Draw the images of the ``number``-th recipe below those in full precision, as a run's ``images/grid.png``."""
+        """Draw the full-precision images above those of ``results[number]`` into the PNG ``path``. Return its path."""
         images, label = self.results[number].images, self.results[number].quantized.label
         return comparison_grid(self.full_precision, images, output_path(path), self.prompts, label)
 
@@ -86,18 +86,18 @@ class Comparison:
 
 
 def compare(quantized: Sequence[Quantized], prompts: str | Sequence[str] | None, **knobs: object) -> Comparison:
-    """Make the images of several recipes of one model, and of full precision, and say how far apart they are.
+    """Generate images with several recipes of one model and in full precision, and score how far apart they are.
 
     Args:
         quantized: recipes of one ``Model``.
-        prompts: one or more texts that say what the images show; for an interval that is of use, some dozens. None with
-            the knob ``table``, which has a pipeline's calls.
+        prompts: one or more texts that say what the images show; a useful interval takes some dozens. None with the
+            knob ``table``, a file with the arguments of a pipeline's calls.
         knobs: of the section ``infer``: ``steps``, ``scale``, ``seed``, ``batch_size``, ``width``, ``height``,
             ``sizes``, ``negative_prompt``, ``latents``.
 
     Raises:
-        ConfigError: nothing to compare, recipes of several models, a knob that does not exist, or images that the
-            checkpoint cannot make.
+        ConfigError: no recipe, recipes of several models, an unknown or invalid knob, or images that the checkpoint
+            cannot make.
         ResourceError: memory or the GPU is too small.
     """
     models = {id(each.model): each.model for each in quantized}

@@ -1,4 +1,4 @@
-"""What is given to the interface: prompts and knobs, checked, and calls in Python."""
+"""Checks of the prompts and knobs that a caller of the interface gives, and the source text of calls."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -9,7 +9,7 @@ UNUSED = {"calib_size": 1}  # where nothing is calibrated, so that a short table
 
 
 def with_prompts(prompts: str | Sequence[str] | None, knobs: Mapping[str, object]) -> Mapping[str, object]:
-    """The ``knobs`` with the prompts, unless ``table`` has them. Raises ConfigError for both, or neither."""
+    """Return ``knobs`` with the prompts, unless ``table`` has them. Raises ConfigError for both, or for neither."""
     if "table" not in knobs:
         return {"prompts": texts_of([] if prompts is None else prompts), **knobs}
     check(prompts is None, "prompts", f"{prompts!r:.100}", "None, because table has the prompts of the images")
@@ -17,7 +17,7 @@ def with_prompts(prompts: str | Sequence[str] | None, knobs: Mapping[str, object
 
 
 def texts_of(prompts: str | Sequence[str]) -> list[str]:
-    """The prompts as a list, a single text as a list of one. Raises ConfigError for none, and for what is no text."""
+    """Return the prompts as a list, a single text as a list of one. Raises ConfigError if empty or not texts."""
     texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else []
     fits = bool(texts) and all(isinstance(text, str) for text in texts)
     expected = "a text or a list of at least one; give what the images show, such as ['a red bicycle']"
@@ -26,12 +26,12 @@ def texts_of(prompts: str | Sequence[str]) -> list[str]:
 
 
 def check_used(knobs: Iterable[str], unused: Collection[str], method: str, remedy: str, when: str = "") -> None:
-    """Raises ConfigError for a knob that was given to a ``method`` and is ``unused`` there."""
+    """Raises ConfigError for a knob in ``unused``, the knobs that have no effect in ``method``."""
     for name in knobs:
         if name.partition(".")[0] in unused:
             raise ConfigError(f"{method} does not use {name}{when}; {remedy}")
 
 
 def called(*positional: object, **named: object) -> str:
-    """The arguments of a call in Python."""
+    """Return the source text of a Python call's arguments, such as ``'int8', alpha=0.8``."""
     return ", ".join([*map(repr, positional), *(f"{name}={value!r}" for name, value in named.items())])

@@ -1,4 +1,4 @@
-"""A checkpoint that is open: its statistics, its recipes and its images."""
+"""An open checkpoint, which makes calibration statistics, recipes and images."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -43,13 +43,13 @@ def open(
             checkpoint that ships.
         path: the file or folder of the checkpoint, as for ``model.path=``.
         cache: a folder where statistics and exported files are kept for the next time; None keeps nothing.
-        knobs: others of the section ``model``, such as ``width=512`` or ``loras=["style.safetensors:0.8"]``.
+        knobs: other knobs of the section ``model``, such as ``width=512`` or ``loras=["style.safetensors:0.8"]``.
 
     Returns:
-        A ``Model``, of which no weight is in memory.
+        A ``Model``, which keeps no weights in memory.
 
     Raises:
-        ConfigError: there is no such preset, knob or file.
+        ConfigError: there is no such preset, knob or file, or a value is out of range.
         ArtifactError: the checkpoint is damaged, incomplete, or has a weight that is not finite.
     """
     given = {f"model.{name}": value for name, value in knobs.items()} | {"cache.dir": cache and str(cache)}
@@ -62,10 +62,10 @@ def open(
 
 @dataclass(frozen=True, repr=False)
 class Model:
-    """A checkpoint that is open. ``sd_quant.open`` makes it."""
+    """An open checkpoint, made by ``sd_quant.open``."""
 
     preset: str
-    knobs: Mapping[str, object]  # of the sections ``model`` and ``cache``, by their full names
+    knobs: Mapping[str, object]  # given knobs of the sections ``model`` and ``cache``, by their full names
     path: Path
     session: Session
     cache: Cache
@@ -76,33 +76,33 @@ class Model:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the checkpoint's file or folder; with LoRAs, of all files and strengths."""
+        """SHA-256 of the checkpoint's file or folder; with LoRAs, over all their files and strengths too."""
         return str(weights_sha256(made_of(self.job(None, UNUSED).model.inputs())))
 
     @property
     def parameters(self) -> dict[str, int]:
-        """The number of parameters by part, the denoiser first."""
+        """Number of parameters of each part, the denoiser first."""
         return self.session.parameters
 
     def calibrate(
         self, prompts: str | Sequence[str] | None = None, preset: str | None = None, **knobs: object
     ) -> Statistics:
-        """Collect what every recipe is derived from: ranges and samples of the inputs of all layers.
+        """Collect calibration statistics, ranges and samples of all layers' inputs, from which recipes are derived.
 
         Args:
-            prompts: one or more texts to make calibration images of; None: the first ``calib_size`` of the preset.
-            knobs: the guidance ``scale``, and of the section ``quantize`` those that statistics depend on:
+            prompts: one or more texts for calibration images; None: ``calib_size`` of the calibration prompts.
+            knobs: the guidance ``scale``, and the knobs of the section ``quantize`` on which statistics depend:
                 ``calib_size``, ``n_steps``, ``seed``, ``batch_size``, ``calibration``, ``snapshots``, ``accelerator``,
-                ``devices``; and as for ``quantize`` ``parts``, for statistics of these parts too,
-                ``hessian`` and ``loras``.
-            preset: with ``hessian``, the recipe's, of whose layers it sums Hessians: ``svdquant_w4a16``, ...
+                ``devices``; also ``parts``, for statistics of these parts too, ``hessian`` and ``loras``, with the
+                values that ``quantize`` gets later.
+            preset: only with ``hessian``: the recipe whose layers get Hessians, such as ``svdquant_w4a16``.
 
         Returns:
-            The statistics, which know no recipe, but for the Hessians.
+            The statistics. They depend on no recipe, except for the Hessians.
 
         Raises:
             ConfigError: a knob does not exist, is out of range, or is used by ``quantize`` alone; ``calib_size`` or
-                ``calibration`` beside ``prompts``.
+                ``calibration`` is given together with ``prompts``.
             SdQuantError: an input of a layer is not finite.
             ResourceError: memory or the GPU is too small.
         """
@@ -118,18 +118,18 @@ class Model:
         return statistics_of(loaded, job, sha256, rows)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":
-        """Derive how each layer is quantized. Takes seconds, but ``keep``, ``budget`` and ``fit`` try every layer.
+        """Derive how each layer is quantized. Takes seconds; with ``keep``, ``budget`` or ``fit`` it tries every layer.
 
         Args:
-            statistics: what ``calibrate`` has returned.
+            statistics: the result of ``calibrate``.
             preset: as for ``quantize=``: ``fp8``, ``svdquant_w4a16``, ``nvfp4``, ...; None: ``int8``, its default.
             knobs: of the section ``quantize``, such as ``quant_level=3``, ``alpha=0.8``, ``keep=10``, ``budget=0.25``;
-                and ``scale``, by which ``keep`` and ``budget`` weigh what guidance leaves of an error. Prompts and
-                steps are known from the statistics; only ``percentile_calibrator="modelopt"`` reads ``batch_size``,
-                which is then that of ``calibrate``.
+                and the guidance ``scale``: ``keep`` and ``budget`` measure errors of the network's output after
+                guidance. Prompts and steps are known from the statistics; ``batch_size`` is read only with
+                ``percentile_calibrator="modelopt"`` and has to be that of ``calibrate``.
 
         Raises:
-            ConfigError: a knob does not exist, is out of range, does not fit the others, or is used by ``calibrate``
+            ConfigError: a knob does not exist, is out of range, contradicts another, or is used by ``calibrate``
                 alone.
         """
         check_used(knobs, CALIBRATION, "quantize", "give it to calibrate")
@@ -146,9 +146,9 @@ class Model:
         return Quantized(self, label, job, loaded, assignment, knobs, parts)
 
     def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
-        """The full-precision model's images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``.
+        """Generate full-precision images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``.
 
-        With ``sizes`` of several it is a list, of [H, W, 3] each.
+        If the images have several ``sizes``, the result is a list of arrays [H, W, 3].
         """
         return self.generate(prompts, knobs).images
 
@@ -159,7 +159,7 @@ class Model:
         assignments: Assignments | None = None,
         sampling: Callable[[Infer], Sampling] = recipe_sampling,
     ) -> Generated:
-        """Images and latents by torch, with the parts quantized that have an assignment."""
+        """Generate images and latents with torch; parts in ``assignments`` are quantized, others in full precision."""
         session, infer = self.to_generate(prompts, knobs, simulated=bool(assignments))
         variant = torch_variant(session, infer, assignments or {})
         try:
@@ -171,7 +171,7 @@ class Model:
     def to_generate(
         self, prompts: str | Sequence[str] | None, knobs: Mapping[str, object], simulated: bool
     ) -> tuple[Session, Infer]:
-        """The session and the section ``infer`` by which images are made, checked. Raises SdQuantError."""
+        """Return the session and the section ``infer`` for images. Raises SdQuantError if they cannot be made."""
         job = self.job(None, UNUSED, with_prompts(prompts, knobs))
         because = "quantize.py chooses the steps; its record has them, for infer.schedule"
         check_unused(job.infer, "infer.", (True, {"reuse": None}, because))
@@ -184,7 +184,7 @@ class Model:
         return session, job.infer
 
     def job(self, preset: str | None, recipe: Mapping[str, object], infer: Mapping[str, object] = {}) -> QuantizeJob:
-        """The job of a command with these knobs, checked."""
+        """Compose and check the job of ``quantize`` with these knobs. Raises SdQuantError for an invalid one."""
         presets = {"model": self.preset, "export_trt": "none"} | ({"quantize": preset} if preset else {})
         of_images = {f"infer.{name}": value for name, value in infer.items()}
         of_recipe = {f"{'infer' if name == 'scale' else 'quantize'}.{name}": value for name, value in recipe.items()}

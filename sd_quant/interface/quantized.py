@@ -1,4 +1,4 @@
-"""A model with the quantization of each layer: what it weighs and draws, and the files that are written of it."""
+"""A quantized model: its size, its images, and the files that it is exported to."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,15 +30,15 @@ from sd_quant.stages.targets import check_servers, rows_of
 
 @dataclass(frozen=True, repr=False)
 class Quantized:
-    """A model with an assignment: the quantization of each layer of its denoiser. ``Model.quantize`` makes it."""
+    """A model with an assignment, the quantization of each layer; made by ``Model.quantize``."""
 
-    model: Any  # that has made it
+    model: Any  # the ``Model`` whose method ``quantize`` made this
     label: str  # the preset and the knobs that were given
     job: QuantizeJob
     loaded: Loaded
     assignment: dict[str, LayerAssignment]
-    knobs: Mapping[str, object] = field(default_factory=dict)  # those that were given to ``quantize``
-    parts: dict[str, dict[str, LayerAssignment]] = field(default_factory=dict)  # of other parts than the denoiser
+    knobs: Mapping[str, object] = field(default_factory=dict)  # the knobs that were given to ``quantize``
+    parts: dict[str, dict[str, LayerAssignment]] = field(default_factory=dict)  # assignments of the other parts
 
     def __repr__(self) -> str:
         count = count_layers(self.assignment)
@@ -47,30 +47,30 @@ class Quantized:
 
     @property
     def assignments(self) -> Assignments:
-        """Those of all quantized parts, by part."""
+        """Assignment of each quantized part, the denoiser first."""
         return {self.loaded.denoiser: self.assignment, **self.parts}
 
     def layers(self) -> list[dict[str, object]]:
-        """A row for each layer, as in ``layers.csv``: role, format, scales, alpha, errors, why it is not quantized."""
+        """Return a row per layer, as in ``layers.csv``: role, format, scales, alpha, errors, why it is unquantized."""
         return rows_of_layers(self.assignments)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the denoisers' weights with their scales, where weights that are not quantized count in fp16."""
+        """Bytes of the denoisers' weights with their scales; weights that are not quantized count as fp16."""
         parameters, assignments = self.loaded.parameters, self.assignments
         return sum(assigned_bytes(parameters[part], assignments[part]) for part in self.loaded.denoisers)
 
     @property
     def share(self) -> float:
-        """``weight_bytes`` as a share of the bytes of all weights in fp16."""
+        """``weight_bytes`` as a share of the bytes that the denoisers' weights take in fp16."""
         return self.weight_bytes / (HALF * sum(self.loaded.parameters[part] for part in self.loaded.denoisers))
 
     def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
-        """The quantized model's images of ``prompts``, uint8 [N, H, W, 3], simulated in torch; see ``compare``."""
+        """Generate the quantized model's images, uint8 [N, H, W, 3], simulated in torch; arguments: see ``compare``."""
         return self.model.generate(prompts, knobs, self.assignments).images
 
     def export(self, folder: str | Path) -> dict[str, Path]:
-        """Write an ONNX file for each part, the denoiser quantized.
+        """Write an ONNX file for each part; parts with an assignment, such as the denoiser, are quantized.
 
         Args:
             folder: gets ``onnx/<part>/<part>.onnx``, from which ``export_trt`` builds plans.
@@ -90,16 +90,16 @@ class Quantized:
     def hand_over(
         self, target: str, folder: str | Path, prompts: str | Sequence[str] | None = None, **knobs: object
     ) -> Path:
-        """Write the model in another tool's own format; ``docs/hand_over.md`` says what each holds and how to open it.
+        """Write the model in another tool's format; ``docs/hand_over.md`` says what each can store and how to open it.
 
-        The folder has the same README as the command writes: what it is, what of the recipe it lost, how to open it.
+        As with the command, a README says what the folder is, what of the recipe was lost, and how to open it.
 
         Args:
             target: ``comfyui``, ``diffusers_modelopt``, ``diffusers_torchao``, ``diffusers_sdnq``,
                 ``diffusers_autoround``, ``diffusers_bfl``, ``diffusers_nunchaku_lite``, ``nunchaku``, ``gguf``,
                 ``openvino``, ``onnx``, ``modelopt_export``, ``vllm_int8`` or ``sglang_fp8``.
             folder: a new one, or an empty one.
-            prompts: one or more texts; the README then says how far images of what the tool computes are from full
+            prompts: one or more texts; the README then says how far images as the tool computes them are from full
                 precision. None: no images are made.
             knobs: with ``prompts``, as for ``compare``.
 
@@ -107,9 +107,9 @@ class Quantized:
             The folder.
 
         Raises:
-            ConfigError: there is no such target, it cannot hold the recipe or the family, the folder is not empty, or
-                a knob is given without prompts.
-            ResourceError: a package that writes it is missing, or the disk is full.
+            ConfigError: there is no such target, it cannot store the recipe or the model family, the folder is not
+                empty, or a knob is given without prompts.
+            ResourceError: a package that writes the format is missing, or the disk is full.
         """
         one_of(TARGETS).check("target", target)
         check_targets("target", [target], self.job.model, self.job.quantize, self.job.formats()["weights"])
@@ -151,7 +151,7 @@ class Quantized:
         convert`` makes a folder of a ``.nemo``.
 
         Raises:
-            ConfigError: ModelOpt cannot hold the recipe; it holds INT8 and FP8 up to level 3.
+            ConfigError: ModelOpt cannot restore the recipe; it restores INT8 and FP8 up to ``quant_level=3``.
         """
         if not restorable(self.assignment):
             raise ConfigError(f"ModelOpt cannot hold {self.label}, expected INT8 or FP8 up to level 3")
