@@ -5,7 +5,6 @@ person's name gets into the file. ``GpuReport`` is the schema and forbids unknow
 strangers. Alternative not taken: to send the record itself, which holds paths and prompts.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from sd_quant.text import one_line
 
 SCHEMA = "sd-quant gpu report 1"
 MOST_BYTES = 1_000_000
-AGREEMENT = 0.1  # between a speed-up, measured by rounds, and the quotient of the medians of its latencies
+AGREEMENT = 0.1  # share by which the quotient of two medians may lie outside of the interval, which is of rounds
 PATHS = re.compile(r"\S*[/\\~@]\S*")
 
 
@@ -70,7 +69,8 @@ class Latency(Closed):
             if milliseconds is None or speedup is None:
                 continue
             quotient = milliseconds / self.quantized_ms
-            if abs(math.log(speedup.value / quotient)) > AGREEMENT:
+            low, high = speedup.low or speedup.value, speedup.high or speedup.value
+            if not low / (1 + AGREEMENT) <= quotient <= high * (1 + AGREEMENT):
                 raise ValueError(
                     f"the speed-up over_{name} is {speedup.value:g}, and its latencies, {milliseconds:g} and "
                     f"{self.quantized_ms:g} ms, give {quotient:.3g}"

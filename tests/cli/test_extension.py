@@ -26,7 +26,7 @@ from sd_quant.quantization.observers import OBSERVERS, Observer
 from sd_quant.quantization.percentile import COLLECT_METHODS
 from sd_quant.quantization.smoothing import SMOOTHINGS, per_layer
 from sd_quant.report.rebuild import rebuild
-from sd_quant.stages import infer, quantize
+from sd_quant.stages import infer, quantize, run_record
 from sd_quant.trackers import TRACKERS
 
 from ..zoo.families import sd15_of_one_level
@@ -146,7 +146,7 @@ def added(tmp_path, monkeypatch) -> Path:
     for name, text in ADDED.items():
         (tmp_path / name).write_text("\n".join(line[8:] for line in text.splitlines()))
     monkeypatch.setattr(recipe, "GROUPS", [tmp_path / "conf"])
-    monkeypatch.setattr(quantize, "TRACKED", str(tmp_path / "trackers"))
+    monkeypatch.setattr(run_record, "TRACKED", str(tmp_path / "trackers"))
     yield tmp_path / "conf"
     for name in ("my_module", "my_format"):
         sys.modules.pop(name, None)
