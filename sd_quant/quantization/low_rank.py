@@ -61,8 +61,9 @@ def with_adapter(layer: LayerAssignment, up: Tensor, down: Tensor) -> LayerAssig
         down = down / layer.pre_quant_scale
     if layer.output_scale is not None:
         up = up * layer.output_scale[:, None]
-    ratio = down.abs().amax(1) / up.abs().amax(0)
-    balance = torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0).sqrt()
+    largest, of_up = down.abs().amax(1), up.abs().amax(0)
+    ratio = torch.where(of_up > 0, largest / of_up, largest.square())  # an untrained LoRA has zeros in up
+    balance = torch.where(ratio > 0, ratio, 1.0).sqrt()
     up, down = (up * balance).half(), (down / balance[:, None]).half()
     if layer.low_rank is not None:
         up, down = torch.cat([layer.low_rank[0], up], dim=1), torch.cat([layer.low_rank[1], down])
