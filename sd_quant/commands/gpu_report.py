@@ -160,18 +160,13 @@ def names_here() -> list[str]:
 def report_of(rows: Sequence[dict[str, Any]], rehearsal: bool) -> dict[str, Any]:
     """Build the report, an object for JSON, and check it against its schema."""
     name, capability, driver, memory = NO_GPU if rehearsal else next(iter(listed_gpus()))
-    processor = provenance.processor()
     report = {
-        "schema": SCHEMA,
-        "made_by": "sd-quant gpu-report",
-        "day": datetime.now(UTC).date().isoformat(),
-        "rehearsal": rehearsal,
+        "schema": SCHEMA, "made_by": "sd-quant gpu-report", "day": datetime.now(UTC).date().isoformat(),
+        "rehearsal": rehearsal, "rows": rows,
         "gpu": {"name": name, "compute_capability": capability, "memory": memory, "driver": driver,
                 "clocks": {} if rehearsal else dict(clocks())},
-        "processor": processor["cpu"] or platform.machine(),
-        "cores": cores(),
+        "processor": provenance.processor()["cpu"] or platform.machine(), "cores": cores(),
         "versions": provenance.versions(*provenance.PACKAGES),
-        "rows": rows,
     }  # fmt: skip
     GpuReport.model_validate(report)
     return report

@@ -189,7 +189,7 @@ def makes_calibration_images(quantize: Quantize, infer: Infer) -> bool:
 
 
 def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
-    """Raises ConfigError for a ``given`` knob without effect. A sweep may vary one: equal jobs are done once."""
+    """Raise ConfigError for a ``given`` knob without effect, except one that a sweep varies: equal jobs run once."""
     linear = {f"{prefix}{name}" for name in unheeded_knobs(job.quantize) for prefix in ("", "quantize.")}
     for name in given:
         if name in linear:

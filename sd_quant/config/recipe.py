@@ -49,7 +49,7 @@ def content_of(preset: str) -> dict[str, Any]:
 
 
 def own_recipe(preset: str) -> Recipe | None:
-    """Return a preset's recipe at quant_level=3, no other knobs given; None if it is damaged or enables nothing."""
+    """Return the recipe of a preset at quant_level=3 with default knobs; None for an invalid preset."""
     return recipe_in(presets()[preset].read_text(encoding="utf-8"))
 
 

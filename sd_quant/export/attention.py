@@ -86,7 +86,7 @@ def in_fp32(products: Sequence[ir.Node], attention: str, dtype: ir.DataType) -> 
 def quantize_by_rows(
     scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment, dtype: ir.DataType
 ) -> None:
-    """Let ``scores`` and ``mixed`` multiply integers; between them, operations in ``dtype`` replace ``softmax``."""
+    """Quantize MatMuls ``scores`` (Q K^T) and ``mixed`` (P V) to integers; nodes in ``dtype`` replace ``softmax``."""
     found, fmt, graph = head_factors(layer), FORMATS[layer.activation_format], softmax.graph
 
     def head_constant(what: str, values: Tensor) -> ir.Value:

@@ -280,7 +280,7 @@ def layer_difference(module: nn.Module, layer: LayerAssignment, x: Tensor, actua
 @full_precision()
 @torch.inference_mode()
 def attention_difference(products: nn.Module, inputs: Sequence[Tensor], actual: Tensor) -> LayerDifference:
-    """Compare the engine's output ``actual`` for query, key and value with that of the simulated ``products``."""
+    """Compare an engine's attention output ``actual`` for query, key and value with that of simulated ``products``."""
     query, key, value = (heads.to(next(products.buffers(), heads.float())) for heads in inputs)
     expected = products(query, key, value)
     actual = actual.to(expected)

@@ -53,7 +53,7 @@ class Shapes:
 
 
 def steps_of(checkpoint: Any, sampling: Sampling) -> int:
-    """Count the scheduler's steps for the first image, in a trial call."""
+    """Count the denoising steps of the first image, by running its pipeline on networks that compute shapes alone."""
     parts, sampling = checkpoint.parts(), replace(sampling.of_image(0), schedule=None, guidance_until=None)
     engines = {
         name: Shapes(TorchEngine(module.eval(), contract), contract, (sampling.width, sampling.height))

@@ -117,7 +117,7 @@ def kinds_of(folder: Folder, layers: Mapping[str, LayerTensors]) -> dict[str, st
 
 
 def from_map(folder: Path) -> dict[str, str]:
-    """Read each layer's name in KINDS from quanto's own map. Raises ArtifactError as ``kinds_of`` does."""
+    """Read each layer's weight type, a key of KINDS, from quanto's MAP file. Raises ArtifactError for another type."""
     entries = read_json(folder, MAP)
     malformed = [name for name, entry in entries.items() if not isinstance(entry, Mapping)]
     weights = {name: entry.get("weights") for name, entry in entries.items() if name not in malformed}

@@ -136,7 +136,11 @@ def old_name(key: str) -> str:
 
 
 def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the file's linears that hold diffusers' linear ``name`` side by side, and the linears stacked in rows."""
+    """Return where the file has diffusers' linear ``name``, as two tuples of names.
+
+    First the file's linears that share its inputs between them (``mlp_fc2``, ...), then the diffusers linears whose
+    outputs one linear of the file concatenates, such as query, key and value in ``to_qkv``.
+    """
     head, _, last = name.rpartition(".")
     for fused, members in FUSED.items():
         if last in members and not head.endswith("attn2"):

@@ -21,7 +21,7 @@ from sd_quant.names.authors import Rows, joined, places_in, rows_of
 
 @dataclass(frozen=True)
 class Coded:
-    """A linear with a quantized weight in a file. Formats add ``layout`` and ``inputs``."""
+    """A linear with a quantized weight in a file. A format is a subclass with its own ``layout`` and ``inputs``."""
 
     counted: ClassVar[str] = ""  # the beginning of ends of names of tensors that are stored for the weight
     own: LayerTensors

@@ -1,8 +1,8 @@
-"""Tensors of a denoiser's file by layer, with the checks that all readers share; diffusers' folders.
+"""Tensors of a denoiser's file, or of a diffusers folder, grouped by layer, and the checks that all readers share.
 
-A layer ``X`` has tensors such as ``X.weight`` and ``X.weight.absmax``. A tensor with a suffix that no reader knows is a
-parameter or unknown. Alternative not taken: a class per kind of stored weight, as these share only names, shapes and
-finite numbers.
+A layer ``X`` has tensors such as ``X.weight`` and ``X.weight.absmax``. Any other tensor is a parameter of the network,
+or refused as unknown. Alternative not taken: a class per stored weight format; formats have only the checks of names,
+shapes and finite values in common.
 """
 
 import os

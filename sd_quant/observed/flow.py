@@ -111,7 +111,7 @@ class Flow:
 
     @cached_property
     def ahead(self) -> dict[Value, bool]:
-        """By value that reaches the network's output, whether any layer lies between the value and that output."""
+        """Map of values that reach the network's output to whether a Linear or Conv2d lies on the way."""
         found = dict.fromkeys(self.tape.returned, False)
         for operation in reversed(self.tape.operations):
             outputs = [output for output in self.tape.outputs[operation] if output in found]

@@ -229,9 +229,9 @@ def kept_single(signature: Signature) -> tuple[str, ...]:
 
 
 def case_of(build: Build, calls: Sequence[Call], weights: Mapping[str, Tensor], method: str, large: int) -> Case:
-    """Build the network to verify, with weights, and compute its outputs for the ``calls``.
+    """Build a network with ``weights`` and compute the outputs of its ``method`` that its exported graph has to equal.
 
-    Raises ArtifactError for a network that fails, or whose outputs are not finite.
+    Over ``large`` parameters it is shortened. Raises ArtifactError if it fails, or an output is not finite.
     """
     network = build()
     if sum(parameter.numel() for parameter in network.parameters()) > large:

@@ -119,7 +119,7 @@ def judgement(sweep: Sweep) -> str:
 
 
 def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
-    """Compare, in one sentence a pair, candidates of equal formats: one with LoRAs fused, one with LoRAs separate."""
+    """Return a sentence for each pair of candidates of equal formats, one with fused LoRAs, one with separate ones."""
     both = [(a, b) for a in everyone for b in everyone if (a.loras, b.loras) == ("beside", "fused")]
     pairs = [(beside, fused) for beside, fused in both if beside.kind == fused.kind]
     found = []

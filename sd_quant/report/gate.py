@@ -166,7 +166,7 @@ def reference_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_comparable(run: Run, baseline: Run) -> None:
-    """Check two runs. Raises ConfigError unless both have equal prompts, weights, knobs and files of full precision."""
+    """Raise ConfigError unless both runs have equal prompts, weights, image knobs and unquantized networks' files."""
     one, other = (reference_of(each.record) for each in (run, baseline))
     if differ := [name for name in one | other if one.get(name) != other.get(name)]:
         raise ConfigError(

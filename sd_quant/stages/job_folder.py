@@ -139,7 +139,7 @@ def check_no_other_run(job: QuantizeJob, directory: Path, wanted: str | None = N
 
 
 def check_own(directory: Path, marks: Sequence[str] = A_JOBS) -> None:
-    """Raise ConfigError for a folder with files but none of the ``marks``, the files that show a job's folder."""
+    """Raise ConfigError for a folder with foreign files: it has none of ``marks``, the files that every job writes."""
     others = sorted(path.name for path in directory.iterdir() if path.name not in BEFORE_A_JOB)
     if others and not any((directory / name).exists() for name in marks):
         named = " and ".join(others[:2]) + (" and more" if len(others) > 2 else "")

@@ -262,7 +262,7 @@ def denoiser_rounds(checkpoint: Checkpoint, engines: Mapping[str, Engine], infer
 
 
 def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
-    """Return the record's timing conditions: whether in shared rounds, why it stopped, CPU use by other processes."""
+    """Return the timing conditions: whether engines shared rounds, why the rounds ended, CPU use of other processes."""
     shares = {name: [each.machine[name] for each in rounds if each.machine[name] is not None] for name in USED}
     return Conditions(
         together=len(rounds[0].samples) > 1,

@@ -110,7 +110,7 @@ def other_batch(infer: Infer) -> Infer:
 
 
 def images_by(way: str, variants: Variants, theirs: Generated) -> Generated:
-    """Make the reference's images in this ``way``. Raises SdQuantError if generation fails."""
+    """Make full-precision images with the change ``way``, an entry of WAYS; ``theirs`` are those without it."""
     infer = variants.loaded.infer
     reference = partial(generated, way, variants.loaded, variants.engines[FRAMEWORK])
     if way == BATCH:
@@ -128,7 +128,7 @@ def images_by(way: str, variants: Variants, theirs: Generated) -> Generated:
 def made(
     way: str, variants: Variants, infer: Infer, make: Callable[[ByBatch], Generated], detail: object = ""
 ) -> Generated:
-    """Return the images of this ``way`` and ``detail`` from the cache, or else from ``make``."""
+    """Return the images with the change ``way``, such as BATCH, and its ``detail`` from the cache or from ``make``."""
     outputs = variants.shared.provide(
         variants.loaded.checkpoint, infer, lambda by_batch: VariantOutputs({way: make(by_batch)}),
         {"noise_floor": f"{way} {detail}".rstrip()},

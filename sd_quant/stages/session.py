@@ -138,7 +138,7 @@ def open_session(
 
 
 def begin(model: Model, infer: Infer, sized: Mapping[str, Infer | Model]) -> Session:
-    """Check the knobs of images and open the checkpoint; ``sized``: the knob sections with image sizes, by name."""
+    """Check the image settings and open the checkpoint. ``sized``: sections whose image sizes are checked, by name."""
     checks.check_request(model, infer)
     checks.warn_of_size(model, sized)
     return open_unchecked(model)

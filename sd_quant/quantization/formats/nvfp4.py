@@ -63,7 +63,7 @@ def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def onnx_scale(apply, amax, global_scale: float):
-    """Add nodes for ``amax / 6``, rounded to E4M3 times ``global_scale``, in fp16."""
+    """Add nodes for E4M3(``amax`` / 6 / ``global_scale``) * ``global_scale`` in fp16."""
     wanted = apply("Max", apply("Div", amax, e2m1.LARGEST), SMALLEST_E4M3 * global_scale)
     codes = apply("QuantizeLinear", wanted, global_scale, output_dtype="FLOAT8E4M3FN")
     return apply("DequantizeLinear", codes, global_scale, output_dtype="FLOAT16")

@@ -54,10 +54,8 @@ def test_what_is_quantized_is_the_weight_without_it_and_the_sum_is_the_weight_wi
     output = smoothed @ (rewritten(weight + up @ down, beside).double() + all_up @ all_down).T
     expected = x @ (weight + up @ down).double().T * (1 if row.output_scale is None else row.output_scale)
     assert relative_error(expected, output) < 1e-6
-    for factor in (down / size, 1e6 * down):  # the second is beyond fp16
-        untrained = with_adapter(row, 0 * up, factor)
-        assert torch.equal(rewritten(weight, untrained), rewritten(weight, row))
-        assert untrained.low_rank[1].isfinite().all()
+    for untrained in (with_adapter(row, 0 * up, factor) for factor in (down / size, 1e6 * down)):  # beyond fp16
+        assert torch.equal(rewritten(weight, untrained), rewritten(weight, row))  # which a NaN is not
 
 
 LINEARS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
