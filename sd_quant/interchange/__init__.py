@@ -1,12 +1,12 @@
 """Quantized checkpoints of other tools: each module with ``FACTS`` reads a file format, writes it, or does both.
 
-``recognizes(path)`` decides whether a path has the format; a module with a ``method`` has none, as ``quant_method`` in
-the folder's config decides. ``read(path, checkpoint)`` returns a ``QuantizedDenoiser`` without reading a weight. It
+``recognizes(path)`` returns whether a path has the format; where ``FACTS`` has a ``method``, ``quant_method`` in the
+folder's config decides instead. ``read(path, checkpoint)`` returns a ``QuantizedDenoiser`` without reading a weight. It
 raises ArtifactError or ConfigError for a missing, damaged or undecoded file, and for a denoiser other than that of
-``checkpoint``. ``write(checkpoint, assignment, folder)`` writes the quantized denoiser, unquantized tensors in 16 bits,
-with one tensor in memory at a time, and returns the path for ``read``. It raises ResourceError when the disk is full.
-Both also accept an ``OtherNetwork``, such as a text encoder, of a class in ``networks``. A new format is a module and
-its name in ``NAMES``.
+``checkpoint``. ``write(checkpoint, assignment, folder)`` writes the denoiser, each layer quantized by its entry in
+``assignment``, other tensors in 16 bits, with one tensor in memory at a time, and returns the path for ``read``. It
+raises ResourceError when the disk is full. Both also accept an ``OtherNetwork`` as ``checkpoint``, such as a text
+encoder, of a class in ``networks``. A new format is a module and its name in ``NAMES``.
 
 Readers treat files as hostile: nothing in them is executed, sizes are checked before allocation, and a file with
 unknown parts is refused with their names. ``holding`` adapts an assignment to a format. Configuration needs ``FACTS``
@@ -131,12 +131,12 @@ class ForeignFormat:
         return self.formats.get(name) not in (STATIC, IN_BLOCKS) or inputs in expected
 
     def takes_scales(self, name: str, per_row: bool, per_token: bool) -> bool:
-        """Return whether a weight in the format ``name`` may have a scale per row (``per_row``) or one in all."""
+        """Return whether ``name`` allows weights scaled ``per_row`` (else per tensor), inputs ``per_token`` or not."""
         by_row = per_token and self.formats.get(name) == STATIC  # then weights are scaled by row, as inputs are
         return by_row or self.per_channel.get(name, per_row) == per_row
 
     def refuses(self, where: str, name: str) -> str | None:
-        """Return why the graphs' runtime cannot execute the format ``name`` for ``where``; None if it can."""
+        """Return why the graphs' runtime cannot compute ``where`` (such as inputs) in the format ``name``, or None."""
         return RUNTIMES[self.runtime].refuses(where, formats.FORMATS[name]) if self.runtime else None
 
 

@@ -33,9 +33,9 @@ def adapted_of(checkpoint: Checkpoint) -> dict[str, AdaptedTensor]:
 
 
 def holds_loras(denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer], checkpoint: Checkpoint) -> bool:
-    """Return whether ``denoiser``'s weights include the LoRAs of ``checkpoint``; ``plain`` is ``unfolded(denoiser)``.
+    """Return whether the LoRAs of ``checkpoint`` are fused into the weights of ``denoiser``.
 
-    Raises ConfigError unless the LoRAs' strength in the weights is near 0 or 1.
+    ``plain`` has its layers, from ``unfolded``. Raises ConfigError for a LoRA strength that is near neither 0 nor 1.
     """
     product = size = 0.0
     for name, each in adapted_of(checkpoint).items():
@@ -58,10 +58,10 @@ def holds_loras(denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer]
 def with_loras(
     denoiser: QuantizedDenoiser, plain: Mapping[str, QuantizedLayer], checkpoint: Checkpoint
 ) -> QuantizedDenoiser:
-    """Return ``denoiser`` without ``runtime``, with the LoRAs of ``checkpoint``; ``plain`` is ``unfolded(denoiser)``.
+    """Return ``denoiser`` with the LoRAs of ``checkpoint``, and without ``runtime``, which would compute without LoRAs.
 
-    Raises ConfigError for a LoRA of a norm, of a convolution with rounded inputs, or of a layer whose smoothing is
-    folded into the preceding module, because the layer's input then differs from the LoRA's.
+    ``plain`` has its layers, from ``unfolded``. Raises ConfigError for a LoRA of a norm, of a convolution with rounded
+    inputs, or of a layer with smoothing folded into the preceding module, because its input differs from the LoRA's.
     """
     adapted = adapted_of(checkpoint)
     quantized = [name for name in adapted if name in denoiser.layers]
@@ -89,7 +89,7 @@ def with_loras(
 
 
 def layer_with(layer: QuantizedLayer, adapted: AdaptedTensor) -> QuantizedLayer:
-    """Add all LoRA updates of a quantized layer: to its weight, or as a branch if its inputs are rounded."""
+    """Return ``layer`` with the LoRA of ``adapted`` in its weight, and as a low-rank branch if inputs are rounded."""
     if layer.inputs is None:
         return replace(layer, weight=AdaptedTensor(layer.weight, adapted.updates))
     up, down = factors_of(adapted)

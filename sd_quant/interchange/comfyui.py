@@ -141,7 +141,7 @@ Marks = Mapping[str, Mapping[str, Any]]  # by layer, in the file's names without
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether ``path`` is a safetensors file with ComfyUI's marks, or a denoiser's without foreign scales."""
+    """Return whether ``path`` is a safetensors file with ComfyUI's marks, or of a denoiser without scales."""
     tensors, metadata = header_of(path)
     if any(name.endswith(FOREIGN) for name in tensors):
         return False
@@ -186,7 +186,7 @@ def cast(stored: Readable, path: Path, name: str) -> LazyTensor:
 def marks_in(
     path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, Any], whole: bool
 ) -> tuple[Marks, bool]:
-    """Return the mark of each quantized layer of the denoiser, and whether the file has the older ``scaled_fp8``.
+    """Return each quantized layer's mark, its description in JSON, and whether the file has the older ``scaled_fp8``.
 
     Names of ``tensors`` have no prefix; names in the metadata of a ``whole`` model have one. Raises ArtifactError
     for contradicting marks, unknown formats and unknown entries.
@@ -261,7 +261,7 @@ def marks_in_metadata(path: Path, metadata: Mapping[str, Any], whole: bool) -> M
 def marked_tensors(
     path: Path, tensors: Mapping[str, StoredTensor], marks: Marks, old: bool
 ) -> tuple[dict[str, Marked], set[str]]:
-    """Return marked layers with a weight, and the names of all marks and of the layers' tensors except weights."""
+    """Return marked layers that have a weight, and names of their other tensors; ``old``: scales have older names."""
     new_names = OLD_NAMES if old else {}
     found: dict[str, dict[str, StoredTensor]] = {layer: {} for layer in marks}
     used = {OLD_MARK} if old else set()
@@ -289,7 +289,7 @@ def marked_tensors(
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Write the denoiser, or all networks of an SDXL, to a file in ``folder``, and return the file's path."""
+    """Write the denoiser or a whole SDXL to a file, with ``marks``, tensors on its sampling, and return the path."""
     plain, joined = by_authors_names(checkpoint, assignment)
     state: dict[str, Readable] = dict(plain)
     alone = isinstance(checkpoint, OtherNetwork)  # ComfyUI dequantizes a text encoder's weights and leaves inputs

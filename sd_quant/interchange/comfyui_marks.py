@@ -100,7 +100,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Marked(Coded):
-    """A linear with ComfyUI's mark. Methods raise ArtifactError for an invalid entry of the mark."""
+    """A linear with ComfyUI's mark, a description in JSON. Methods raise ArtifactError for an invalid entry of it."""
 
     counted = "weight"
     mark: Mark
@@ -133,7 +133,7 @@ class Marked(Coded):
         return self.method.layout.unpacked(shape)
 
     def entry(self, name: str, usual: Any = None) -> Any:
-        """Return an entry of the mark or of the mark's ``params``, or else ``usual``."""
+        """Return the entry ``name`` of the mark or of the mark's ``params``; without one, the default ``usual``."""
         inner = self.mark.get("params", {})
         return {**(inner if isinstance(inner, Mapping) else {}), **self.mark}.get(name, usual)
 
@@ -186,13 +186,13 @@ class Marked(Coded):
 
 
 def four_bits(packed: Tensor) -> Tensor:
-    """Unpack unsigned 4-bit codes [rows, K] from bytes with the first code in the low half."""
+    """Unpack unsigned 4-bit codes [rows, columns] from bytes with the first code in the low half."""
     packed = packed.view(torch.uint8)
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
 
 
 def levels(packed: Tensor, shape: Shape) -> Tensor:
-    """Unpack asym_w4a8_int8's signed numbers of four or six bits to fp32."""
+    """Unpack asym_w4a8_int8's signed numbers of four or six bits to fp32; ``shape`` is the weight's."""
     bits, columns = 8 * packed.shape[1] // shape[1], shape[1]
     packed = packed.view(torch.uint8)
     codes = four_bits(packed[:, : columns // 2])
@@ -378,7 +378,7 @@ def mark_of(layer: LayerAssignment, inputs: str) -> Mark:
 
 
 def tensors_of(checkpoint: Checkpoint, layers: JoinedLayers, formats: Mapping[str, str]) -> dict[str, Readable]:
-    """Return a quantized linear's tensors by the suffixes of their names; ``formats`` as in ``ForeignFormat``."""
+    """Return a quantized linear's tensors by name suffix; ``formats`` has how inputs are computed, by weight format."""
     method = METHODS[WRITTEN[layers.first.format]]
     mark = json.dumps(mark_of(layers.first, formats[layers.first.format])).encode()
     tensors = method.layout.in_groups(method.group).of_joined(checkpoint, layers)

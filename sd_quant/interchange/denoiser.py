@@ -1,7 +1,7 @@
-"""A denoiser quantized by another tool or by an assignment: dequantized weights, input rounding and the network.
+"""A denoiser quantized by another tool or by a run here: dequantized weights, input rounding and the network.
 
 A text encoder or VAE may take the denoiser's place, see ``models.checkpoint.OtherNetwork``. Layers have diffusers'
-names, a text encoder's transformers' names.
+names; those of a text encoder have transformers' names.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -110,7 +110,7 @@ def checked_whole(
 
 
 def needed(network: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a network needs; a tied tensor has only the name that files give it."""
+    """Return a network's state dict, with a tied tensor only under the name that it has in files."""
     return {name: tensor for name, tensor in network.state_dict().items() if name not in TIED}
 
 
@@ -138,7 +138,7 @@ def quantize_inputs(
 ) -> list[RemovableHandle]:
     """Register hooks on ``layer`` that round its inputs by ``inputs``, and return the hooks' handles.
 
-    As the weight includes the ``branch``, it also multiplies the rounding error: its own inputs are unrounded.
+    The weight includes the low-rank ``branch``; as its inputs are not rounded, up @ down @ (rounding error) is added.
     """
     up, down = (None, None) if branch is None else (each.read().float() for each in branch)
     taken: list[Tensor] = []

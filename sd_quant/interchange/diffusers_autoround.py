@@ -147,7 +147,7 @@ def schemes_of(folder: Folder, found: Mapping[str, LayerTensors]) -> Iterator[tu
 
 
 def scheme_of(folder: Folder, given: Mapping[str, object], usual: Scheme) -> Scheme:
-    """Return ``usual`` updated with the entries of ``given`` that are not null."""
+    """Return the scheme ``usual`` updated with those entries of the config ``given`` that are not null."""
     stated = {name: value for name, value in given.items() if value is not None}
     return folder.checked(stated, usual)
 
@@ -155,7 +155,7 @@ def scheme_of(folder: Folder, given: Mapping[str, object], usual: Scheme) -> Sch
 def blocks_of(folder: Folder) -> tuple[str, ...] | None:
     """Return name prefixes of layers that are quantized unless ``extra_config`` differs; None without an entry.
 
-    Raises ConfigError for anything except a text, a list of texts, or a list of such lists.
+    Raises ConfigError for anything except a string, a list of strings, or a list of lists of strings.
     """
     given = next((folder.config[name] for name in BLOCKS if folder.config.get(name) is not None), None)
     if given is None:
@@ -197,7 +197,7 @@ def stored_layer(stored: LayerTensors, shape: tuple[int, ...], scheme: Scheme, p
 
 
 def layout_of(bits: int, group: int, packing: str) -> Layout:
-    """Return the layout of a linear with one scale per ``group`` of inputs."""
+    """Return the layout of a linear with one scale per ``group`` inputs; ``packing`` is a value of ``PACKINGS``."""
     less, middle = int(packing == GPTQ), 2 ** (bits - 1)  # by how much less than it is a zero point is stored
     along_inputs = Packing(
         lambda words, shape: unpacked(words, bits).T, lambda codes: packed(codes.T.int() + middle, bits)
@@ -218,7 +218,7 @@ def layout_of(bits: int, group: int, packing: str) -> Layout:
 
 
 def symmetric(own: LayerTensors, bits: int, packing: str, *given: Any) -> Tensor:
-    """Dequantize a symmetric weight. Raises ArtifactError for a zero point other than the middle code."""
+    """Dequantize from ``Layout.formula``'s arguments. Raises ArtifactError unless zero points are the middle code."""
     layout, found, shape = given
     (zeros,) = (each for piece, each in found.items() if piece.holds == ZEROS)
     if len(wrong := zeros[zeros != 2 ** (bits - 1)]):

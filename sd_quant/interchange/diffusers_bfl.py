@@ -81,7 +81,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 class Scaled(Coded):
-    """A linear whose weight has a scale."""
+    """A linear in FP8 or NVFP4 with the scales beside its weight."""
 
     @property
     def layout(self) -> Layout:

@@ -121,7 +121,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def threshold(folder: Folder) -> float:
-    """Return the config's LLM.int8 threshold. Raises ArtifactError unless a number, and for weights kept in fp16."""
+    """Return the config's LLM.int8 threshold. Raises ArtifactError if it is no number, or weights are fp16."""
     given = folder.config.get("llm_int8_threshold", 6.0)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1e6:
         raise ArtifactError(
@@ -223,7 +223,7 @@ def eight_bits(stored: LayerTensors, shape: Shape, inputs: OutlierColumns) -> Qu
 def with_their_layers(
     denoiser: QuantizedDenoiser, checkpoint: Checkpoint, found: Mapping[str, LayerTensors], threshold: float
 ) -> nn.Module:
-    """Build diffusers' network in fp32 with bitsandbytes' own layers, on the CPU.
+    """Build diffusers' network in fp32 with bitsandbytes' own layers, from the tensors ``found`` by layer, on the CPU.
 
     ``from_pretrained`` is not used: diffusers 0.42 refuses bitsandbytes without a GPU, though its layers compute.
     """

@@ -87,7 +87,7 @@ READ = {
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A ModelOpt quantizer: int2 to int8, FP8 or NVFP4, with a range per index of ``axes`` or per ``block``."""
+    """A ModelOpt quantizer: int2 to int8, FP8 or NVFP4, with one range, one per index of ``axes``, or per ``block``."""
 
     format: str
     axes: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class Quantizer:
         return int(self.format.removeprefix("int"))
 
     def __call__(self, x: Tensor, amax: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """Round ``x`` in its own dtype. A stored ``amax`` broadcasts to ``x``, or has a row for each block."""
+        """Round ``x - bias`` and add ``bias``. A stored ``amax`` broadcasts to ``x``, or has one row for each block."""
         given = x if bias is None else x - bias.to(x)
         if amax is None:
             others = [axis for axis in range(x.ndim) if axis not in {each % x.ndim for each in self.axes}]
@@ -182,7 +182,7 @@ def is_set(value: object) -> bool:
 
 
 def understood(properties: Mapping[str, object]) -> Quantizer:
-    """Build a ``Quantizer``. Raises ValueError or TypeError for properties that ``Quantizer`` does not cover."""
+    """Build a ``Quantizer`` from ModelOpt's ``properties``. Raises ValueError or TypeError for any others."""
     bits, blocks = properties.get("_num_bits"), properties.get("_block_sizes")
     bias, narrow = properties.get("_bias"), properties.get("_narrow_range", False)
     axis = properties.get("_axis")
@@ -252,7 +252,7 @@ def quantizers_of(
 ) -> dict[str, dict[str, Quantizer]]:
     """Return the enabled quantizers by module name and role, WEIGHT or INPUT.
 
-    Raises ArtifactError for a quantizer of anything except layers' weights and inputs of ``leaves``.
+    Raises ArtifactError unless all are of weights in ``shapes`` or inputs of ``leaves``, modules without children.
     """
     found: dict[str, dict[str, Quantizer]] = {}
     foreign = []
@@ -276,7 +276,7 @@ def quantizers_of(
 def with_quantizers(
     stored: LayerTensors, shape: Shape, used: Mapping[str, Quantizer], compression: object
 ) -> QuantizedLayer:
-    """Return a layer with a quantized or compressed weight. Raises ArtifactError for tensors that do not fit."""
+    """Return a layer, quantized by ``used`` or compressed (``compression``). Raises ArtifactError for unfit tensors."""
     source = stored.checked("weight", None, (*CODES, *FLOAT_SCALES))
     inputs = inputs_of(stored, shape, used.get(INPUT))
     if compression is not None:
@@ -300,7 +300,7 @@ def with_quantizers(
 
 
 def ranges(stored: LayerTensors, shape: Shape, quantizer: Quantizer) -> tuple[list[Shape], str]:
-    """Return valid shapes of a weight's ranges, and the numbers per range. Raises ArtifactError if unsupported."""
+    """Return allowed shapes of a weight's ranges, and the numbers per range. Raises ArtifactError if unsupported."""
     told = f"{stored.path}: ModelOpt's weight of {listing([stored.layer])}"
     if quantizer.biased:
         raise ArtifactError(f"{told} is shifted, expected symmetric codes")
@@ -322,7 +322,7 @@ def ranges(stored: LayerTensors, shape: Shape, quantizer: Quantizer) -> tuple[li
 
 
 def magnitudes(stored: LayerTensors, end: str) -> Tensor:
-    """Read ranges as fp32. Raises ArtifactError for NaN, infinity and negative numbers."""
+    """Read the ranges in the tensor ``end`` as fp32. Raises ArtifactError for NaN, infinity and negative numbers."""
     values = stored.finite(end).float()
     if bool((values < 0).any()):
         raise ArtifactError(
@@ -334,7 +334,7 @@ def magnitudes(stored: LayerTensors, end: str) -> Tensor:
 def inputs_of(stored: LayerTensors, shape: Shape | None, quantizer: Quantizer | None) -> Inputs | None:
     """Return the rounding and scaling of a module's inputs, or None. Raises ArtifactError for unsupported ranges.
 
-    ``shape`` is the weight's, None for other modules than linears and convolutions. Scaling needs no quantizer.
+    ``shape`` is the weight's; None: no linear or convolution. Scaling by a pre_quant_scale needs no quantizer.
     """
     rounding: Inputs | None = None
     told = f"{stored.path}: ModelOpt's inputs of {listing([stored.layer])}"

@@ -50,7 +50,7 @@ W4A4, W4A16 = "svdq_w4a4", "awq_w4a16"
 
 
 def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """Return the denoiser as nunchaku computes it. Raises ArtifactError where config and tensors contradict."""
+    """Return the denoiser as nunchaku computes it. Raises ArtifactError if config and tensors differ."""
     folder = Folder(path, checkpoint)
     targets, shapes = targets_of(folder), folder.shapes
     linears = svdquant.linears_of(path, folder.tensors)
@@ -81,7 +81,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def targets_of(folder: Folder) -> dict[str, tuple[str, str, int | None]]:
-    """Return kind, precision and rank by linear, from the config. Raises ArtifactError unless diffusers reads it."""
+    """Return W4A4 or W4A16, precision and rank by linear, from the config. Raises ArtifactError for a broken config."""
     found: dict[str, tuple[str, str, int | None]] = {}
     advice = "expected the config that diffusers 0.42.1 reads"
     with refusing(f"{folder.path} has a broken quantization_config", KeyError, TypeError, ValueError, advice=advice):

@@ -75,7 +75,7 @@ DIFFUSERS = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "float8": "qfloa
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether the denoiser's config names quanto, or quanto's own map lies beside the config."""
+    """Return whether the denoiser's config names quanto, or ``quanto_qmap.json`` lies beside the config."""
     return quantized_by(path, MAKER) or holds(path, MAP)
 
 
@@ -94,7 +94,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def kinds_of(folder: Folder, layers: Mapping[str, LayerTensors]) -> dict[str, str]:
-    """Return each layer's name in KINDS. Raises ArtifactError for an unknown name and for quantized inputs."""
+    """Return each layer's weight type, a key of KINDS. Raises ArtifactError for another type and quantized inputs."""
     path, config = folder.path, folder.config
     if config.get("quant_method") != MAKER:
         said = from_map(folder.place)

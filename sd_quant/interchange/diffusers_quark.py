@@ -1,6 +1,6 @@
 """AMD Quark's export of a diffusers model: FP8 and INT8, INT4 and MXFP4 of weights alone, with SVDQuant's branch.
 
-As amd-quark 0.13 writes it (``torch/export/api.py``, ``integrations/diffusers``), for a weight [N, K] by its dtype:
+Tensors of a weight [N, K] in amd-quark 0.13 (``torch/export/api.py``, ``integrations/diffusers``), g inputs a scale:
 
 | weight        | X.weight      | X.weight_quantizer.scale              | is                                 |
 |---------------|---------------|---------------------------------------|------------------------------------|
@@ -122,7 +122,7 @@ def exceptions_in(path: Path, config: object) -> Exceptions:
 def spec_of(path: Path, config: object, exceptions: Exceptions, name: str, branched: bool) -> tuple[str, str | None]:
     """Return Quark's dtype names of a layer's weight and of its inputs; None for unquantized inputs.
 
-    Raises ArtifactError for an unsupported config.
+    ``branched``: whether the layer has a low-rank branch. Raises ArtifactError for an unsupported config.
     """
     named = (given for pattern, given in exceptions if pattern.match(name))
     spec = next(named, entry(config, "global_quant_config"))
@@ -146,7 +146,7 @@ def spec_of(path: Path, config: object, exceptions: Exceptions, name: str, branc
 
 
 def stored_layer(own: LayerTensors, shape: Shape, weight: str, read: str | None, reorder: bool) -> QuantizedLayer:
-    """Return a layer with a weight of ``shape``. Raises ArtifactError for tensors that do not fit."""
+    """Return a layer in Quark's dtypes ``weight`` and, of inputs, ``read``. Raises ArtifactError for unfit tensors."""
     decode, count = decoder(own, shape, weight, reorder), prod(own.checked(SCALE, None, SCALES).shape)
     scales = {1: "1 for all", shape[0]: "1 for a row"}.get(count, f"1 for {prod(shape) // max(count, 1)} numbers")
     size = own.size(but=(INPUT, INPUT_ZERO))
@@ -183,7 +183,7 @@ def with_branch(own: LayerTensors, shape: Shape, decode: Callable[[], Tensor]) -
 
 
 def decoder(own: LayerTensors, shape: Shape, name: str, reorder: bool) -> Callable[[], Tensor]:
-    """Return a function that decodes the weight to fp32, without the low-rank branch."""
+    """Return a function that decodes a weight of Quark's dtype ``name`` to fp32, without the low-rank branch."""
     if own.checked("weight", None, (*FLOATS, KINDS[name][1])).dtype in FLOATS:
         own.checked("weight", [shape], FLOATS)
         return lambda: own.finite("weight").float()
@@ -214,13 +214,13 @@ def layout_of(own: LayerTensors, shape: Shape, name: str, reorder: bool) -> Layo
 
 
 def from_words(order: list[int], signed: bool, stored: Tensor, shape: Shape) -> Tensor:
-    """Unpack 4-bit numbers [N, K or K / g] from int32 words [K or K / g, N / 8]."""
+    """Unpack 4-bit numbers [N, K or K / g] from int32 words [K or K / g, N / 8], which hold them in ``order``."""
     numbers = (stored[..., None] >> torch.arange(0, 32, 4) & 15)[..., order].flatten(1).T[: shape[0]]
     return torch.where(numbers > 7, numbers - 16, numbers) if signed else numbers
 
 
 def with_their_layers(theirs: Callable[[], nn.Module]) -> nn.Module:
-    """Build diffusers' network with Quark's own layers."""
+    """Return the network that ``theirs`` opens with diffusers and Quark's own layers."""
     import quark.integrations.diffusers  # noqa: F401  # which diffusers then knows
 
     return theirs()

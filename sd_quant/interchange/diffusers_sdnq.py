@@ -153,7 +153,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def of_layer(folder: Folder, config: Config, exceptions: Mapping[str, Mapping[str, object]], layer: str) -> Config:
-    """Return one layer's config: the first of ``exceptions`` that matches, then ``modules_dtype_dict``."""
+    """Return one layer's config: updated by the first matching pattern in ``exceptions``, then by lists of layers."""
     name, path = f"{layer}.weight", folder.path
     numbers_by_layer, no_codes = config.modules_dtype_dict or {}, config.modules_to_not_use_matmul or []
     if given := next((given for pattern, given in exceptions.items() if matches(path, pattern, name)), None):
@@ -188,7 +188,7 @@ def matches(path: Path, pattern: str, name: str) -> bool:
 
 
 def at_least_as_wide(path: Path, wanted: str, name: str) -> str:
-    """Return a layer's number format, given ``wanted`` of ``modules_dtype_dict``: a format or a minimum width."""
+    """Return the number format ``wanted``; if it is a minimum width, ``name`` or a wider integer."""
     wanted = wanted.lower()
     least = re.fullmatch(r"(minimum)?[-_]?(u?int|)(\d{1,2})[-_]?(bits?)?", wanted)
     if least is None or not (least[1] or least[4]):
@@ -324,7 +324,7 @@ def not_decoded(shape: tuple[int, ...], kind: Numbers, config: Config, product: 
 
 
 def quantized_again(kind: Numbers, product: str, blocks: bool) -> bool:
-    """Return whether SDNQ requantizes a weight, with a scale per row, before each product."""
+    """Return whether SDNQ requantizes a weight by row for inputs in ``product``; ``blocks``: it has block scales."""
     integer = product != FP8
     beyond = not kind.turns and not kind.integer and (kind.bits == 8 or kind.largest > LARGEST_FP8)
     return blocks or kind.integer != integer or not integer and (kind.unsigned or beyond)
@@ -333,7 +333,7 @@ def quantized_again(kind: Numbers, product: str, blocks: bool) -> bool:
 def shape_of_codes(shape: tuple[int, ...], scale: tuple[int, ...], turned: bool) -> tuple[int, ...] | None:
     """Return the shape of the codes that scales of the shape ``scale`` multiply; None for an unknown layout.
 
-    It is the weight's shape, [in, out] if ``turned``, or [out, blocks, in / blocks, ...].
+    Codes have the weight's shape, [in, out] if ``turned``, or [out, blocks, in / blocks, ...].
     """
     rows, columns, *kernel = shape
     if turned:
@@ -349,7 +349,7 @@ def shape_of_codes(shape: tuple[int, ...], scale: tuple[int, ...], turned: bool)
 
 @dataclass(frozen=True)
 class Stored:
-    """A layer's tensors as they are in the file."""
+    """A layer's tensors as stored in the file, and how they are decoded to a weight."""
 
     pieces: Mapping[str, Readable]
     kind: Numbers
@@ -390,7 +390,7 @@ class Stored:
 
 
 def check(own: LayerTensors, stored: Stored) -> None:
-    """Raises ArtifactError for tensors of a layer that do not fit its weight."""
+    """Raise ArtifactError for tensors of a layer that do not fit its weight."""
     kind, (rows, *others) = stored.kind, stored.shape
     of_rows = (1, rows) if stored.turned else (rows, *(1 for _ in others))
     scale = own.checked("scale", [of_rows] if stored.codes is None else None, FLOATS)
@@ -413,7 +413,7 @@ def check(own: LayerTensors, stored: Stored) -> None:
 
 
 def rotated_together(columns: int, most: int) -> int:
-    """Return the number of a weight's input channels that are rotated together; 1 for none."""
+    """Return how many of a weight's ``columns`` are rotated together; ``most`` is the config's number; 1: none."""
     group = 1 << (min(columns, most) - 1).bit_length()
     while columns % group:
         group //= 2
@@ -427,7 +427,7 @@ def rotated(weight: Tensor, group: int) -> Tensor:
 
 @cache
 def hadamard(size: int) -> Tensor:
-    """Return Sylvester's matrix / sqrt(size); for powers of four the regular one of ``quantization.rotation``."""
+    """Return Sylvester's Hadamard matrix / sqrt(size); for powers of four that of ``quantization.rotation``."""
     if size.bit_length() % 2 == 1:
         return rotation_matrix(size)
     pair = matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]])

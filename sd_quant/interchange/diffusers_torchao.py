@@ -154,7 +154,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def descriptions_of(path: Path, stored: Iterable[StoredTensor]) -> dict[str, Fields]:
-    """Read tensor descriptions by tensor name from all files' headers. Raises ArtifactError for a missing one."""
+    """Read torchao's class and fields of each tensor from the files' headers. Raises ArtifactError if missing."""
     files = {tensor.member.name: tensor.member for tensor in stored}
     found: dict[str, Fields] = {}
     for member in files.values():
@@ -198,7 +198,7 @@ def block_of(value: Any, shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def quantized_layer(description: Fields, pieces: LayerTensors, shape: tuple[int, ...]) -> tuple[QuantizedLayer, bool]:
-    """Return a linear, and whether torchao can compute it in fp32 on a CPU.
+    """Return the linear of a ``description`` (class and fields), and whether torchao can compute it in fp32 on a CPU.
 
     Raises ArtifactError unless ``pieces`` fit the ``description``.
     """
@@ -225,7 +225,7 @@ def quantized_layer(description: Fields, pieces: LayerTensors, shape: tuple[int,
 
 
 def only(found: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ValueError for a tensor or field that is not in ``known``."""
+    """Raise ValueError for a tensor or field that is not in ``known``."""
     if unknown := sorted(set(found) - set(known)):
         raise ValueError(f"{', '.join(unknown)[:200]}, not known here")
 
@@ -240,14 +240,14 @@ def affine(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tenso
 
 
 def affine_rows(layout: Layout, found: Mapping[Piece, Tensor], shape: Shape) -> Tensor:
-    """Compute ``affine`` of a directly multiplied Int8Tensor. Raises ArtifactError for nonzero zero points."""
+    """Compute ``affine`` of an Int8Tensor multiplied by its codes. Raises ArtifactError for nonzero zero points."""
     if any(piece.holds == ZEROS and bool(each.any()) for piece, each in found.items()):
         raise ArtifactError("an Int8Tensor has zero points, which torchao leaves out of its product; make it anew")
     return affine(layout, found, shape)
 
 
 def in_blocks(name: str, block: tuple[int, int], shape: Shape, *more: Piece) -> Layout:
-    """Return the layout of 8-bit codes with a scale per block of rows and columns, for a weight of this ``shape``."""
+    """Return the layout of 8-bit codes in the format ``name``, a scale per ``block`` (rows, columns), and ``more``."""
     rows, columns = block
     share = f"{columns} numbers" if rows == 1 else f"{rows} x {columns} numbers"
     share = "all" if block == shape else "a row" if block == (1, shape[1]) else share
@@ -257,7 +257,7 @@ def in_blocks(name: str, block: tuple[int, int], shape: Shape, *more: Piece) -> 
 
 
 def int8(fields: Fields, pieces: LayerTensors, shape: tuple[int, int]) -> Computed:
-    """Decode an Int8Tensor: torchao multiplies its codes directly, unless scales are of blocks of inputs."""
+    """Return how torchao computes an Int8Tensor: it multiplies codes, or the weight if a row has several scales."""
     block, options = block_of(fields["block_size"], shape), fields.get("act_quant_kwargs")
     divided = block[1] < shape[1]
     if divided and options is not None or not divided and block[0] not in (1, shape[0]):
@@ -333,7 +333,7 @@ def dtype_of(value: Fields) -> torch.dtype:
 
 
 def inputs_of(kind: str, **options: Any) -> tuple[Any, ...]:
-    """Return the templates that ``act_quant_kwargs`` must match."""
+    """Return what ``act_quant_kwargs`` may be, as a template for ``fits``: None, or a class with ``options``."""
     return None, {"_type": f"QuantizeTensorTo{kind}Kwargs", "_data": options}
 
 

@@ -29,14 +29,14 @@ class LayerErrors:
 
 
 def product(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    """Compute a linear or convolution of ``x`` with another ``weight``, without the bias."""
+    """Compute the linear or convolution ``module`` on ``x`` with ``weight`` for its own, without the bias."""
     if isinstance(module, nn.Conv2d):
         return F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
     return F.linear(x, weight)
 
 
 def theirs(module: nn.Module, layer: QuantizedLayer, x: Tensor, weight: Tensor) -> Tensor:
-    """Compute the quantized layer's output, without the bias, with rounded inputs and its branch."""
+    """Compute the quantized ``layer`` on ``x``, without the bias: rounded inputs, its ``weight`` and its branch."""
     if layer.inputs is None:
         return product(module, x, weight)
     rounded = layer.inputs(x)
@@ -91,7 +91,7 @@ def layer_errors(
 
 @contextmanager
 def put_in(network: nn.Module, name: str, layer: QuantizedLayer) -> Iterator[None]:
-    """Within the context, quantize the layer ``name`` of ``network`` as ``layer``, all others in full precision."""
+    """Within the context, replace the layer ``name`` of the full-precision ``network`` by the quantized ``layer``."""
     module = network.get_submodule(name)
     weight = module.get_parameter("weight")
     full = weight.data
@@ -113,7 +113,7 @@ def alone(
     run: Callable[[], Tensor],
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, float | None]:
-    """Return the relative error of ``run()`` with one of these layers quantized at a time, largest first."""
+    """Return the relative error of ``run()`` with each layer of ``names`` quantized alone, by name, largest first."""
     expected, errors = run(), {}
     for name in names:
         with put_in(network, name, layers[name]):
@@ -136,9 +136,9 @@ SLIGHT_OF_NORM, SLIGHT_OF_ROW = 0.01, 0.05
 
 
 def unfolded(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> Mapping[str, QuantizedLayer]:
-    """Return the layers changed for inputs of the full-precision network; unchanged without folded smoothing.
+    """Return the layers for inputs of the full-precision network: smoothing folded into preceding modules is undone.
 
-    Reads the weights of the preceding norms and linears.
+    Smoothing factors are estimated from norms and linears in front; a layer without folded smoothing is unchanged.
     """
     full, factors_in, factors_out = denoiser_weights(checkpoint), dict[str, Tensor](), dict[str, Tensor]()
     linears = [
@@ -188,9 +188,9 @@ def quotient(a: Tensor, b: Tensor) -> Tensor:
 
 
 def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    """Return the numbers of a linear that smoothing factors multiply if they are folded into it: [width, numbers].
+    """Return the numbers of a linear that smoothing folded into it multiplies, [width, numbers]: a row per channel.
 
-    A modulation, which has a ``bias``, has the rows of shift and scale, the shift's bias, and 1 + the scale's bias.
+    Of a modulation (with a ``bias``) these are rows of shift and scale, the shift's bias, and 1 + the scale's bias.
     """
     found = [weight[rows] for rows in shared.rows(width)]
     if bias is not None:
@@ -200,7 +200,7 @@ def numbers_of(shared: SharedInput, weight: Tensor, bias: Tensor | None, width: 
 
 
 def without(layer: QuantizedLayer, factor_in: Tensor | None, factor_out: Tensor | None) -> QuantizedLayer:
-    """Return ``layer`` for inputs without ``factor_in`` and with outputs without ``factor_out``."""
+    """Return ``layer`` with inputs multiplied by ``factor_in`` and outputs divided by ``factor_out``, where given."""
     if factor_out is not None:
         source, divisor = layer.weight, factor_out[:, None]
         weight = LazyTensor(tuple(source.shape), torch.float32, lambda: source.read().float() / divisor)

@@ -25,9 +25,9 @@ inputs in a run's own files, as NeMo's UNet takes embedded sizes, and a text enc
 |                      |                                                     | hidden_states.i                         |
 | of T5                | input_ids [B,T]                                     | last_hidden_state [B,T,J]               |
 
-input_ids are int64, all else is fp32. hidden_states.0 is the embedding and hidden_states.N the output of the last
-of N layers, before the last norm, in the order of optimum's exporter; GenAI reads the last but one by its number. L and
-T are any length: GenAI passes 77 zeros for a missing T5, and one time for a whole batch.
+input_ids are int64, all else is fp32. B is the batch, H x W the image, C are channels, N packed latents, P and J widths
+of pooled and joint text, L and T any text length: GenAI passes 77 zeros for a missing T5, one time for a whole batch.
+hidden_states.0 is the embedding, hidden_states.i the output of layer i before the last norm, as in optimum's exporter.
 """
 
 import shutil
@@ -111,14 +111,14 @@ class ConsumedTransformer(TransformerPart):
 
 
 class ConsumedVae(VaePart):
-    """The VAE's decoder with optimum's name of the input."""
+    """The VAE's decoder, whose input has optimum's name."""
 
     def forward(self, latent_sample: Tensor) -> Tensor:
         return super().forward(latent_sample)
 
 
 class ConsumedVaeEncoder(VaeEncoderPart):
-    """The VAE's encoder with optimum's name of the input."""
+    """The VAE's encoder, whose input has optimum's name."""
 
     def forward(self, sample: Tensor) -> Tensor:
         return super().forward(sample)
@@ -157,7 +157,7 @@ def consumed_unet(checkpoint: Checkpoint, config: Mapping) -> Part:
 
 
 def consumed_transformer(part: Part) -> Part:
-    """Return the run's transformer for texts of any length, and for one time or one per sample."""
+    """Return the transformer ``part`` with fp32 inputs, for texts of any length and one timestep or one per sample."""
     inputs = part.contract.inputs
     text = ("batch", "text", inputs["encoder_hidden_states"][2])
     changed = {"encoder_hidden_states": text, "txt_ids": ("text", 3), "timestep": ("times",)}
@@ -184,7 +184,7 @@ def consumed_vae(part: Part) -> dict[str, Part]:
 
 
 def consumed_clip(component: str, layers: int, projects: bool) -> Part:
-    """Return a CLIP text encoder of ``layers`` layers. Outputs that pipelines read by index are first."""
+    """Return a CLIP text encoder of ``layers`` layers; ``projects``: its first output is text_embeds."""
     named = ("text_embeds", "last_hidden_state") if projects else ("last_hidden_state", "pooler_output")
     outputs = (*named, *(f"hidden_states.{layer}" for layer in range(layers + 1)))
     contract = Contract({"input_ids": ("batch", CONTEXT_LENGTH)}, outputs, {"input_ids": torch.int64}, torch.float16)
@@ -192,7 +192,7 @@ def consumed_clip(component: str, layers: int, projects: bool) -> Part:
 
 
 def consumed_parts(checkpoint: Checkpoint) -> dict[str, Part]:
-    """Return the exported parts by folder name in the result, the denoiser first."""
+    """Return the networks to be exported by folder name in the result, the denoiser first."""
     family, part = checkpoint.family, denoiser_part(checkpoint)
     configs: dict[str, Any] = {name: module.config for name, module in empty_modules(checkpoint).items()}
     is_unet = part.component == "unet"

@@ -131,7 +131,7 @@ QUANTIZED = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """A ``Readable`` of a quantized tensor, or of whole rows of one, as consecutive blocks in a file."""
+    """A quantized tensor, or some of its rows, as consecutive blocks in a file, dequantized by ``read``."""
 
     member: Member
     name: str
@@ -388,7 +388,7 @@ def _reshaped(tensor: StoredTensor | Blocks, shape: tuple[int, ...]) -> StoredTe
 
 
 def in_diffusers(checkpoint: Checkpoint, parts: Mapping[str, Sequence[StoredTensor | Blocks]]) -> nn.Module:
-    """Build the fp32 denoiser with diffusers' GGUF linears. ``parts`` are its tensors by diffusers' name."""
+    """Build the fp32 denoiser with diffusers' GGUF linears. ``parts`` has each tensor's pieces by diffusers' name."""
     from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear, dequantize_gguf_tensor
     from gguf import GGMLQuantizationType as Type
 
@@ -435,7 +435,7 @@ ARCHITECTURES = {
 def write(
     checkpoint: Checkpoint, assignment: Assignment, folder: Path, marks: Mapping[str, Readable] | None = None
 ) -> Path:
-    """Write the denoiser to ``<part>.gguf`` in ``folder``, and return the file's path."""
+    """Write the denoiser to a file in ``folder``, with ``marks``, tensors on its sampling, and return the path."""
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     tensors = tensors_of(checkpoint, assignment) | {name: ("F32", mark) for name, mark in (marks or {}).items()}
@@ -465,7 +465,7 @@ def write(
 
 
 def tensors_of(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, tuple[str, LazyTensor]]:
-    """Return tensors and type names by original tensor names; quantized tensors are bytes [out, bytes of a row]."""
+    """Return (ggml's type, tensor) by the name in the file; a quantized tensor is bytes [out, bytes of a row]."""
     plain, joined = by_authors_names(checkpoint, assignment)
     if is_t5(empty_denoiser(checkpoint)):
         plain = {llama_name(name): tensor for name, tensor in plain.items()}
@@ -493,7 +493,7 @@ def in_blocks(checkpoint: Checkpoint, layers: JoinedLayers) -> LazyTensor:
 def blocks_of(kind: Kind, codes: Tensor, *scales: Tensor) -> Tensor:
     """Pack codes int8 [out, in] and fp32 scales to bytes [out, in / numbers of a block, bytes of a block].
 
-    Scales are those of ``quantization.formats.ggml``, or one [out or 1, divisor of in / 32]. Sources: ``block_*``
+    Scales are those of ``quantization.formats.ggml``, or one: [out or 1, divisor of in / 32]. Sources: ``block_*``
     in ggml-common.h and ``quantize_row_*_ref`` in ggml-quants.c.
     """
     blocks = codes.unflatten(1, (-1, kind.block))

@@ -1,6 +1,6 @@
-"""Adaptation of an assignment to a foreign format: layers it cannot store stay in high precision, with the reason.
+"""Adaptation of a run's layer assignments to a format: layers that it cannot store stay in high precision.
 
-A recipe is refused if no quantized layer is left or one would lose its low-rank branch; the message names another.
+A run is refused if no quantized layer is left or one would lose its low-rank branch; the message says what to change.
 
 Some consumers join layers with one input, such as query, key and value. Joined layers get one format and, if that has
 one scale per tensor, the largest of their ranges, before anything is quantized. Alternative not taken: rescaling
@@ -28,9 +28,9 @@ REASONS = 2  # the commonest, which a refusal gives; of layers the first
 
 
 def adapted(assignment: Assignment, target: ForeignFormat) -> dict[str, LayerAssignment]:
-    """Return the layer assignments as ``target`` can store them; the other layers stay in high precision.
+    """Return the layer assignments as ``target`` can store them, other layers in high precision.
 
-    In a mix of presets, layers with a branch that the target cannot store stay in high precision. Raises
+    If only some layers have a low-rank branch, which the target cannot store, these stay in high precision. Raises
     ConfigError if no quantized layer is left, if all quantized linears have such a branch, or if a layer is
     unquantized that the target computes only quantized.
     """
@@ -71,7 +71,7 @@ def adapted(assignment: Assignment, target: ForeignFormat) -> dict[str, LayerAss
 
 
 def check_quantized(rows: Assignment, target: ForeignFormat) -> None:
-    """Raises ConfigError for an unquantized layer that the target computes only quantized."""
+    """Raise ConfigError for an unquantized layer that the target computes only quantized."""
     left = [row for name, row in rows.items() if row.format is None and is_quantized_by(target, name)]
     if target.always and left:
         raise ConfigError(
@@ -86,7 +86,7 @@ def is_quantized_by(target: ForeignFormat, name: str) -> bool:
 
 
 def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
-    """Return a layer's assignment: unchanged, with unquantized inputs, or in high precision with the reason."""
+    """Return a layer's assignment as ``target`` stores it: unchanged, without rounded inputs, or unquantized."""
     if layer.role == "attention":
         reason = why_no_attention(layer, target)
         if reason is None:
@@ -100,7 +100,7 @@ def held(layer: LayerAssignment, target: ForeignFormat) -> LayerAssignment:
 
 
 def not_held(layer: LayerAssignment, reason: str) -> LayerAssignment:
-    """Return the assignment in high precision; a layer that is unquantized already keeps its own reason."""
+    """Return the assignment in high precision with ``reason``; a layer that is unquantized already is unchanged."""
     if layer.format is None:
         return layer
     smoothing = layer.pre_quant_scale if layer.folded_into else None  # as the layer in front multiplies by it
@@ -118,7 +118,7 @@ def without_inputs(layer: LayerAssignment) -> LayerAssignment:
 
 
 def inputs_of(layer: LayerAssignment, target: ForeignFormat) -> str:
-    """Return how the target's consumer computes a quantized layer's inputs, as in ``ForeignFormat.formats``."""
+    """Return how the target's consumer computes a quantized layer's inputs, in words of ``ForeignFormat``."""
     how = target.formats[layer.format]
     if layer.activation_format is None and layer.format in target.weights_alone:
         return FP16
@@ -126,7 +126,7 @@ def inputs_of(layer: LayerAssignment, target: ForeignFormat) -> str:
 
 
 def why_no_attention(layer: LayerAssignment, target: ForeignFormat) -> str | None:
-    """Return why attention products stay in high precision; None if quantized in ``target`` or unquantized."""
+    """Return why ``target`` cannot store an attention layer's quantized products; None if it can, or without these."""
     if layer.attention_amax is None:
         return None
     if not target.attention:
@@ -135,7 +135,7 @@ def why_no_attention(layer: LayerAssignment, target: ForeignFormat) -> str | Non
 
 
 def why_not_held(layer: LayerAssignment, target: ForeignFormat) -> str | None:
-    """Return why a quantized layer stays in high precision, or None."""
+    """Return why ``target`` cannot store a quantized layer, which then stays in high precision; None if it can."""
     fmt = layer.format
     if fmt not in target.formats:
         return f"{target.name} holds no weights in {fmt}"
@@ -184,7 +184,7 @@ def joined_in(names: Assignment, target: ForeignFormat) -> Iterator[Sequence[str
 
 
 def groups_of(names: Iterable[str], fused: Iterable[Sequence[str]]) -> Iterator[tuple[str, Sequence[str], list[str]]]:
-    """Yield the groups of layers that ``fused`` joins: common prefix, suffixes, and names of existing layers."""
+    """Yield prefix, suffixes and existing names of each group of layers whose names differ by suffixes in ``fused``."""
     known = dict.fromkeys(names)
     for ends in fused:
         for begin in dict.fromkeys(
@@ -194,7 +194,7 @@ def groups_of(names: Iterable[str], fused: Iterable[Sequence[str]]) -> Iterator[
 
 
 def joined(rows: Sequence[LayerAssignment], target: ForeignFormat) -> Sequence[LayerAssignment]:
-    """Return the assignments of layers that are joined: with common ranges where needed, or all unquantized."""
+    """Return the assignments ``rows`` of layers that the target joins: with common ranges, or all unquantized."""
     kept = [row for row in rows if row.format is not None]
     if len(rows) == 1 or not kept:
         return rows
@@ -219,7 +219,7 @@ def same(vector: Tensor | None, other: Tensor | None) -> bool:
 
 
 def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
-    """Return the assignment with a wider range ``amax`` [1]. NVFP4's chosen codes stay; scales are rounded again."""
+    """Return the assignment with a wider range ``amax`` [1]. NVFP4 codes stay; scales are rounded again."""
     if row.rounded is None or torch.equal(row.weight_amax, amax):
         return replace(row, weight_amax=amax)
     codes, scale, common = row.rounded
@@ -227,7 +227,7 @@ def with_range(row: LayerAssignment, amax: Tensor) -> LayerAssignment:
 
 
 def check_bf16(target: ForeignFormat, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a part in bf16 that the target stores in fp16; targets of graphs store all parts."""
+    """Raise ConfigError for a network in bf16 that the target stores in fp16: the denoiser, or any exported graph."""
     if target.bf16 is True:
         return
     parts, networks = checkpoint.parts(), checkpoint.family.NETWORKS
@@ -258,7 +258,7 @@ def servers_of(
 def why_not_served(
     server: Server, checkpoint: Checkpoint, rows: Assignment, other_rows: Mapping[str, Assignment] = {}
 ) -> str | None:
-    """Return why a server does not load a denoiser with the assignment ``rows``, or None."""
+    """Return why a server does not load a denoiser with the layer assignments ``rows``; None if it does."""
     networks, pipelines = checkpoint.family.NETWORKS, checkpoint.family.PIPELINES
     denoiser = denoiser_part(checkpoint).component
     if not server.pipelines & set(pipelines):
@@ -289,7 +289,7 @@ def formats_in(rows: Assignment) -> dict[str, tuple]:
 
 
 def check_served(target: ForeignFormat, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a pipeline that none of the target's servers loads quantized."""
+    """Raise ConfigError for a pipeline that none of the target's servers loads quantized."""
     refusals = servers_of(target, checkpoint, {})
     if refusals and all(refusals.values()):
         able = ", ".join(name for name, other in TARGETS.items() if not other.servers and other.families is None)

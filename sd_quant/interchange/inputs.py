@@ -19,7 +19,7 @@ LARGEST_FP8 = 448.0  # of E4M3
 
 
 class Inputs(Protocol):
-    """Rounding of a layer's input [..., in] or [N, in, H, W], as the layer's consumer rounds."""
+    """Rounding of a layer's input [..., in] or [batch, in, height, width], as the tool that runs the layer rounds."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -53,7 +53,7 @@ def multipliers_of(inputs: Inputs | None) -> Iterator[Tensor]:
 
 
 def smoothed(inputs: Inputs | None, x: Tensor) -> Tensor:
-    """Multiply ``x`` by the factors of ``inputs``, without rounding."""
+    """Multiply ``x`` by the smoothing factors in ``inputs``, without rounding."""
     return x if not isinstance(inputs, Multiplied) else smoothed(inputs.then, replace(inputs, then=None)(x))
 
 
@@ -103,7 +103,7 @@ class Rotated:
 
 
 def in_groups(x: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply each group of the last axis of ``x`` [..., n] by the square ``matrix``."""
+    """Multiply groups of the last axis of ``x`` [..., n] by ``matrix`` [group, group]."""
     return (x.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
 
@@ -179,7 +179,7 @@ class Affine:
 class BlockInteger:
     """nunchaku's INT4 of the input [..., in] in blocks of 64: a block's scale is its largest magnitude / 7.
 
-    With an ``offset`` [in], which makes all inputs positive, it is unsigned / 15; the offset is subtracted again.
+    An ``offset`` [in], added before and subtracted after, makes all inputs positive: codes are 0..15, the scale / 15.
     """
 
     offset: Tensor | None = None

@@ -1,7 +1,7 @@
 """Storage of quantized weights: a ``Layout`` lists a weight's tensors as ``Piece``s; one codec serves all layouts.
 
-A weight [N, K] is quantized values times scales; a layout has names, shapes, dtypes and packing of the tensors. It is
-kept beside a format's facts. Alternative not taken: a reader and a writer per tool, which state shapes twice.
+A weight [N, K] is quantized values times scales; a layout has names, shapes, dtypes and packing of the tensors. Each
+format's module has its layouts. Alternative not taken: a reader and a writer per tool, which state shapes twice.
 """
 
 import re
@@ -59,8 +59,8 @@ TILES = Packing(  # of E4M3, or of its bytes
 class Piece:
     """A stored tensor of a weight: name suffix, shapes separated by |, and dtypes; the first of each are written.
 
-    In a shape such as ``N^128 K/16`` / divides and rounds up, ^ pads to a multiple, "" is a single number, and g
-    the inputs per scale, see ``Layout.in_groups``. A convolution's K is [in, height, width], and _ as many ones.
+    In a shape such as ``N^128 K/16``, N are outputs, K inputs (a convolution's [in, height, width], _ as many ones), g
+    inputs per scale, see ``Layout.in_groups``; / divides and rounds up, ^ pads to a multiple; "" is a single number.
     """
 
     end: str
@@ -73,7 +73,7 @@ class Piece:
 
 
 def fitting(texts: str, shape: Shape) -> list[Shape]:
-    """Return the shapes that ``texts`` allow for a tensor of a weight of this ``shape``."""
+    """Return the shapes that ``texts``, as in ``Piece.shapes``, allow for a tensor of a weight of this ``shape``."""
     return [sizes(text, shape) for text in texts.split("|")]
 
 
@@ -102,7 +102,7 @@ class Layout:
     formula: "Callable[[Layout, Mapping[Piece, Tensor], Shape], Tensor] | None" = None  # None: the product
 
     def in_groups(self, columns: int) -> "Layout":
-        """Return the layout with ``columns`` inputs per scale, if its group size is open."""
+        """Return the layout with ``columns`` inputs per scale; unchanged if the layout fixes their number."""
         if "{group}" not in self.scales:
             return self
         pieces = tuple(replace(piece, shapes=piece.shapes.replace("g", str(columns))) for piece in self.pieces)
@@ -113,7 +113,7 @@ class Layout:
         return (*stored[:-1], *(size * self.pieces[0].packing.in_a_byte for size in stored[-1:]))
 
     def check(self, own: LayerTensors, shape: Shape) -> None:
-        """Raises ArtifactError unless the tensors fit a weight of this ``shape``."""
+        """Raise ArtifactError unless the tensors fit a weight of this ``shape``."""
         if (self.consumer and len(shape) != 2) or (self.multiple == 1 and shape[-1] % self.columns):
             raise ArtifactError(
                 f"{own.path} has a scale for {shown(own.layer)} {list(shape)}, expected a linear whose inputs are a "
@@ -132,7 +132,7 @@ class Layout:
         dtype: torch.dtype = FP32,
         parts: Sequence[Rows] = (),
     ) -> QuantizedLayer:
-        """Return the layer of a weight of this ``shape``, or of ``parts`` (rows) of a larger one, of ``size`` bytes.
+        """Return the layer with a weight of ``shape``: the tensors ``own``, of ``size`` bytes, or their rows ``parts``.
 
         Raises ArtifactError for tensors that do not fit.
         """
@@ -148,7 +148,7 @@ class Layout:
     def weight(self, own: LayerTensors, stored: Shape, dtype: torch.dtype, rows: Rows) -> LazyTensor:
         """Dequantize ``rows`` of a weight of the shape ``stored``; reading raises ArtifactError for NaN and infinity.
 
-        Numbers that share bytes are multiplied in fp32, others in ``dtype``; a block's scale by the common scale first.
+        Numbers that share bytes are multiplied in fp32, others in ``dtype``; a common scale multiplies scales first.
         """
         shape = (rows.stop - rows.start, *stored[1:])
 

@@ -121,7 +121,7 @@ def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
 
 
 def fidelity_lines(fidelity: Mapping | None, text: Mapping | None) -> list[str]:
-    """Return tables of mean scores with intervals: of the quantized file, and of the consumer's text padding."""
+    """Return tables of mean scores with intervals: for quantization, and for the text padding of the consumer."""
     if fidelity is None:
         return ["No images were made of it."]
     own = "What quantization changes: images of this file, simulated in torch, from the text of full precision."

@@ -134,7 +134,7 @@ ORDER: Mapping[str, str | bool] = {
 
 
 def layouts_of(scale: str, double: str, *more: Piece) -> dict[str, Layout]:
-    """Return ModelOpt's layouts by the names in ``CODES``, given the suffixes of scale names."""
+    """Return ModelOpt's layouts by format; ``scale`` and ``double`` are suffixes of scales, ``more`` other tensors."""
     found = {
         kind: Layout(kind, "1 for a row", (
             Piece("weight", "N K", (dtype,), NUMBERS), Piece(scale, "|1|N _|N", FLOAT_SCALES, OF_ALL), *more,
@@ -190,7 +190,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple[int, int]:
-    """Return a policy's numbers of precise first and last steps; zeros without one or for another component.
+    """Return how many first and last steps have unquantized inputs by the config's policy for ``component``, or zeros.
 
     Raises ArtifactError for a policy that differs from ``policy_of`` in more than numbers, scope and reasoner.
     """
@@ -209,7 +209,7 @@ def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple
 
 
 def policy_of(first: Any, last: Any, component: str = "transformer") -> dict[str, Any]:
-    """Build the policy of a component with unquantized inputs in the ``first`` and ``last`` steps."""
+    """Build a ``diffusion_step_policy``: so many ``first`` and ``last`` steps of ``component`` round no inputs."""
     return {
         "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": [component],
         "default_mode": "native", "first_steps": {"count": first, "mode": "a16"},
@@ -218,7 +218,7 @@ def policy_of(first: Any, last: Any, component: str = "transformer") -> dict[str
 
 
 def algo_of(path: Path, config: Mapping[str, Any], layer: str) -> str:
-    """Return the ``quant_algo`` of a layer. Raises ArtifactError for one that is not decoded here."""
+    """Return the ``quant_algo`` of a layer. Raises ArtifactError for a ``quant_algo`` without a decoder here."""
     algo: object = config.get("quant_algo")
     if algo == MIXED:
         own = config.get("quantized_layers")
@@ -266,7 +266,7 @@ def multiplied(stored: LayerTensors, end: str, shape: Shape, then: Inputs | None
 def with_codes(
     stored: LayerTensors, shape: Shape, layouts: Mapping[str, Layout], inputs: Inputs | None, dtype: torch.dtype = FP32
 ) -> QuantizedLayer:
-    """Return a layer in one of the layouts of ``layouts_of``: FP8QTensor, INT8QTensor or NVFP4QTensor.
+    """Return a layer in that of ``layouts`` which fits its codes: ModelOpt's FP8QTensor, INT8QTensor or NVFP4QTensor.
 
     Raises ArtifactError for tensors that do not fit its ``shape``.
     """

@@ -54,7 +54,7 @@ class State:
 
 
 def read_state(path: Path, member: Member) -> State:
-    """Read ``modelopt_state.pth``. Raises ArtifactError unless ModelOpt wrote it and only quantized."""
+    """Read ``modelopt_state.pth``. Raises ArtifactError for a broken file and for steps other than quantization."""
     try:
         content = plain_content(pickle_of(member))
         version, steps = content["modelopt_version"], content["modelopt_state_dict"]

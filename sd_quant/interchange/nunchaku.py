@@ -153,7 +153,7 @@ def place_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def shift_of(name: str) -> float:
-    """Return the shift of inputs of the linear that nunchaku calls ``name``."""
+    """Return the number that nunchaku's kernel adds to INT4 inputs of its linear ``name``; 0 for none."""
     return svdquant.SHIFT if name.startswith((SINGLE, DOUBLE)) and name.endswith(SHIFTED) else 0.0
 
 
@@ -206,7 +206,7 @@ def check_class(path: Path, named: object, checkpoint: Checkpoint) -> str:
 def placed(
     own: Sequence[LayerTensors], name: str, members: Sequence[str], shapes: Mapping[str, Shape]
 ) -> tuple[QuantizedLayer, LazyTensor | None]:
-    """Return a linear in W4A4 and its bias."""
+    """Return diffusers' W4A4 linear ``name`` from ``own``, which joins ``members`` in a file, and its bias, if any."""
     rows, columns = shapes[name]
     heights = [shapes[member][0] for member in members]
     start = sum(heights[: members.index(name)])
@@ -219,7 +219,7 @@ def placed(
 
 
 def modulation(own: LayerTensors, rows: int, columns: int) -> tuple[QuantizedLayer, LazyTensor | None]:
-    """Return a modulation in W4A16 and its bias."""
+    """Return a modulation, the linear of an adaptive norm, [rows, columns] in W4A16, and its bias, if any."""
     chunks = max(1, rows // columns)
     layer = svdquant.w4a16_layer(own, rows, columns, chunks)
     if "bias" not in own:
@@ -231,7 +231,7 @@ def modulation(own: LayerTensors, rows: int, columns: int) -> tuple[QuantizedLay
 
 
 def shifted(bias: Tensor, chunks: int, by: float) -> Tensor:
-    """Return a modulation's bias in natural order, fp32, with ``by`` added to the part for scales."""
+    """Return a modulation's bias, fp32, chunk after chunk, with ``by`` added to the chunks that are scales."""
     parts = bias.float().unflatten(0, (chunks, -1)).clone()
     parts[sorted({1, chunks - 2})] += by
     return parts.flatten()
@@ -291,7 +291,7 @@ def quantization_config(fmt: str, rank: int) -> dict[str, object]:
 
 
 def of_modulation(owner: str, end: str, tensor: Readable, chunks: int, dtype: torch.dtype) -> dict[str, Readable]:
-    """Return the tensors of a modulation's weight, or of its bias."""
+    """Return the stored tensors of the modulation ``owner``: of its weight, or of its bias, as ``end`` says."""
     if end == "weight":
         return {f"{owner}.{name}": each for name, each in svdquant.w4a16_tensors(tensor, chunks, dtype).items()}
     read = tensor.read
@@ -337,7 +337,7 @@ def joined(linears: Sequence[svdquant.Written]) -> svdquant.Written:
 
 
 def joined_branch(branches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """Return the exact branch of stacked rows: with one ``down`` if all are equal, else all stacked."""
+    """Return the low-rank branch of stacked linears, exactly: with one ``down`` if all are equal, else with all."""
     if not branches:
         return None
     ups, downs = zip(*branches, strict=True)
@@ -347,7 +347,7 @@ def joined_branch(branches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
 
 
 def columns_of(linear: svdquant.Written, columns: slice) -> svdquant.Written:
-    """Return the linear of some columns, which are whole blocks."""
+    """Return the part of a linear that multiplies the inputs ``columns``, which are whole blocks."""
     block = svdquant.BLOCKS[linear.format]
     blocks = slice(columns.start // block, None if columns.stop is None else columns.stop // block)
 

@@ -6,7 +6,7 @@
 quantized as the network runs: INT4 in blocks of 64 with the scale amax / 7, or E2M1 in blocks of 16 with scales in E4M3
 and without a common scale. Behind a fused GELU the kernel adds ``SHIFT`` to INT4 inputs before division, and rounds to
 0..15. The bias compensates the shift, for W only: the branch reads unshifted inputs (``EpilogueLoraDown`` is before
-``EpilogueQuantize`` in ``gemm_w4a4_launch_impl.cuh``).
+``EpilogueQuantize`` in ``gemm_w4a4_launch_impl.cuh``). N are outputs, K inputs, R is the rank of the branch.
 
 | tensor                     | W4A4 in INT4         | in NVFP4                                | W4A16            |
 |----------------------------|----------------------|-----------------------------------------|------------------|
@@ -18,7 +18,7 @@ and without a common scale. Behind a fused GELU the kernel adds ``SHIFT`` to INT
 | proj_down, proj_up         | [K, R] and [N, R]    | [K, R] and [N, R]                       |                  |
 | bias                       | [N]                  | [N]                                     | [N]              |
 
-All tensors but W4A16's scales and biases lie in the tiles of ``nunchaku_tiles``. W4A16 is ``q * wscales + wzeros``.
+All tensors except W4A16's scales and biases lie in the tiles of ``nunchaku_tiles``. W4A16 is ``q * wscales + wzeros``.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -143,7 +143,7 @@ def stored_w4a4(tensors: LayerTensors, rows: int, columns: int, shift: float = 0
 
 
 def layout_of(fmt: str, rank: int) -> Layout:
-    """Return the layout of a W4A4 linear, whose tensors are in tiles."""
+    """Return the layout, in tiles, of a W4A4 linear in ``fmt`` (int4 or nvfp4) with a branch of ``rank``."""
     of_nvfp4 = (
         Piece("wcscales", "N", FLOAT_SCALES, optional=True), Piece("wtscale", "|1|1 1", FLOAT_SCALES, OF_ALL, True),
     )  # fmt: skip
@@ -157,7 +157,7 @@ def layout_of(fmt: str, rank: int) -> Layout:
 
 
 def w4a4_layer(parts: Sequence[Stored], rows: slice) -> tuple[QuantizedLayer, LazyTensor | None]:
-    """Return the layer with these ``rows`` of ``parts`` side by side, and its bias, None if no part has one."""
+    """Return the layer that joins these ``rows`` of ``parts`` along the columns, and its bias, if any part has one."""
     first, widths = parts[0], tuple(part.columns for part in parts)
     count, columns, rank = len(range(*rows.indices(first.rows))), sum(widths), sum(part.rank for part in parts)
 

@@ -48,27 +48,27 @@ class Layout:
 
 
 def codes(rows: int, columns: int) -> Layout:
-    """Return the order of a W4A4 weight's codes."""
+    """Return the memory order of a W4A4 weight's codes."""
     return Layout((rows, columns), (rows // 128, 8, 2, 8, columns // 64, 2, 4, 8), (0, 4, 1, 3, 6, 2, 5, 7))
 
 
 def scales(rows: int, groups: int) -> Layout:
-    """Return the order of INT4's scales, or of a vector as one group."""
+    """Return the memory order of INT4's scales, or of a vector as one group."""
     return Layout((rows, groups), (rows // 128, 8, 2, 4, 2, groups), (0, 5, 1, 3, 2, 4))
 
 
 def micro_scales(rows: int, groups: int) -> Layout:
-    """Return the order of NVFP4's scales."""
+    """Return the memory order of NVFP4's scales."""
     return Layout((rows, groups), (rows // 128, 4, 4, 8, groups // 4, 4), (0, 4, 3, 2, 1, 5))
 
 
 def down(rank: int, columns: int) -> Layout:
-    """Return the order of the branch's matrix that multiplies the input."""
+    """Return the memory order of the low-rank branch's matrix that multiplies the input."""
     return Layout((rank, columns), (rank // 16, 2, 8, columns // 16, 2, 4, 2), (3, 0, 2, 5, 1, 4, 6))
 
 
 def up(rows: int, rank: int) -> Layout:
-    """Return the order of the branch's matrix that produces the output."""
+    """Return the memory order of the low-rank branch's matrix that produces the output."""
     return Layout((rows, rank), (rows // 16, 2, 8, rank // 16, 2, 4, 2), (0, 3, 2, 5, 1, 4, 6))
 
 
@@ -78,12 +78,12 @@ def awq_codes(rows: int, columns: int) -> Layout:
 
 
 def packed(layout: Layout, matrix: Tensor) -> Tensor:
-    """Pack 4-bit codes in natural order to bytes, uint8 [N K / 2], the first code in the low half."""
+    """Pack 4-bit codes in natural order to bytes, uint8 [rows * columns / 2], the first code in the low half."""
     return pack_nibbles(layout.tiled(matrix))
 
 
 def unpacked(layout: Layout, stored: Tensor) -> Tensor:
-    """Return the codes 0..15 in natural order, uint8 [N, K], from bytes of any integer type."""
+    """Return the codes 0..15 in natural order, uint8 [rows, columns], from bytes of any integer type."""
     return layout.natural(unpack_nibbles(stored.contiguous().view(torch.uint8).flatten()))
 
 

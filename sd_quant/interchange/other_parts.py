@@ -22,7 +22,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 def adapted_part(
     assignment: Mapping[str, LayerAssignment], target: ForeignFormat, checkpoint: Checkpoint, part: str
 ) -> dict[str, LayerAssignment]:
-    """Return the layer assignments of a text encoder or VAE as ``target`` can store them, else in high precision."""
+    """Return the layer assignments of a text encoder or VAE; layers that ``target`` cannot store are unquantized."""
     reason = why_plain(target, checkpoint, checkpoint.parts()[part].component)
     if reason is not None:
         return {name: not_held(layer, reason) for name, layer in assignment.items()}
@@ -30,7 +30,7 @@ def adapted_part(
 
 
 def why_plain(target: ForeignFormat, checkpoint: Checkpoint, component: str) -> str | None:
-    """Return why a network is written in high precision, or None."""
+    """Return why ``target`` needs the network ``component`` in high precision; None: layers may be quantized."""
     kind = checkpoint.family.NETWORKS[component]
     if not any(fnmatchcase(kind, pattern) for pattern in target.networks):
         return f"{target.consumer} opens no quantized {kind}"
@@ -66,7 +66,7 @@ def read_parts(path: Path, checkpoint: Checkpoint) -> dict[str, QuantizedDenoise
 
 
 def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
-    """Return the names of quantized parts except the denoiser in a pipeline's folder."""
+    """Return the names of quantized networks other than the denoiser in a pipeline's folder."""
     others = {name: part for name, part in checkpoint.parts().items() if name != checkpoint.family.DENOISER}
     return [
         name
@@ -77,7 +77,7 @@ def quantized_parts(path: Path, checkpoint: Checkpoint) -> list[str]:
 
 
 def place_of(path: Path, checkpoint: Checkpoint, part: str) -> Path:
-    """Return the folder of a ``part`` in a pipeline's folder ``path``, or ``path`` where readers find the denoiser."""
+    """Return the folder of ``part`` in the pipeline's folder ``path``, or ``path`` if readers find it from there."""
     component = checkpoint.parts()[part].component
     folder, found = path / component, part == checkpoint.family.DENOISER and component in DENOISERS
     return path if found or not (folder / CONFIG).is_file() else folder

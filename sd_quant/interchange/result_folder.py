@@ -16,7 +16,7 @@ FIGURES = "hand_over.json"  # written last; a folder that has it is ours, and so
 
 
 def check_free(folder: Path) -> None:
-    """Raises ConfigError unless ``folder`` is missing, empty, or holds an earlier result and nothing else."""
+    """Raise ConfigError unless ``folder`` is missing, empty, or holds an earlier result and nothing else."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigError(f"{folder} is no folder of ours; set hydra.run.dir to another folder")
     if others := sorted(set(files_in(folder)) - own_files(folder)):
@@ -37,7 +37,7 @@ def remove_result(folder: Path) -> None:
 
 
 def own_files(folder: Path) -> set[str]:
-    """Return the names, relative to ``folder``, of existing files on the folder's list; none without a list."""
+    """Return the names, relative to ``folder``, of the existing files that its list names; none without a list."""
     try:
         listed = json.loads(read_regular(folder / FIGURES))["files"]
         return set(files_in(folder)) & {*listed, FIGURES}

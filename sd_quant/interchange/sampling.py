@@ -1,4 +1,4 @@
-"""How a checkpoint samples, for users of an export: marker tensors in a file, sentences in its README.
+"""How a checkpoint samples, for users of an exported file: marker tensors in it, sentences in the README.
 
 Weights do not determine the prediction type, the noise levels and the scale of latents. A pipeline's folder has these
 in scheduler/ and vae/. ComfyUI (0.38: supported_models.py, latent_formats.py, samplers.py, nodes_model_advanced.py) and
@@ -74,7 +74,7 @@ class Sampled:
 
     @property
     def shift(self) -> float:
-        """A flow's shift; a dynamic shift is that of an image of 1024 x 1024."""
+        """The time shift of a flow model; a dynamic shift is that of an image of 1024 x 1024."""
         if self.config.get("use_dynamic_shifting"):
             return math.exp(self.config.get("max_shift", 1.15))
         return self.config.get("shift") or self.config.get("flow_shift") or 1.0
@@ -87,7 +87,7 @@ class Sampled:
 
     @property
     def marks(self) -> dict[str, list[float]]:
-        """The tensors by which both tools recognize an SDXL that samples this way; empty for a plain one."""
+        """The tensors by which ComfyUI and stable-diffusion.cpp recognize the sampling of an SDXL, if any."""
         if self.prediction == "v_prediction":
             return dict.fromkeys(("v_pred", "ztsnr") if self.zero_snr else ("v_pred",), [1.0])
         if self.prediction == EDM_V:
@@ -98,12 +98,12 @@ class Sampled:
 
 
 def written_marks(own: Sampled) -> dict[str, LazyTensor]:
-    """Return the marks to write; both tools look for marks only in SDXL."""
+    """Return the marker tensors to write by name: only SDXL's, as ComfyUI and stable-diffusion.cpp read no others."""
     return {name: lazy(torch.tensor(values)) for name, values in own.marks.items() if own.family == "sdxl"}
 
 
 def check_marks(path: Path, found: Collection[str], own: Sampled) -> None:
-    """Raises ArtifactError if a file's marks state another sampling than the checkpoint's."""
+    """Raise ArtifactError if marker tensors ``found`` in a file state another sampling than the checkpoint's."""
     if others := [name for name in found if name not in own.marks]:
         raise ArtifactError(
             f"{path} has {' and '.join(others)}, the mark of a model that samples otherwise than the full-precision "

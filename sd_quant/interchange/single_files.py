@@ -39,7 +39,7 @@ class Coded:
         return self.layout.unpacked(tuple(self.own.tensors["weight"].shape))
 
     def layer(self, shape: Shape, parts: Sequence[Rows]) -> QuantizedLayer:
-        """Return the layer of a weight of this ``shape``, in ``parts`` of the stored one."""
+        """Return the layer with a weight of ``shape``, which is the rows ``parts`` of the stored weight."""
         layer = self.layout.layer(self.own, shape, self.own.size(self.counted), None, parts=parts)
         return replace(layer, inputs=self.inputs(shape))
 
@@ -49,8 +49,8 @@ def placed(
 ) -> tuple[dict[str, QuantizedLayer], dict[str, Readable], list[str]]:
     """Return layers and parameters of the denoiser by diffusers' names, and unknown names of the file.
 
-    ``tensors`` are the file's without scales and marks, by names without a prefix. Raises ArtifactError for another
-    family or size of denoiser, and for quantized layers other than linears, which ``tool`` does not multiply.
+    ``tensors`` are the file's without scales and marks, ``coded`` its quantized linears, by names without a prefix.
+    Raises ArtifactError for another denoiser, and for quantized layers other than linears, which ``tool`` refuses.
     """
     network = empty_denoiser(checkpoint)
     modules = dict(network.named_modules())

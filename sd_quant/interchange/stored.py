@@ -70,7 +70,7 @@ class LayerTensors:
         return finite(self.tensors[end].read(), self.path, f"{self.layer}.{end}")
 
     def number(self, end: str, positive: bool = False, dtypes: Collection[torch.dtype] = FLOAT_SCALES) -> float:
-        """Return the single number in a tensor of any shape."""
+        """Return the single number in the tensor ``end``; with ``positive``, one above 0 that fp32 can divide by."""
         if prod(self.tensors[end].shape) != 1 or self.tensors[end].dtype not in dtypes:
             self.checked(end, [()], dtypes)
         number = float(self.finite(end).float())
@@ -85,7 +85,7 @@ class LayerTensors:
         return size_of(tensor for end, tensor in self.tensors.items() if end.startswith(begins) and end not in but)
 
     def refuse(self, ends: Collection[str], reason: str) -> None:
-        """Raises ArtifactError for a tensor with one of the suffixes ``ends``."""
+        """Raise ArtifactError, with the ``reason``, for a tensor with one of the suffixes ``ends``."""
         if found := [f"{self.layer}.{end}" for end in self.tensors if end in ends]:
             raise ArtifactError(f"{self.path} holds {listing(found)}, {reason}; fetch it again")
 
@@ -135,7 +135,7 @@ def by_layer(
 
 
 def with_layers(denoiser: QuantizedDenoiser, checkpoint: Checkpoint) -> QuantizedDenoiser:
-    """Return ``denoiser``. Raises ArtifactError without a quantized layer, and as ``checked_whole`` does."""
+    """Return ``denoiser``. Raises ArtifactError without a quantized layer or with other tensors than needed."""
     if not denoiser.layers:
         raise ArtifactError(
             f"{denoiser.path} holds no layer that {denoiser.maker} has quantized; expected a quantized denoiser, so "
@@ -222,7 +222,7 @@ def weights_name(network: nn.Module) -> str:
 def stored_tensors(path: Path, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """Return the denoiser's tensors by the names in its files. Raises the errors of ``stored_weights``.
 
-    A text encoder's have the names of the installed transformers, without buffers that it computes.
+    Those of a text encoder have the names of the installed transformers; buffers that it computes are left out.
     """
     network = empty_denoiser(checkpoint)
     stored = stored_weights(denoiser_folder(path), weights_name(network))
@@ -267,7 +267,7 @@ class Folder:
     def whole(
         self, name: str, maker: str, layers: Mapping[str, QuantizedLayer], others: Mapping[str, Readable], **more: Any
     ) -> QuantizedDenoiser:
-        """Return the denoiser of ``layers`` and ``others``, tensors of no layer. Raises as ``with_layers`` does."""
+        """Return the denoiser of quantized ``layers`` and ``others``. Raises ArtifactError if it is not whole."""
         size = size_of(self.tensors.values())
         return with_layers(QuantizedDenoiser(self.path, name, maker, layers, others, size, **more), self.checkpoint)
 
@@ -287,7 +287,7 @@ class Folder:
         return type(usual)(**config)
 
     def ignored_names(self, *keys: str) -> list[str]:
-        """Return unquantized layers in the first nonempty of the ``keys``. Raises ArtifactError for another type."""
+        """Return names in the config's first nonempty entry of ``keys``. Raises ArtifactError for another type."""
         names: Any = next((self.config[key] for key in keys if self.config.get(key)), [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ArtifactError(f"{self.path}: {keys[0]} in its config is no list of names; make the folder again")

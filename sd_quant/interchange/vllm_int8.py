@@ -69,7 +69,7 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
 
 
 def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[str, object], *lists: str) -> list[str]:
-    """Return the unquantized layers in a folder's config, from the first nonempty of the ``lists``.
+    """Return the unquantized layers in a folder's config: its first nonempty entry of those called ``lists``.
 
     Raises ArtifactError for a config without all entries of ``written``, or with any beyond these and ``others``.
     """
@@ -89,7 +89,7 @@ def ignored_in(folder: Folder, written: Mapping[str, object], others: Mapping[st
 def read_served(
     folder: Folder, facts: ForeignFormat, layout: Layout, inputs: Inputs, skips: Callable[[str], bool]
 ) -> QuantizedDenoiser:
-    """Return the denoiser in a folder with quantized linears of one ``layout``.
+    """Return the denoiser in a server's folder: linears of one ``layout``, inputs rounded by ``inputs``.
 
     Raises ArtifactError for a layer with scales that the server ``skips``, and for any other denoiser.
     """

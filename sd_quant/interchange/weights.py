@@ -1,4 +1,4 @@
-"""The denoiser's weights under an assignment: quantized values with scales, and all other tensors in 16 bits.
+"""The denoiser's weights by a run's layer assignments: quantized values with scales, all other tensors in 16 bits.
 
 A text encoder or VAE may take the denoiser's place, see ``models.checkpoint.OtherNetwork``; if it computes in fp32,
 unquantized weights keep their dtype.
@@ -43,7 +43,7 @@ def sixteen_bits(part: Part) -> torch.dtype:
 
 
 def high_precision(checkpoint: Checkpoint, assignment: Assignment) -> dict[str, LazyTensor]:
-    """Return the denoiser's weights and biases, unquantized but smoothed as their layers' assignments say.
+    """Return the denoiser's weights and biases, unquantized, with the smoothing of their layers' assignments.
 
     Keys are diffusers' names. Floating-point tensors have the dtype of ``sixteen_bits``.
     """
@@ -100,7 +100,7 @@ class JoinedLayers:
         return rows_in(self.pieces), *self.first.weight_shape[1:]
 
     def rows(self, of: Callable[[LayerAssignment], Tensor]) -> Tensor:
-        """Concatenate the rows of ``of(layer)`` [out, ...] of all layers, in order."""
+        """Concatenate ``of(layer)`` [out, ...] of all layers along the rows, in the stored order."""
         return assembled(self.pieces, lambda name: of(self.layers[name]))
 
 
@@ -137,7 +137,7 @@ def with_coded_weights(
     assignment: Assignment,
     tensors_of: Callable[[Checkpoint, LayerAssignment], Mapping[str, Readable]],
 ) -> dict[str, Readable]:
-    """Return the denoiser's tensors by name, each quantized weight replaced by ``tensors_of`` its layer."""
+    """Return the denoiser's tensors by name, with ``tensors_of(checkpoint, layer)`` for each quantized weight."""
     layers, tensors = quantized(assignment), dict[str, Readable]()
     for name, tensor in high_precision(checkpoint, assignment).items():
         layer = layers.get(name.removesuffix(".weight"))
