@@ -47,7 +47,7 @@ def assign(
     recipes: Mapping[str, Recipe] = {},
     kept_because: str = "among the most sensitive layers",
 ) -> dict[str, LayerAssignment]:
-    """Derive each denoiser layer's assignment by the job's recipe or its own in ``recipes``; ``kept`` stay in fp16."""
+    """Derive how each denoiser layer is quantized; ``recipes``: by layer, in place of the job's; ``kept`` stay fp16."""
     weights, recipe = denoiser_weights(loaded.base), loaded.recipe
     recipes = {name: loaded.own(name, recipe) for name in loaded.weights_alone} | recipes
     exceptions = recipes | dict.fromkeys(kept, kept_because) | excluded(loaded.roles, loaded.exclude)
@@ -61,9 +61,9 @@ def assign(
 def auto_compared(
     loaded: Loaded, statistics: Statistics, assignment: Mapping[str, LayerAssignment]
 ) -> AutoCompared | None:
-    """Compare the expected output error of ``alpha=auto`` with the recipe's alpha, at TRIED layer inputs at most.
+    """Compare the expected output error of ``alpha=auto`` with that of the recipe's alpha, at up to TRIED layer inputs.
 
-    Return None unless the recipe's alpha is a number and some layer is smoothed.
+    Return None unless the recipe's alpha (strength of smoothing) is a number and some layer is smoothed.
     """
     recipe, weights, errors = loaded.recipe, denoiser_weights(loaded.base), list[tuple[float, float]]()
     if recipe.alpha is None or recipe.alpha == "auto":
@@ -106,9 +106,9 @@ def biases(weights: Mapping[str, Tensor]) -> Callable[[str], Tensor | None]:
 
 
 def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[str, dict[str, LayerAssignment]]:
-    """Derive the assignments of all quantized parts except the denoiser, by part; further denoisers come first.
+    """Derive the assignments of all quantized parts except the first denoiser, by part; further denoisers come first.
 
-    ``statistics``: by part. Raises ConfigError for a part without statistics whose recipe needs layer inputs.
+    ``statistics``: by part. Raises ConfigError without those of a denoiser, or of a part whose recipe needs inputs.
     """
     if missing := loaded.others.keys() - statistics.keys():
         raise ConfigError(f"there are no statistics of {', '.join(missing)}; calibrate with the same quantize.parts")
@@ -127,7 +127,7 @@ def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[s
 def assign_calibrated(
     loaded: Loaded, part: str, recipe: Recipe, statistics: Statistics | None
 ) -> dict[str, LayerAssignment]:
-    """Derive the assignment of a part that is no denoiser. Raises ConfigError if its ``statistics`` are None."""
+    """Derive a non-denoiser part's assignment from its calibration. Raises ConfigError if ``statistics`` is None."""
     if statistics is None:
         raise ConfigError(
             f"quantize.parts gives {part} a preset that is derived from its layers' inputs, and there are no "
@@ -153,14 +153,14 @@ def weights_of_part(loaded: Loaded, part: str) -> Mapping[str, Tensor]:
 
 
 def layers_of(loaded: Loaded, part: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the role and the weight's shape of each layer of a ``part`` other than the denoiser."""
+    """Return ``(role, weight shape)`` of each layer of a ``part`` other than the denoiser, by layer name."""
     network = empty_part(loaded.checkpoint, part)
     roles = roles_of_part(loaded.checkpoint, part)
     return {layer: (role, tuple(network.get_parameter(f"{layer}.weight").shape)) for layer, role in roles.items()}
 
 
 def assign_nearest(loaded: Loaded, part: str, recipes: Mapping[str, Recipe]) -> dict[str, LayerAssignment]:
-    """Quantize weights of a part other than the denoiser by rounding to nearest; ``recipes``: by layer."""
+    """Quantize the weights of a part other than the denoiser by rounding to nearest; ``recipes``: by layer name."""
     weights = weights_of_part(loaded, part)
     return derive_nearest(roles_of_part(loaded.checkpoint, part), lambda name: weights[f"{name}.weight"], recipes)
 
@@ -175,7 +175,7 @@ def most_sensitive(
 ) -> tuple[Sensitivity, list[str]]:
     """Measure the sensitivity of all layers; return it and the names of the ``loaded.kept`` most sensitive layers.
 
-    Write ``sensitivity<end>.csv`` and its plot to ``directory``. ``shared``: see ``measure_sensitivity``.
+    Write ``sensitivity<end>.csv`` and its plot to ``directory``. ``shared``: the cache that other jobs use too.
     """
     sensitivity = measure_sensitivity(
         loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale, shared
@@ -198,7 +198,7 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Measure each layer's sensitivity: the error of the denoiser's output when this layer alone is quantized.
 
-    Inputs are those kept in ``statistics``. With ``shared``, jobs share measurements through the cache.
+    Inputs: ``statistics.calls``. ``kept``: a point of the curve of layers kept in fp16. ``shared``: cache of all jobs.
     """
     layers = [layer.name for layer in assignment.values() if layer.format]
     calls = {name: sample.values for name, sample in statistics.calls.items()}

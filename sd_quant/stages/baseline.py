@@ -42,7 +42,7 @@ class Baseline:
         return self.session.denoiser
 
     def engines(self, others: Mapping[str, Callable[[], Engine]] = {}) -> Pool:
-        """Pool the model's parts and ``others`` by name; one engine is open at a time if memory is short."""
+        """Return a pool of the model's parts and ``others``, by name; it opens one at a time if memory is short."""
 
         def open_engine(key: str) -> Engine:
             return others[key]() if key in others else open_torch(self.session.checkpoint, self.infer, key)
@@ -50,11 +50,11 @@ class Baseline:
         return self.session.engines(open_engine, self.together)
 
     def variant(self, pool: Pool, keys: Mapping[str, str] = {}) -> Variant:
-        """Return the model as engines of the ``pool``; ``keys`` replaces the engines of some parts, by part."""
+        """Return the model with engines of the ``pool``; ``keys``: by part, pool keys of engines to use instead."""
         return Variant(pool, {part: part for part in self.session.parts} | dict(keys))
 
     def outputs(self) -> VariantOutputs:
-        """Make the images of the model in full precision."""
+        """Make the full-precision images, and inputs and outputs of parts, or take them from the cache."""
         pool = self.engines()
         try:
             shared = Shared(self.facts, self.directory, cache_of(self.cache))

@@ -43,8 +43,8 @@ def statistics_of(
 ) -> Statistics:
     """Collect or read the statistics of every layer that any recipe may quantize; warn of overflow in fp16.
 
-    One calibration serves all recipes, so it includes linears that the family excludes, and all denoisers. Other parts
-    are calibrated if their recipes need layer inputs. ``rows`` replaces the job's calibration rows (prompts).
+    One calibration serves all recipes, so it covers all denoisers, also their linears excluded by default. Other parts
+    are calibrated if their recipes need layer inputs. ``rows``: prompts (rows of a call table) in place of the job's.
     """
     checkpoint, roles, knobs = loaded.base, loaded.roles, job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
@@ -98,12 +98,12 @@ def watched_layers(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str
 
 
 def calibrated_sha256(job: RecipeJob, made: Mapping[str, Any]) -> str:
-    """Return the hash of the weights that are calibrated (``Loaded.base``); ``made``: see ``weights_sha256``."""
+    """Return the hash of the calibrated weights, without LoRAs that stay branches; ``made``: record or job's facts."""
     return str(base_sha256(made) if job.quantize.loras == BESIDE else weights_sha256(made))
 
 
 def denoiser_hessians(checkpoint: Checkpoint, roles: Mapping[str, str], knobs: Quantize) -> Hessians:
-    """Return which Hessians (of the denoiser's layers) calibration sums for these knobs."""
+    """Specify the Hessians of the denoiser's layers that calibration sums; none if the recipe ``knobs`` needs none."""
     if not knobs.hessian:
         return NO_HESSIANS
     inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
@@ -117,7 +117,7 @@ def bytes_of_hessians(loaded: Loaded) -> int:
 
 
 def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int, seconds: float | None) -> None:
-    """Log the number of calls and the time of a calibration; above LONG seconds, warn and say how to shorten it."""
+    """Log the calls and the time of a calibration; above LONG seconds, warn. ``seconds``: of a call (None: unknown)."""
     calls = -(-prompts // knobs.batch_size) * steps
     about = (seconds or 0) * calls
     what = f"calibrating on {counted(prompts, 'prompt')}: {counted(calls, 'call')} of the denoiser on {device}"

@@ -1,4 +1,4 @@
-"""Checks of the knobs of images: before a checkpoint is opened, and against the opened checkpoint's structure.
+"""Checks of the image settings: before a checkpoint is opened, and against the opened checkpoint's structure.
 
 ``session`` calls them; ``opening`` calls ``check_request`` too.
 """
@@ -31,7 +31,7 @@ MOST_STEPS = 1000  # the limit for a sampler whose config states no number of no
 
 
 def check_request(model: Model, infer: Infer) -> None:
-    """Check the knobs of images by the model's family, before a checkpoint is opened. Raises SdQuantError.
+    """Check the image settings against the model's family, before a checkpoint is opened. Raises SdQuantError.
 
     Refused are, among others: a negative prompt for a family without unconditional text, start images for a family
     without image-to-image, prompts with words whose embeddings a LoRA brings, and unreadable noise or image files.
@@ -59,7 +59,7 @@ def check_request(model: Model, infer: Infer) -> None:
 
 
 def check_controls(model: Model, infer: Infer) -> None:
-    """Check that each ControlNet has condition images and that the other knobs allow ControlNets. Raises ConfigError.
+    """Check that each ControlNet has condition images, and that other settings allow ControlNets. Raises ConfigError.
 
     Condition images for calibration may be missing here: a job may not calibrate.
     """
@@ -78,7 +78,7 @@ def check_controls(model: Model, infer: Infer) -> None:
 
 
 def check_calls(model: Model, infer: Infer) -> None:
-    """Check the call tables. Raises ConfigError if only one of ``infer`` and calibration has one, or columns differ."""
+    """Raise ConfigError if only images or only calibration have a table of pipeline calls, or the columns differ."""
     given = {CALIBRATION_TABLE: model.calibration_table, TABLE: infer.table}
     lacking, there = sorted(given, key=lambda knob: given[knob] is not None)
     both = (given[lacking] is None) == (given[there] is None)
@@ -109,7 +109,7 @@ def check_table(path: Path, arguments: Collection[str], example: Row) -> None:
 
 
 def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:
-    """Check given noise. Raises ConfigError for a wrong number of channels or a pipeline that draws its own noise."""
+    """Check the noise in ``infer.latents``. Raises ConfigError for wrong channels, or if the pipeline draws its own."""
     latents = latents_of(infer)
     if latents is None:
         return
@@ -125,13 +125,13 @@ def check_latents(checkpoint: Checkpoint, infer: Infer) -> None:
 
 
 def check_tile(checkpoint: Checkpoint, infer: Infer) -> None:
-    """Raise ConfigError for ``infer.vae_tile`` if the pipeline itself decodes images (model=diffusers)."""
+    """Raise ConfigError for tiled decoding (``infer.vae_tile``) if the pipeline itself decodes (model=diffusers)."""
     expected = "null with model=diffusers, because the pipeline decodes its images by itself"
     check(infer.vae_tile is None or not checkpoint.family.OWN_NOISE, "infer.vae_tile", infer.vae_tile, expected)
 
 
 def check_mask(checkpoint: Checkpoint, knobs: str, mask: str | None) -> None:
-    """Raise ConfigError for an inpainting denoiser without a mask; ``knobs``: prefix of the knobs' names."""
+    """Raise ConfigError for an inpainting denoiser without a mask; ``knobs``: setting prefix, such as ``infer.``."""
     if checkpoint.family.FROM_IMAGES is None:
         return
     contracts = contracts_of(checkpoint)
@@ -157,14 +157,14 @@ def check_guidance(checkpoint: Checkpoint, infer: Infer) -> None:
 
 
 def check_steps(checkpoint: Checkpoint, knob: str, steps: int) -> None:
-    """Raise ConfigError for more denoising steps than the checkpoint's sampler has noise levels."""
+    """Raise ConfigError for more ``steps`` than the checkpoint's sampler has noise levels; ``knob``: their setting."""
     config = pipeline_of(checkpoint, {}).own_sampler.config
     most = config.get("num_train_timesteps", MOST_STEPS) - (config.get("steps_offset") or 0)
     check(steps <= most, knob, steps, f"at most {most}, for which this checkpoint's sampler has noise levels")
 
 
 def check_batch(checkpoint: Checkpoint, knob: str, images: int) -> None:
-    """Raise ConfigError for a batch above 1 if prompts of unequal length, or a fixed graph, do not allow it."""
+    """Raise ConfigError if ``knob`` (``images`` a batch) is above 1 and prompt lengths or a fixed graph forbid it."""
     because, part = checkpoint.family.UNEQUAL, checkpoint.family.ONE_BATCH
     check(because is None or images == 1, knob, images, f"1, because prompts differ in length and {because}")
     executes = knob.startswith("infer.")
@@ -173,7 +173,7 @@ def check_batch(checkpoint: Checkpoint, knob: str, images: int) -> None:
 
 
 def check_sizes(checkpoint: Checkpoint, section: str, knobs: Infer | Model) -> None:
-    """Raise ConfigError for image sizes beyond the denoiser's positions, or other than a fixed graph's one size."""
+    """Raise ConfigError for sizes beyond the denoiser's position embeddings, or not the one size of a fixed graph."""
     only = checkpoint.family.ONE_SIZE
     if only is not None and section == "infer":
         part, *size = only
@@ -193,7 +193,7 @@ def check_sizes(checkpoint: Checkpoint, section: str, knobs: Infer | Model) -> N
 
 
 def sides_of(section: str, knobs: Infer | Model) -> str:
-    """Return the names of the knobs that set the image sizes of a ``section``."""
+    """Return the names of the settings of a ``section`` (such as ``infer``) that state the sizes of images."""
     return f"{section}.sizes" if knobs.sizes else f"{section}.width and {section}.height"
 
 

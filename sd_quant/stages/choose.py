@@ -56,9 +56,9 @@ def choose(
     step: Callable[[str], AbstractContextManager],
     shared: Shared | None = None,
 ) -> Chosen:
-    """Choose the assignments of all quantized parts. Raises ConfigError for a limit that cannot be met.
+    """Choose how each layer of all quantized parts is quantized. Raises ConfigError for a size limit too small to meet.
 
-    ``step`` times each stage. Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
+    ``step`` times a named stage. Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
     """
     denoiser, fitted, sensitivity, auto = loaded.denoiser, None, None, None
     if loaded.labels is not None:
@@ -130,7 +130,7 @@ def record_of_run(run: Path) -> Mapping[str, Any]:
 
 
 def decided(table: Path) -> list[dict[str, str]]:
-    """Read a ``layers.csv`` without error columns, whose last digit depends on threads. Raises ArtifactError."""
+    """Read a ``layers.csv`` without error columns (their last digits vary). Raises ArtifactError if unreadable."""
     try:
         lines = read_regular(table).decode("utf-8").splitlines()
         return [{name: value for name, value in row.items() if "error" not in name} for row in csv.DictReader(lines)]

@@ -1,4 +1,4 @@
-"""The image error by which formats are chosen: simulated images against full precision, on a few calibration prompts.
+"""The image error that decides formats: of simulated images against full precision, on a few calibration prompts.
 
 The error of a single network call does not predict the error of images: on the shipped checkpoint, presets with the
 same error in a call differed by up to six times in images.
@@ -24,9 +24,9 @@ PROMPTS, CALLS = 4, 4  # calibration prompts whose images are made; calls of a p
 
 
 def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, Tensor]]]]:
-    """Return a function from assignments (and a label for progress) to the mean squared error of images, white = 1.
+    """Return a function ``(assignments, progress label) -> mean squared error of images``, where white is 1.
 
-    Also return each part's inputs in its first CALLS calls in full precision. Images begin with noise.
+    Also return the inputs of each part's first CALLS calls in full precision. Images start from noise.
     """
     model, rows = loaded.model, loaded.model.calibration_rows()[:PROMPTS]
     infer = replace(
@@ -43,7 +43,7 @@ def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, 
 def images_of(
     loaded: Loaded, infer: Infer, sampling: Sampling, assignments: Assignments, what: str
 ) -> tuple[Images, dict[str, list[dict[str, Tensor]]]]:
-    """Make images, simulating the parts with an assignment; return them and each part's inputs in its first calls."""
+    """Make images, the parts in ``assignments`` simulated; return them and the inputs of each part's first calls."""
     variant = torch_variant(loaded, infer, assignments)
     watched = WatchedVariant(variant, dict.fromkeys(loaded.parts, range(CALLS)))
     try:

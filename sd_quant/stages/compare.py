@@ -1,4 +1,4 @@
-"""Images of torch, the unquantized and the quantized engine from the same seeds, and part outputs for equal inputs."""
+"""Images by torch, the unquantized and the quantized engine from equal seeds, and part outputs for equal inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ COUNTED = "counted"
 
 
 def compare_images(variants: Variants, framework: VariantOutputs, infer: Infer) -> VariantOutputs:
-    """Make both engines' images and run their parts on the inputs in ``framework``, torch's images and outputs."""
+    """Make the unquantized and the quantized engine's images; run their parts on torch's inputs in ``framework``."""
     checkpoint, engines = variants.loaded.checkpoint, variants.engines
 
     def make(by_batch: ByBatch) -> VariantOutputs:
@@ -87,7 +87,7 @@ def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, Calls
 
 
 def counted(checkpoint: Checkpoint, totals: Mapping[str, Sequence[int]], infer: Infer, batches: int) -> CallsOfAnImage:
-    """Return the calls of one image; ``totals``: ``(calls, samples)`` of all batches, by letter or further denoiser."""
+    """Count denoiser calls in an image; ``totals``: (calls, samples) of all batches, by schedule letter or denoiser."""
     denoiser, *others = denoisers_of(checkpoint)
     each = {name: calls // batches for name, (calls, _) in totals.items()}
     by_denoiser = {part: each.pop(part) for part in others}
@@ -112,7 +112,7 @@ def framework_images(
 def compare_framework(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, by_batch: ByBatch = in_turn
 ) -> VariantOutputs:
-    """Make torch's images, and keep the inputs and outputs of one call of each part (the denoiser's: halfway).
+    """Make torch's images, and keep the inputs and outputs of one call of each part (the denoiser's: in the middle).
 
     Also keep the inputs of up to SAMPLED denoiser calls. Raises ConfigError if some part is never called.
     """
@@ -154,14 +154,14 @@ def compare_framework(
 
 
 def sampled_calls(batches: int, steps: int) -> list[int]:
-    """Return the numbers of up to SAMPLED denoiser calls, spread over steps and batches."""
+    """Return the indices of up to SAMPLED denoiser calls, spread over steps and batches."""
     return sorted({
         number * batches // SAMPLED * steps + (2 * number + 1) * steps // (2 * SAMPLED) for number in range(SAMPLED)
     })  # fmt: skip
 
 
 def save_run(variants: Variants, comparison: VariantOutputs) -> None:
-    """Write a run's images by ``save_pairs``; the label is the recipe."""
+    """Write a run's images with ``save_pairs``, the quantized ones labelled with the recipe."""
     recipe, infer = variants.loaded.recipe, variants.loaded.infer
     label = f"{'mixed' if recipe.mixes else recipe.format} level {recipe.quant_level:g}"
     frame = infer.width if variants.loaded.checkpoint.family.MOVES else None

@@ -54,7 +54,7 @@ def computed(engine: str, path: Path, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def compare(run: Path, engine: str) -> Iterator[dict]:
-    """Yield ``{what, relative_error, tolerance}`` for each part of a run that has files of ``engine``."""
+    """Compare each part of a run that has files of ``engine``; yield ``{what, relative_error, tolerance}``."""
     record = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     knobs, kind = record["knobs"]["infer"], RUNTIMES[engine].file
     for folder in sorted((run / "onnx").iterdir()):

@@ -1,4 +1,4 @@
-"""Image scores of exported files, computed as the tools that load them compute them, against full precision.
+"""Image scores of exported files, computed as their consumers (the tools that load them) do, against full precision.
 
 Each exported file is read back by the reader of its format, and images are made from the weights it returns.
 """
@@ -74,7 +74,7 @@ def fidelity_of(
 
 
 def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
-    """Score full-precision images made with CLIP's tokens alone as text, which is what most consumers pass."""
+    """Score full-precision images made from text without NeMo's zero padding, as most consumers pass it."""
 
     def open_denoiser() -> TorchEngine:
         engine = open_torch(session.checkpoint, infer, session.denoiser)
@@ -87,7 +87,7 @@ def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
 def open_consumed(
     checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path, precise: bool = False
 ) -> TorchEngine:
-    """Open an exported denoiser as its consumer computes it (graphs: simulated). ``precise``: inputs unquantized."""
+    """Open an exported denoiser, computed as by its consumer (a graph: simulated). ``precise``: inputs unquantized."""
     if target.runtime is None:
         denoiser = target.module.read(result, checkpoint)
         own = weights_alone(denoiser) if precise else denoiser
@@ -99,5 +99,5 @@ def open_consumed(
 
 
 def without_padding(module: nn.Module, arguments: tuple, inputs: Mapping[str, Tensor]) -> tuple:
-    """Forward pre-hook that cuts text embeddings to CLIP's tokens: only NeMo pads them with zeros."""
+    """Cut text embeddings to CLIP's tokens (a forward pre-hook), because only NeMo pads them with zeros."""
     return arguments, {name: x[:, :CONTEXT_LENGTH] if name in TEXT else x for name, x in inputs.items()}

@@ -51,9 +51,9 @@ def delivered_files(checkpoint: Checkpoint, assignments: Mapping[str, Assignment
 def files_of_a_run(
     checkpoint: Checkpoint, assignments: Mapping[str, Assignment], directory: Path, letters: Collection[str] = ()
 ) -> list[File]:
-    """List ``delivered_files``, each quantized file after an unquantized file of the same part (and the same graph).
+    """List ``delivered_files``, and before each quantized one an unquantized file of the same part, for comparison.
 
-    The denoiser comes last. It has a further file, with unquantized inputs, if WEIGHTS_ALONE is among ``letters``.
+    The denoiser comes last. If WEIGHTS_ALONE is in the schedule's ``letters``, one more file has unquantized inputs.
     """
     files = []
     for file in reversed(delivered_files(checkpoint, assignments, directory)):
@@ -65,7 +65,7 @@ def files_of_a_run(
 
 
 def export_parts(checkpoint: Checkpoint, checkpoint_sha256: str, files: Sequence[File], cache: Cache) -> None:
-    """Write ``files``, or take them from the cache. Raises ResourceError when the disk is full.
+    """Write the ONNX ``files``, or take them from the cache. Raises ResourceError when the disk is full.
 
     The weight files of delivered graphs are copied, because onnx refuses files with several hard links. Unquantized
     files for comparison stay links: only runtimes read them, and copies would take many GB in each job of a sweep.
@@ -97,7 +97,7 @@ def graph_origin(checkpoint: Checkpoint, checkpoint_sha256: str, part: str) -> d
 def export(checkpoint: Checkpoint, checkpoint_sha256: str, file: File, cache: Cache) -> Path:
     """Write one ONNX file, or copy it from the cache; return its path.
 
-    The graph without weights is cached for all assignments. A file with a suffix shares weights with that without.
+    The graph without weights is cached for all assignments. A file with a suffix shares the weights of the plain file.
     """
     origin = graph_origin(checkpoint, checkpoint_sha256, file.part)
     path = artifact(file.directory, "onnx", file.part, file.suffix)
@@ -117,7 +117,7 @@ def export(checkpoint: Checkpoint, checkpoint_sha256: str, file: File, cache: Ca
 
 
 def assignment_digest(assignment: Assignment) -> str:
-    """Return the SHA-256 of the fields on which an exported file depends: all except ``REPORTED``."""
+    """Return the SHA-256 of the assignment's fields, except ``REPORTED``, on which no exported file depends."""
     content = hashlib.sha256()
     for layer in assignment.values():
         for field in dataclasses.fields(layer):

@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 
 
 def export_trt(job: ExportJob, directory: Path) -> None:
-    """Build the job's plans into ``infer.out_path`` or ``directory``; from a checkpoint, export ONNX files first."""
+    """Build TensorRT plans into ``infer.out_path``, else ``directory``; from a checkpoint, export ONNX files first."""
     out = output_path(job.infer.out_path) if job.infer.out_path else directory
     if job.unquantized():
         paths = export_unquantized(job, out)
@@ -52,7 +52,7 @@ def export_trt(job: ExportJob, directory: Path) -> None:
 
 
 def export_unquantized(job: ExportJob, out: Path) -> dict[str, Path]:
-    """Write the unquantized ONNX file of each part and return the paths by part. Raises SdQuantError.
+    """Write each part's unquantized ONNX file; return paths by part. Raises SdQuantError for an unusable checkpoint.
 
     Also write the model's knobs as ``config.yaml``, so that ``infer.py run=`` accepts the folder as a run.
     """
@@ -77,7 +77,7 @@ def numbers_in(onnx_path: Path) -> int:
 
 
 def formats_in(onnx_path: Path) -> set[str]:
-    """Return the names of the formats of an ONNX file's quantized weights; ``block_size`` tells MXFP8 from FP8."""
+    """Return the names of an ONNX file's weight formats; the attribute ``block_size`` tells MXFP8 from FP8."""
     graph = onnx.load(onnx_path, load_external_data=False).graph
     types = {weight.name: onnx.TensorProto.DataType.Name(weight.data_type) for weight in graph.initializer}
     found = {
@@ -101,7 +101,7 @@ def check_gpu(formats: set[str]) -> None:
 
 
 def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) -> Profile:
-    """Return the input shapes that a part's plan accepts, from the knobs (their batch sizes count images)."""
+    """Return the input shapes that a part's plan accepts, from the settings, whose batch sizes count images."""
     limits = None if trt.static_batch else (trt.min_batch_size, trt.max_batch_size)
     guided = not isinstance(infer, Infer) or infer.scale > 1
     size, sizes = (infer.width, infer.height), list(map(size_of, trt.sizes or ()))
@@ -109,7 +109,7 @@ def profile(onnx_path: Path, part: str, trt: Trt, infer: Infer | ExportShape) ->
 
 
 def build_run_plans(variants: Variants, trt: Trt) -> dict[str, PlanReport]:
-    """Build a run's plans and, if its engine loads plans, unquantized plans too; return the former's reports."""
+    """Build a run's plans and, if its engine loads plans, unquantized plans; return reports of the first, by part."""
     if trt.library == "none":
         return {}
     loaded, infer, directory, cache = variants.loaded, variants.loaded.infer, variants.directory, variants.shared.cache
@@ -126,7 +126,7 @@ def build_run_plans(variants: Variants, trt: Trt) -> dict[str, PlanReport]:
 def build_plans(
     paths: dict[str, Path], out: Path, trt: Trt, infer: Infer | ExportShape, cache: Cache
 ) -> dict[str, PlanReport]:
-    """Build ``out/plan/<part>.plan`` from each ONNX file in ``paths``, or take it from the cache; reports by part."""
+    """Build ``out/plan/<part>.plan`` from each file in ``paths``, or take it from the cache; return reports by part."""
     library = plan_library(trt)
     formats = set().union(*(formats_in(path) for path in paths.values()))
     targets = targets_for(trt, formats) if RUNTIMES[library].ahead_of_time else []

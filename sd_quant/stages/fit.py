@@ -63,7 +63,7 @@ class Offer:
 
     @property
     def costs(self) -> list[dict[str, int]]:
-        """Bytes of each unit by label; a layer that cannot have the label counts in high precision."""
+        """Bytes of each unit by label; layers that cannot have the label count in high precision."""
         return [
             {
                 label: sum(self.sizes[name].get(label, self.sizes[name][KEPT]) for name in unit)
@@ -104,7 +104,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Group:
-    """Parts that are in memory together."""
+    """Parts that are in memory at the same time, and how many bytes their weights may take."""
 
     parts: Sequence[str]
     working: float  # bytes beside their weights
@@ -132,7 +132,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The chosen assignments, with the costs and errors of all candidates."""
+    """The chosen assignments, with the sizes and errors of all candidate solutions of the knapsack problem."""
 
     assignments: Made  # of the parts of which a layer is quantized, the denoiser first
     limited: Limited
@@ -153,7 +153,7 @@ class Fitted:
         return {part: offer.bytes_with(labels[part]) for part, offer in self.limited.offers.items()}
 
     def entry(self) -> dict[str, Any]:
-        """Return the record's entry for the choice."""
+        """Return the record's entry: the limit, and the sizes and errors of all candidates."""
         limited = self.limited
         groups = [{"parts": [*each.parts], "beside_weights_bytes": round(each.working)} for each in limited.groups]
         return {
@@ -178,7 +178,7 @@ def decibels(error: float) -> float | None:
 
 
 def limit_of(loaded: Loaded) -> Limited | None:
-    """Return the job's size limit, or None. Raises ConfigError if no choice fits, or if unquantized weights do."""
+    """Return the job's size limit, or None. Raises ConfigError if no choice fits, or if even full precision fits."""
     if loaded.recipe.fit is not None:
         offers = offers_of(loaded)
         return Limited(offers, groups_of(loaded, offers), bytes_in(loaded.recipe.fit), loaded.recipe.resident)
@@ -197,7 +197,7 @@ def limit_of(loaded: Loaded) -> Limited | None:
 
 
 def offer_of_denoiser(loaded: Loaded, whole: int) -> Offer:
-    """Offer the denoiser's layers the job's preset, ``quantize.choices`` and fp16; ``whole``: bytes of all in fp16."""
+    """Return the labels of denoiser layers: the job's preset, ``quantize.choices``, fp16; ``whole``: bytes in fp16."""
     units, recipes = units_of(loaded), {label: offered.recipe for label, offered in loaded.offered.items()}
     roles = {name: loaded.roles[name] for unit in units for name in unit}
     sizes = {}
@@ -208,7 +208,7 @@ def offer_of_denoiser(loaded: Loaded, whole: int) -> Offer:
 
 
 def with_precise_steps(offer: Offer, infer: Infer) -> Offer:
-    """Add to the denoiser's ``offer`` the further copies of weights for precise steps: runtimes share no weights."""
+    """Add the copies of weights that precise steps need to the ``offer``'s sizes: runtimes share no weights."""
     letters = {WEIGHTS_ALONE} if infer.chooses_precise else infer.precise_letters
     copies = 1 + (WEIGHTS_ALONE in letters)
     sizes = {name: {label: copies * size for label, size in own.items()} for name, own in offer.sizes.items()}
@@ -216,7 +216,7 @@ def with_precise_steps(offer: Offer, infer: Infer) -> Offer:
 
 
 def offers_of(loaded: Loaded) -> dict[str, Offer]:
-    """Return the offer of each part, the denoiser first. Parts that are not exported have no layers to quantize."""
+    """Return the labels that layers may have, by part, the denoiser first. Parts without export have no such layers."""
     stored = loaded.stored_bytes
     offers = {loaded.denoiser: with_precise_steps(offer_of_denoiser(loaded, stored[loaded.denoiser]), loaded.infer)}
     nearest = replace(loaded.recipe, smoothing="none", alpha=None, rounding="nearest", scale_search=False)
@@ -240,7 +240,7 @@ def offers_of(loaded: Loaded) -> dict[str, Offer]:
 
 
 def groups_of(loaded: Loaded, offers: Mapping[str, Offer]) -> list[Group]:
-    """Group parts that are in memory together. Raises ConfigError if ``fit`` is too small, or needs no quantization."""
+    """Group parts that are in memory together. Raises ConfigError if no choice fits, or if even full precision fits."""
     wanted, working = bytes_in(loaded.recipe.fit), working_bytes(loaded.parameters, workload_of(loaded.infer))
     together = [list(offers)] if loaded.recipe.resident == "all" else [[part] for part in offers]
     beside = [max(working[part] for part in parts) for parts in together]
@@ -265,7 +265,7 @@ def groups_of(loaded: Loaded, offers: Mapping[str, Offer]) -> list[Group]:
 
 
 def by_part(offers: Mapping[str, Offer], labels: Sequence[str]) -> Labels:
-    """Return labels by part and layer from one list by unit; KEPT for a layer that cannot have its unit's label."""
+    """Convert ``labels`` (one a unit, of all parts) to labels by part and layer; KEPT where a layer cannot have it."""
     left, found = iter(labels), Labels()
     for part, offer in offers.items():
         own = {unit: next(left).removeprefix(offer.prefix) for unit in offer.units}
@@ -298,7 +298,7 @@ def assigned(loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer]
 
 
 def quantized_alone(assignment: Mapping[str, LayerAssignment], names: Collection[str]) -> dict[str, LayerAssignment]:
-    """Return the ``assignment`` with only the layers ``names`` quantized; smoothing of the rest stays."""
+    """Return the ``assignment`` with only the layers ``names`` quantized; other layers stay smoothed."""
     return {
         name: layer if name in names else replace(layer, format=None, activation_format=None)
         for name, layer in assignment.items()
@@ -308,7 +308,7 @@ def quantized_alone(assignment: Mapping[str, LayerAssignment], names: Collection
 def measure_presets(
     loaded: Loaded, statistics: Statistics, offers: Mapping[str, Offer], shared: Shared | None = None
 ) -> Measured:
-    """Measure each preset's errors: of a part's output by single layer, and of images with all layers of a part."""
+    """Measure each preset's errors: of a part's output with one layer quantized, and of images with all layers."""
     squared_error_of, calls = image_errors(loaded)
     errors: dict[str, dict[str, Mapping[str, float]]] = {part: {} for part in offers}
     uniform, scale = {}, loaded.guidance_scale
@@ -329,7 +329,7 @@ def measure_presets(
 def errors_alone(
     loaded: Loaded, part: str, assignment: dict[str, LayerAssignment], calls: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, float]:
-    """Measure the relative output error of a part other than the denoiser, by single quantized layer."""
+    """Measure a non-denoiser part's relative output error with each layer quantized alone, on the inputs ``calls``."""
     engine = open_simulated(loaded.checkpoint, assignment, part)
     layers = [name for name, layer in assignment.items() if layer.format is not None]
 
@@ -341,7 +341,7 @@ def errors_alone(
 
 
 def choices_of(offers: Mapping[str, Offer], measured: Measured) -> list[dict[str, Choice]]:
-    """Return bytes and squared error by label, for each unit of all parts."""
+    """Return, for each unit (layers with one common label) of all parts, bytes and squared error by label."""
     return [
         {
             offer.named(label): Choice(size, sum(errors.get(label, {}).get(name, 0.0) ** 2 for name in unit))
@@ -355,7 +355,7 @@ def choices_of(offers: Mapping[str, Offer], measured: Measured) -> list[dict[str
 def plain_choices(
     offers: Mapping[str, Offer], limits: Sequence[Limit], units: Sequence[Mapping[str, Choice]]
 ) -> dict[str, list[str]]:
-    """Return the unmixed candidates: one label a part. With several parts, only the best combination that fits."""
+    """Return solutions with one label for a whole part, by name; with several parts, only the best that fits."""
     first, *others = ([offer.named(label) for label in offer.labels] for offer in offers.values())
     mixed = {}
     for labels in product(first, *([*each, KEPT] for each in others)):
@@ -416,7 +416,7 @@ def fit(loaded: Loaded, statistics: Statistics, limited: Limited, measured: Meas
 
 
 def limits_of(limited: Limited) -> list[Limit]:
-    """Return the bytes that each group's units may take; units are indices into those of all parts."""
+    """Return, for each group, the bytes that its units may take; units are indexed across all parts."""
     owners = [part for part, offer in limited.offers.items() for _ in offer.units]
     return [
         Limit(
@@ -430,7 +430,7 @@ def limits_of(limited: Limited) -> list[Limit]:
 def rows_of(
     offer: Offer, chosen: Mapping[str, str], errors: Mapping[str, Mapping[str, float]]
 ) -> list[dict[str, object]]:
-    """Return a part's rows of ``budget.csv``."""
+    """Return a part's rows of ``budget.csv``; ``chosen``: label by layer; ``errors``: by label and single layer."""
     return [
         {"name": f"{offer.prefix}{name}", "role": offer.roles[name], "chosen": label}
         | {f"bytes_{each}": offer.sizes[name].get(each) for each in offer.recipes}

@@ -34,7 +34,7 @@ def sampling_of(infer: Infer) -> Sampling:
 
 
 def recipe_sampling(infer: Infer) -> Sampling:
-    """Return ``sampling_of`` with the recipe's own steps, sampler, schedule and end of guidance."""
+    """Return ``sampling_of(infer)`` with the recipe's own steps, sampler, schedule and end of guidance."""
     return replace(
         sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
         schedule=infer.given_schedule, guidance_until=infer.guidance_until,
@@ -52,13 +52,13 @@ def calibration_sampling(model: Model, infer: Infer, knobs: Quantize, rows: Sequ
 
 
 def source_of(infer: Infer) -> SourceImages | None:
-    """Read the images to start from, each repeated for every sample of its prompt. Raises SdQuantError."""
+    """Read the start images, repeated for every sample of a prompt. Raises SdQuantError for an unreadable image."""
     source = images_of("infer.", infer.image, infer.mask, infer.width, infer.height, infer.strength_with(infer.mask))
     return None if source is None else source.repeated(infer.num_samples)
 
 
 def calibration_source_of(model: Model, infer: Infer) -> SourceImages | None:
-    """Read the images from which calibration starts, at the strength of ``infer``. Raises SdQuantError."""
+    """Read calibration's start images, at ``infer``'s strength. Raises SdQuantError for an unreadable image."""
     strength = infer.strength_with(model.calibration_mask)
     return images_of(
         "model.calibration_", model.calibration_image, model.calibration_mask, model.width, model.height, strength
@@ -68,7 +68,7 @@ def calibration_source_of(model: Model, infer: Infer) -> SourceImages | None:
 def images_of(
     knobs: str, image: str | None, mask: str | None, width: int, height: int, strength: float
 ) -> SourceImages | None:
-    """Read images and masks at the paths of two knobs; None without images. ``knobs``: prefix of the knobs' names."""
+    """Read start images and masks at two paths; None without images. ``knobs``: setting prefix, such as ``infer.``."""
     if image is None:
         return None
     images = image_files(f"{knobs}image", input_path(image))
@@ -79,7 +79,7 @@ def images_of(
 def arguments_of(
     knob: str, control: Sequence[str], rows: Sequence[Row], samples: int = 1
 ) -> list[dict[str, Any]] | None:
-    """Return the further arguments of the pipeline's calls, ``samples`` times for each prompt; None without any.
+    """Return additional arguments of the pipeline's calls, ``samples`` times for each prompt; None if there are none.
 
     Arguments are the condition images in ``control`` (one path a ControlNet), or the columns of a call table's
     ``rows``. Raises ConfigError for unequal numbers of condition images, SdQuantError for unreadable images.
@@ -106,7 +106,7 @@ def pixels_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latents_of(infer: Infer) -> Tensor | None:
-    """Read the noise at ``infer.latents``, fp32 [N, C, h, w]; N: number of images, or 1 with one sample a prompt.
+    """Read the noise at ``infer.latents``, fp32 [images (or 1, with one sample a prompt), channels, height, width].
 
     Raises ConfigError for noise of another shape, ArtifactError if the file cannot be used.
     """
@@ -121,7 +121,7 @@ def latents_of(infer: Infer) -> Tensor | None:
 def generate(
     pipeline: Pipeline, prompts: list[str], sampling: Sampling, description: str, by_batch: ByBatch = in_turn
 ) -> Generated:
-    """Make an image for each prompt, with a progress bar named ``description``; ``by_batch``: see ``Pipeline``."""
+    """Make an image for each prompt, with a progress bar named ``description``; ``by_batch`` runs the batches."""
     batches = len(sampling.batches(range(len(prompts))))
     with progress(batches * sampling.steps_taken, f"images, {description}") as advance:
         return pipeline(prompts, sampling, on_step=lambda step: advance(), by_batch=by_batch)

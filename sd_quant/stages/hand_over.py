@@ -73,7 +73,7 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
 
 
 def rows_of_run(variants: Variants, targets: Collection[str]) -> dict[str, Assignments]:
-    """Return ``rows_of`` a run. Raises ConfigError if a target's folder holds anything but an earlier result."""
+    """Convert a run's assignments for each target. Raises ConfigError if a target's folder holds a foreign file."""
     rows = rows_of(targets, variants.assignments, variants.loaded.checkpoint)
     for name in rows:
         check_free(variants.directory / HAND_OVER / name)
@@ -81,7 +81,7 @@ def rows_of_run(variants: Variants, targets: Collection[str]) -> dict[str, Assig
 
 
 def hand_over_run(variants: Variants, rows: Mapping[str, Assignments]) -> dict[str, HandedOver]:
-    """Write a folder for each target of ``rows`` into the run's ``hand_over`` folder; return the facts by target."""
+    """Write ``hand_over/<target>`` of a run for each target in ``rows`` (its assignments); return facts by target."""
     if not rows:
         return {}
     loaded, run = variants.loaded, variants.directory

@@ -68,7 +68,7 @@ def layers_table(session: Session) -> Table:
 
 
 def facts(session: Session, model: Model, observation: Observation) -> list[str]:
-    """Return sentences about shared inputs, batches, memory and time."""
+    """Return sentences about the pipeline: shared layer inputs, batches, memory and time."""
     pixels = model.width * model.height
     groups = observation.layers[session.denoiser].shared_inputs
     absorbed = sum(group.producer is not None for group in groups)

@@ -40,7 +40,7 @@ from sd_quant.text import counted, one_line
 LOG = logging.getLogger(__name__)
 ALPHA = ("alpha", "quantize.alpha")
 DONE_BEFORE = "done before: nothing that this job depends on has changed since"
-# What each room writes into a job's folder. Nothing else is ever removed: the user may have named any folder.
+# What each package writes into a job's folder. Nothing else is ever removed: the user may have named any folder.
 HAND_OVER = "hand_over"
 FOLDERS = ("onnx", "plan", "full_precision", "images", HAND_OVER)
 WRITTEN = (*stages.WRITES, *report.WRITES)
@@ -61,7 +61,7 @@ def inputs_of(job: QuantizeJob) -> dict[str, Path]:
 
 
 def facts_of(job: QuantizeJob, directory: Path) -> dict:
-    """Return the job's versions, machine, hashes of inputs, and overrides with the path of the user's own presets."""
+    """Return the job's versions, machine, hashes of inputs, and overrides (with the path of the user's presets)."""
     file = directory / ".hydra" / "overrides.yaml"
     overrides = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else []
     own = ",".join(literal(f"file://{folder}") for folder in GROUPS if folder != CONF)
@@ -69,7 +69,7 @@ def facts_of(job: QuantizeJob, directory: Path) -> dict:
 
 
 def kept_knobs(job: QuantizeJob) -> dict:
-    """Return the job's knobs with lasting paths of the model's files, for commands that run later in another folder."""
+    """Return the job's settings; paths of the model's files and ``assignment`` are made valid in any folder."""
     knobs = dataclasses.asdict(job) | {"model": kept_model(job.model)}
     if job.quantize.assignment is not None:
         knobs["quantize"]["assignment"] = lasting(job.quantize.assignment)
@@ -139,7 +139,7 @@ def check_no_other_run(job: QuantizeJob, directory: Path, wanted: str | None = N
 
 
 def check_own(directory: Path, marks: Sequence[str] = A_JOBS) -> None:
-    """Raise ConfigError for a folder with foreign files: it has none of ``marks``, the files that every job writes."""
+    """Raise ConfigError for a folder with foreign files and none of ``marks``, the files that every job writes."""
     others = sorted(path.name for path in directory.iterdir() if path.name not in BEFORE_A_JOB)
     if others and not any((directory / name).exists() for name in marks):
         named = " and ".join(others[:2]) + (" and more" if len(others) > 2 else "")

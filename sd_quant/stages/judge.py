@@ -94,7 +94,7 @@ def judge_sweep(directory: Path) -> None:
 
 
 def subjects_of(judge: Judge, baseline: Baseline) -> list[Subject]:
-    """Open every candidate. Raises SdQuantError for an unreadable one, or one that overlaps its results' folder."""
+    """Open every candidate. Raises SdQuantError if one is unreadable, or lies in (or around) its results' folder."""
     for name, path in judge.named().items():
         folder, given = (baseline.directory / name).resolve(), path.resolve()
         if folder == given or folder in given.parents or given in folder.parents:

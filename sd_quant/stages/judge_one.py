@@ -60,7 +60,7 @@ def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, m
 
 
 def rows_with_others(rows: list[dict[str, Any]], subject: Subject) -> list[dict[str, Any]]:
-    """Append to the denoiser's ``rows`` of ``layers.csv`` those of the other quantized parts."""
+    """Append the other quantized parts' rows of ``layers.csv`` to the denoiser's ``rows``."""
     others = [
         row | {"weight_error": errors.get(row["name"])}
         for other in subject.others.values()
@@ -112,7 +112,7 @@ def judged_entry(
 def record_of(
     baseline: Baseline, comparison: VariantOutputs, judged: Judged, facts: dict, step: StageTimer, mark: str
 ) -> Record:
-    """Return the candidate's record, without the entries that only a run has."""
+    """Return the candidate's record, with fingerprint ``mark``; entries that only a run has are empty or absent."""
     high = judged["formats"].get(HIGH_PRECISION, 0)
     groups = ("model", "infer", "judge", "timing", "metrics")
     full, theirs = comparison.images[FRAMEWORK], comparison.images[QUANTIZED]

@@ -40,7 +40,7 @@ THEIRS, PRECISE, LIBRARY = "theirs", "precise", "library"
 
 
 def keys_of(subject: Subject) -> dict[str, str]:
-    """Return the pool keys of the candidate's quantized parts, by part, the denoiser first."""
+    """Return the keys in the engine pool of the candidate's quantized parts, by part, the denoiser first."""
     first, *others = subject.parts
     return {first: THEIRS} | {part: f"{THEIRS} {part}" for part in others}
 
@@ -48,7 +48,7 @@ def keys_of(subject: Subject) -> dict[str, str]:
 def layer_rows(
     subject: Subject, baseline: Baseline, reference: VariantOutputs, pool: Pool, outputs: Tensor
 ) -> tuple[list[dict[str, Any]], float | None]:
-    """Return the rows of ``layers.csv`` and the relative error of ``outputs``, the candidate's denoiser outputs."""
+    """Return the rows of ``layers.csv``, and the relative error of ``outputs`` (by the candidate's denoiser)."""
     full = cast(TorchEngine, pool[baseline.denoiser])
     network = denoiser_of(baseline.session.checkpoint, full.module)
 

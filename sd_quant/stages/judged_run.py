@@ -1,6 +1,6 @@
 """A run of ``quantize.py`` as a candidate of ``judge``.
 
-Its assignment is derived again from its knobs, has to equal its ``layers.csv``, and is simulated.
+Its layer assignments are derived again from its settings, have to equal its ``layers.csv``, and are simulated.
 """
 
 import copy
@@ -42,7 +42,7 @@ OF_GUIDANCE = ("scale", "negative_prompt", "strength")
 def run_subject(name: str, run: Path, baseline: Baseline) -> Subject:
     """Open a finished run as a candidate: apply its recipe again to the judge's own model.
 
-    If the run lacks the model's LoRAs, these are added as branches. Raises ConfigError for a run of other weights.
+    LoRAs of the model that the run lacks are added as branches. Raises ConfigError for a run of other weights.
     """
     job, record, session = recipe_of_run(str(run), baseline.cache), record_of_run(run), baseline.session
     of_run, sha256, loras = weights_sha256(record), weights_sha256(baseline.facts), baseline.model.loras
@@ -93,7 +93,7 @@ def onnx_bytes(run: Path, part: str) -> int:
 
 
 def rows_of_run(assignment: Mapping[str, LayerAssignment], prefix: str) -> list[dict[str, Any]]:
-    """Return an assignment as rows of ``layers.csv``, in the form of ``third_party.rows_of``."""
+    """Return rows of ``layers.csv`` for an assignment, with ``third_party.rows_of``'s columns; ``prefix``: of names."""
     return [
         {
             "name": f"{prefix}{layer.name}",
@@ -111,7 +111,7 @@ def rows_of_run(assignment: Mapping[str, LayerAssignment], prefix: str) -> list[
 
 
 def run_runtime(path: Path, engine: str, record: Mapping[str, Any], baseline: Baseline) -> OwnLibrary | None:
-    """Return the run's ``engine`` for its file at ``path``; None unless trusted, installed and for the CPU."""
+    """Return the run's CPU engine on its ONNX file; None unless runs are trusted and the engine is installed."""
     row = RUNTIMES[engine]
     here = row.file == "onnx" and row.device == "cpu" and find_spec(row.package) is not None
     if not baseline.judge.trust_runs or record.get("simulated") or not here:

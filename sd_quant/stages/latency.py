@@ -104,7 +104,7 @@ def compare_latency(variants: Variants, infer: Infer, timing: Timing, calls: Cal
         return both | found | {"rounds": conditions(rounds[part], f"{FULL_PRECISION}/{part}")}
 
     def mean_of(variant: str) -> list[float]:
-        """Return the mean milliseconds of an image's calls; a denoiser without this variant counts unquantized."""
+        """Return, by round, the mean time of an image's denoiser calls in ms; unquantized if a variant is missing."""
         own = {part: times[part].get(variant, times[part][FULL_PRECISION]) for part in calls_of}
         return mean_call(calls_of, {part: each["samples_ms"] for part, each in own.items()})
 
@@ -127,7 +127,7 @@ def compare_latency(variants: Variants, infer: Infer, timing: Timing, calls: Cal
         return compared(in_image(reference, reference, rest), in_image(reference, samples, rest_of), openings)
 
     def composed(speedup: float, how: str) -> dict:
-        """Derive an image's time from the unquantized image's time and a speed-up; None if that is unknown."""
+        """Divide the unquantized image's time, if known, by a speed-up; ``how``: description for the record."""
         if full["p50_ms"] is None:
             return {"p50_ms": None, "reason": full["reason"]}
         return {"p50_ms": full["p50_ms"] / speedup, "composed": how if together else FROM_PARTS}
@@ -173,7 +173,7 @@ def whole_images(variants: Variants, infer: Infer, timing: Timing) -> dict[str, 
 
 
 def costs_of(variants: Variants, infer: Infer, calls: CallsOfAnImage) -> dict[str, float]:
-    """Time precise and half calls of the denoiser, relative to a whole quantized call: by precise letter, and HALF."""
+    """Return times of denoiser calls relative to a quantized one: by letter of precise steps, HALF for half a batch."""
     checkpoint, variant, sampling = variants.loaded.checkpoint, variants.engines[QUANTIZED], sampling_of(infer)
     part = checkpoint.family.DENOISER
     contract, samples = contracts_of(checkpoint)[part], samples_per_call(checkpoint, part, sampling)
@@ -194,7 +194,7 @@ def rounds_of_group(
     variants: Variants, group: Sequence[str], timed: Collection[str], infer: Infer, stopping: Stopping,
     calls: Mapping[str, int],
 ) -> list[Rounds]:  # fmt: skip
-    """Time a ``group`` of parts in both engines (quantized: only ``timed``); torch separately, as its threads spin."""
+    """Time a ``group`` of parts in both engines (quantized: only the ``timed`` parts), then in torch, separately."""
     engines = variants.engines
     by_variant = {FULL_PRECISION: group, QUANTIZED: timed, COMPILED_FRAMEWORK: engines.get(COMPILED_FRAMEWORK, ())}
     turns = [[(name, part) for name, parts in by_variant.items() for part in group if part in parts]]
@@ -212,9 +212,9 @@ def rounds_of_group(
 def part_rounds(
     checkpoint: Checkpoint, engines: Mapping[str, Engine], infer: Infer, stopping: Stopping, calls: Mapping[str, int]
 ) -> Rounds:
-    """Time rounds of a call by each engine, keyed ``<variant>/<part>``, the reference first.
+    """Time rounds in which each of the ``engines`` (keys: ``<variant>/<part>``, the reference first) is called.
 
-    ``calls``: calls of an image by part. With a time budget, the machine is probed too, except for torch.
+    ``calls``: in an image, by part. With a time budget, the machine's own rates are measured too, except for torch.
     """
     sampling, contracts = sampling_of(infer), contracts_of(checkpoint)
     parts = {name: name.rpartition("/")[2] for name in engines}
@@ -237,7 +237,7 @@ def part_rounds(
 
 
 def reopener(checkpoint: Checkpoint, parts: Mapping[str, str], engines: Mapping[str, Engine]) -> Reopen:
-    """Return a function that reopens ``engines`` in a given order; it returns False if memory has no room."""
+    """Return a function that reopens ``engines`` in a given order, and returns False if memory is short or none can."""
 
     @cache
     def room() -> int:
@@ -276,7 +276,7 @@ def conditions(rounds: Sequence[Rounds], reference: str) -> Conditions:
 
 
 def of_whole_images(found: Mapping, full: Sequence[float], quantized: Sequence[float]) -> dict:
-    """Return the speed-up of whole images (from milliseconds), and whether its interval overlaps that of ``found``."""
+    """Return the speed-up of whole images, from ms, and whether its interval overlaps that of ``found``, from calls."""
     whole = compared(full, quantized)
     ends = [each["speedup_interval"] for each in (found, whole)]
     agree = any(isinstance(each, dict) for each in ends) or max(low for low, _ in ends) <= min(high for _, high in ends)
@@ -296,7 +296,7 @@ def compared(full: Sequence[float], quantized: Sequence[float], openings: Sequen
 
 
 def image_entry(image: ImageTimes, added_up: ImageTimes) -> dict:
-    """Return the record's image latency; no figure if the denoiser's time in it contradicts that in ``added_up``."""
+    """Return the record's image latency; no figure if its denoiser time contradicts single calls (``added_up``)."""
     if image.rounds is None:
         return {"p50_ms": image.totals[0], "rest": image.rest, "composed": FROM_PARTS}
     found = statistics_of(image.totals, WARMUP_IMAGES, wall_clock.__name__) | {"rest": image.rest}

@@ -1,4 +1,4 @@
-"""Levers, ways to save time other than quantization: fewer steps, another sampler, reused calls, less guidance.
+"""Levers, means to save time other than quantization: fewer steps, another sampler, reused calls, less guidance.
 
 The reference keeps the checkpoint's own sampler and steps. A recipe's images are compared with images of each lever
 alone (quantization, saved calls), and with a control: full precision with the fewest steps that take at least as long.
@@ -65,7 +65,7 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
 def scheduled(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[Infer, Levers]:
     """Choose the schedule that the job's knobs ask for; return ``infer`` with it, and how it was chosen.
 
-    Errors by reuse in single steps do not depend on the recipe; they are cached. ``calls``: see with_precise_steps.
+    Errors by reuse in single steps, the same for all recipes, are cached. ``calls``: denoiser inputs from calibration.
     """
     infer, precise = with_precise_steps(variants, job, calls)
     if infer.reuse is None:
@@ -100,7 +100,7 @@ def compared(
 ) -> Levers | None:
     """Return the record's ``levers``: settings of the recipe's images, and scores of images of each lever alone.
 
-    None for a recipe without levers. ``infer`` has the schedule, ``chosen`` its choice; ``latency``: the record's.
+    Returns None without levers. ``infer`` has the schedule, ``chosen`` how it was chosen; ``latency``: of the record.
     """
     calls = comparison.of_an_image
     if not infer.pulls_levers or calls is None:
@@ -109,7 +109,7 @@ def compared(
     reference, recipe = (comparison.images[name].images for name in (FRAMEWORK, QUANTIZED))
 
     def images_of(variant: str, sampling: Sampling, what: str) -> Images:
-        """Make images, or take those that another recipe or schedule has made from the cache."""
+        """Make images, or take them from the cache if another recipe or schedule has made them."""
 
         def make(by_batch: ByBatch) -> VariantOutputs:
             pipeline = pipeline_of(checkpoint, variants.engines[variant])
@@ -149,7 +149,7 @@ def compared(
 
 
 def steps_in_time(image: Mapping, share: float, steps: int) -> int:
-    """Return the fewest full-precision steps that take at least the recipe's time (if untimed, by ``share``)."""
+    """Return the fewest full-precision steps that take at least the recipe's time: by ``image``, else by ``share``."""
     speedup, rest = image.get("speedup"), image[FULL_PRECISION].get("rest")
     if not isinstance(speedup, float) or rest is None:
         return max(1, math.ceil(share * steps))

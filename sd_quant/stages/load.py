@@ -27,7 +27,7 @@ NAMED = 3  # layers that an error message names
 
 @dataclass(frozen=True)
 class Offered:
-    """One of several presets that a size limit or an ``assignment`` file mixes, and the layers that can have it."""
+    """One of the presets that a size limit or an ``assignment`` file mixes, and the layers that cannot have it."""
 
     recipe: Recipe
     exclude: Collection[str] = ()  # patterns of the layers that cannot have it
@@ -62,7 +62,7 @@ class Loaded(Session):
 
     @property
     def denoisers(self) -> list[str]:
-        """The denoisers that are quantized, the first one first."""
+        """The names of the quantized denoisers, that of this session first."""
         return [self.denoiser, *self.others]
 
     @cached_property
@@ -92,7 +92,7 @@ class Loaded(Session):
         return inputs_left_alone(recipe) if name in self.weights_alone else recipe
 
     def recipe_with(self, name: str, label: str) -> Recipe | None:
-        """Return layer ``name``'s recipe with preset ``label``; None if unknown or unsuitable for the layer."""
+        """Return layer ``name``'s recipe with preset ``label``; None if the preset is unknown or does not suit it."""
         offered = self.offered.get(label)
         own = None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
         return replace(own, alpha=self.alphas[name]) if own is not None and name in self.alphas else own
@@ -110,7 +110,7 @@ def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]
 
 
 def load(model: Model, infer: Infer, quantize: Quantize, needs: Callable[[Loaded], Needs], directory: Path) -> Loaded:
-    """Open the checkpoint, check it as ``open_session`` does, and check the recipe before weights are read."""
+    """Open and check the checkpoint and its recipe. ``needs``: memory and disk that the job takes in ``directory``."""
     loaded = with_recipe(begin(model, infer, {"model": model, "infer": infer}), model, infer, quantize)
     finish(loaded, lambda _: needs(loaded), directory, finite=True)
     return loaded
@@ -147,7 +147,7 @@ def check_together(session: Session, infer: Infer, recipe: Quantize) -> None:
 
 
 def with_denoiser(session: Session, model: Model, infer: Infer, recipe: Quantize) -> Loaded:
-    """Find the layers of one denoiser that the recipe quantizes. Raises ConfigError as ``with_recipe`` does."""
+    """Find the layers of one denoiser that the recipe quantizes. Raises ConfigError for knobs that do not fit it."""
     checkpoint, network, family = session.checkpoint, empty_denoiser(session.checkpoint), model.family
     roles, attentions = checkpoint.family.layer_roles(network), checkpoint.family.attentions(network)
     shapes = {name: tuple(network.get_parameter(f"{name}.weight").shape) for name in roles}
@@ -187,7 +187,7 @@ def with_denoiser(session: Session, model: Model, infer: Infer, recipe: Quantize
 
 
 def check_no_convolutions(part: str, adapted: Sequence[str]) -> None:
-    """Raise ConfigError if ``adapted``, quantized convolutions with LoRAs kept as branches, is not empty."""
+    """Raise ConfigError if there are quantized convolutions with LoRAs that stay branches (``adapted``, by name)."""
     if adapted:
         raise ConfigError(
             f"model.loras change {len(adapted)} quantized convolutions of {part} ({listing(adapted, NAMED)}), and "
@@ -197,7 +197,7 @@ def check_no_convolutions(part: str, adapted: Sequence[str]) -> None:
 
 
 def offered_in(recipe: Quantize, family: str, linears: Collection[str], alone: Collection[str]) -> dict[str, Offered]:
-    """Return the presets that layers may have, by name; in linears ``alone`` the job's quantizes weights only."""
+    """Return the presets that layers may have, by name; the job's own quantizes only weights in linears ``alone``."""
     excluded, patterns = recipe.patterns("exclude", family), recipe.patterns("weights_alone", family)
     return {
         label: Offered(
@@ -227,7 +227,7 @@ def check_offered(
 
 
 def presets_of_parts(session: Session, given: Mapping[str, str], alone: str | None = None) -> dict[str, str]:
-    """Return the presets of non-denoiser parts. Raises ConfigError for an unknown part. ``alone``: model.denoiser."""
+    """Return presets by non-denoiser part. Raises ConfigError for an unknown part. ``alone``: the only denoiser."""
     denoisers = {session.denoiser, *session.checkpoint.family.DENOISERS}
     others = [part for part in exported(session.parts) if part not in denoisers]
     named = {TEXT_ENCODERS: [part for part in others if session.parts[part].component.startswith("text_encoder")]}
@@ -264,7 +264,7 @@ def recipes_of_parts(session: Session, presets: Mapping[str, str]) -> dict[str, 
 
 
 def matched(knob: str, patterns: Collection[str], names: Collection[str]) -> list[str]:
-    """Return the ``names`` that match a pattern. Raises ConfigError for a pattern that matches no name."""
+    """Return the ``names`` that match a pattern of ``knob``. Raises ConfigError for a pattern that matches no name."""
     for pattern in patterns:
         if not any(is_excluded(name, [pattern]) for name in names):
             raise ConfigError(

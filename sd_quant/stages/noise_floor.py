@@ -1,9 +1,9 @@
-"""The noise floor: how far full-precision images change if the same model is computed in another way.
+"""The noise floor: how far full-precision images change if the same model is computed in another way (see WAYS).
 
 A recipe whose images are nearer to the reference than full-precision images with another batch size, number of threads,
 precision, engine or CPU instruction set cannot be told from full precision computed in that way. Torch makes images in
-each way, once for a sweep, except RUNTIME, whose images every job has. Alternatives not taken: another seed, which
-changes the image itself, not its arithmetic; and stored figures, which would measure the machine they came from.
+each way once for a sweep, except by another engine (RUNTIME), whose images every job has. Alternatives not taken: other
+seeds, which change the image itself, not its arithmetic; stored figures, which would measure another machine.
 """
 
 import logging
@@ -46,7 +46,7 @@ CLASS_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INST
 
 
 def noise_floor(ways: Sequence[str], variants: Variants, framework: VariantOutputs) -> dict[str, dict[str, Any]]:
-    """Score each way's images against torch's, or give a ``reason``; RUNTIME is empty: the record has its scores."""
+    """Score images by each of ``ways``, such as BATCH, against torch's, or give a ``reason``; RUNTIME is left empty."""
     theirs, floor = framework.images[FRAMEWORK], dict[str, dict[str, Any]]()
     for way in ways_of(ways):
         reason = why_not_made(way, variants.loaded)
@@ -65,19 +65,19 @@ def noise_floor(ways: Sequence[str], variants: Variants, framework: VariantOutpu
 
 
 def ways_of(ways: Sequence[str]) -> list[str]:
-    """Return the ways that the knob names, without duplicates; ALL stands for every way."""
+    """Return the ways to compute that the setting names, without duplicates; ALL stands for every entry of WAYS."""
     return list(WAYS) if ALL in ways else list(dict.fromkeys(ways))
 
 
 def check_noise_floor(ways: Sequence[str], loaded: Loaded) -> None:
-    """Raise ConfigError for a named way that is not possible for this job or on this machine."""
+    """Raise ConfigError if one of the ``ways`` to compute (unless ALL) is not possible for this job or machine."""
     for way in () if ALL in ways else ways:
         if reason := why_not_made(way, loaded):
             raise ConfigError(f"noise_floor has {way}, but {reason}; leave it out, or give noise_floor={ALL}")
 
 
 def why_not_made(way: str, loaded: Loaded) -> str | None:
-    """Return why this way equals the reference, or cannot be computed here; None if it can be used."""
+    """Return why computing by ``way``, such as BATCH, equals the reference or is impossible here; None if usable."""
     infer = loaded.infer
     if way == RUNTIME:
         runtime = RUNTIMES[infer.engine]
@@ -110,7 +110,7 @@ def other_batch(infer: Infer) -> Infer:
 
 
 def images_by(way: str, variants: Variants, theirs: Generated) -> Generated:
-    """Make full-precision images with the change ``way``, an entry of WAYS; ``theirs`` are those without it."""
+    """Make full-precision images with the change ``way``, an entry of WAYS; ``theirs``: images without the change."""
     infer = variants.loaded.infer
     reference = partial(generated, way, variants.loaded, variants.engines[FRAMEWORK])
     if way == BATCH:
@@ -128,7 +128,7 @@ def images_by(way: str, variants: Variants, theirs: Generated) -> Generated:
 def made(
     way: str, variants: Variants, infer: Infer, make: Callable[[ByBatch], Generated], detail: object = ""
 ) -> Generated:
-    """Return the images with the change ``way``, such as BATCH, and its ``detail`` from the cache or from ``make``."""
+    """Return images with the change ``way`` from the cache (key: ``way`` and ``detail``) or from ``make``."""
     outputs = variants.shared.provide(
         variants.loaded.checkpoint, infer, lambda by_batch: VariantOutputs({way: make(by_batch)}),
         {"noise_floor": f"{way} {detail}".rstrip()},

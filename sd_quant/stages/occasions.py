@@ -35,7 +35,7 @@ def latency_of_run(
 
 
 def count_run(latency: dict, part: str, job: QuantizeJob, shared: Shared, fingerprint: str) -> None:
-    """Widen a run's speed-up intervals by the spread between this machine's occasions; store the run as one."""
+    """Widen a run's speed-up intervals by the spread between this machine's occasions; count this run among them."""
     engine, batch = job.infer.engine, job.infer.batch_size
     (samples,) = latency[engine][part]
     timed = rounds_of("run", latency, engine, part, samples, batch)
@@ -56,7 +56,7 @@ def count_run(latency: dict, part: str, job: QuantizeJob, shared: Shared, finger
 
 
 def workload_of_engines(knobs: QuantizeJob, weights: str | None, reference: Path) -> str:
-    """Return a digest of everything that an unquantized engine's latency depends on, except the machine."""
+    """Return a digest of all that decides an unquantized engine's latency, except the machine; ``weights``: hash."""
     infer = knobs.infer
     same = (
         infer.width, infer.height, infer.batch_size, infer.steps, infer.scale, infer.precision, infer.cuda_graph,

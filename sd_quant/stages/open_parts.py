@@ -80,7 +80,7 @@ def open_simulated(checkpoint: Checkpoint, assignment: Assignment, part: str | N
 
 
 def open_changed(checkpoint: Checkpoint, change: Callable[[nn.Module], object], part: str | None = None) -> TorchEngine:
-    """Open a part in torch, fp32, after ``change``, which alone causes error. ``part=None``: the denoiser."""
+    """Open a part in torch with its module changed by ``change``, in fp32 to add no error; default: the denoiser."""
     part = part or checkpoint.family.DENOISER
     change(module := load_part(checkpoint, part).module)
     return TorchEngine(placed(module, best_device(), torch.float32), contracts_of(checkpoint)[part])

@@ -62,7 +62,7 @@ def check_runtimes(job: QuantizeJob) -> None:
 
 
 def opened(job: QuantizeJob, directory: Path) -> Loaded:
-    """Open the checkpoint and check all that later steps need. Writes knobs, drawn prompts, recorded structure."""
+    """Open the checkpoint and check all that later steps need; write settings, drawn prompts, recorded structure."""
     torch.set_num_threads(threads())
     if refused := job.why_no_plans():
         LOG.info("no plans are built: %s", refused)

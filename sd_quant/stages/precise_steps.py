@@ -36,8 +36,8 @@ from sd_quant.stages.shared import CallsOfAnImage
 from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED, Variants
 
 LOG = logging.getLogger(__name__)
-SCHEDULES = "schedules"  # a kind of the cache
-KEPT, FEWER = "keeping the most sensitive layers", "full precision in fewer steps"  # the controls
+SCHEDULES = "schedules"  # kind of these cache entries
+KEPT, FEWER = "keeping the most sensitive layers", "full precision in fewer steps"  # names of the controls
 Latents = Callable[[Sequence[int]], Tensor]  # numbers of N prompts -> their final latents [N, ...]
 # extra time, as a share of the recipe's -> an alternative of that time; None if full precision takes no more
 Control = Callable[[float], Latents | None]
@@ -53,7 +53,7 @@ def choosing_sampling(job: QuantizeJob, rows: Sequence[Row]) -> Sampling:
 
 
 def with_precise_steps(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[Infer, PreciseChosen | None]:
-    """Choose the schedule for ``infer.precise_steps``; return ``infer`` with it, and how it was chosen (cached).
+    """Choose the steps with unquantized inputs by ``infer.precise_steps``; return ``infer`` with them, and the choice.
 
     ``calls``: the denoiser inputs kept by calibration. Raises ConfigError for a target that no number of steps reaches.
     """
@@ -95,7 +95,7 @@ def with_precise_steps(variants: Variants, job: QuantizeJob, calls: Statistics) 
 
 
 def wanted_schedules(infer: Infer, products: Tensor, step_time: float | None) -> list[str]:
-    """Return the candidate schedules for ``infer.precise_steps``. Raises ConfigError for a target out of reach."""
+    """Return schedules to try; ``products``: by ``products_of_steps``. Raises ConfigError if no schedule fits."""
     wanted, steps = infer.precise, len(products) - 1
     assert wanted is not None
     count = wanted.count
@@ -179,9 +179,9 @@ def choose_steps(
 def controls_of(
     variants: Variants, prompts: Sequence[str], sampling: Sampling, full_cost: float, calls: Statistics
 ) -> Mapping[str, Control]:
-    """Return the alternatives of equal time, by name. ``full_cost``: time of a full-precision call in recipe calls.
+    """Return the alternatives of equal time, by name. ``full_cost``: time of a full-precision call over a recipe call.
 
-    Layers stay in high precision in the simulation, if memory has room; their time is estimated by multiplications.
+    Keeping layers unquantized is simulated, only if memory has room; its time is estimated from multiplications.
     """
     checkpoint, denoiser, steps = variants.loaded.checkpoint, variants.loaded.denoiser, sampling.steps_taken
     unquantized, plain = variants.engines[FULL_PRECISION], replace(sampling, schedule=None)

@@ -43,14 +43,14 @@ NOTHING = Needs()
 
 
 def workload_of(infer: Infer) -> PipelineCall:
-    """Return the size of one call of the pipeline (runtime, pixels, precision), from the knobs."""
+    """Return the runtime, pixels and precision of one call of the pipeline, from the image settings."""
     pixels = infer.batch_size * max(width * height for width, height in [(infer.width, infer.height), *sizes_of(infer)])
     tile = pixels if infer.vae_tile is None else infer.batch_size * infer.vae_tile**2
     return PipelineCall(RUNTIMES[infer.engine], pixels, infer.precision == "fp32", min(pixels, tile))
 
 
 def images_need(parameters: Parameters, infer: Infer) -> Needs:
-    """Estimate images by the engine, one part open at a time; no GPU memory for plans, which may have four bits."""
+    """Estimate what images by the engine need, one part open at a time; no GPU memory for plans (may have 4 bits)."""
     work = workload_of(infer)
     needs = part_needs(parameters, work)
     return Needs(needs.memory) if work.runtime.file == "plan" else needs
@@ -67,15 +67,15 @@ def by_torch(work: PipelineCall) -> PipelineCall:
 
 
 def simulation_needs(parameters: Parameters, infer: Infer) -> Needs:
-    """Estimate images by torch, with one part open at a time and the denoiser simulated in fp32."""
+    """Estimate what images by torch need, with one part open at a time and the denoiser simulated in fp32."""
     work = by_torch(workload_of(infer))
     return part_needs(parameters, work) | Needs(gpu={"the simulation": memory_of_simulation(parameters, work)})
 
 
 def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize, hessians: int = 0) -> Needs:
-    """Estimate calibration with all parts except the VAE open; nothing if statistics are given by path.
+    """Estimate what calibration needs with all parts except the VAE open; nothing if statistics are given by path.
 
-    ``hessians``: bytes of one set of Hessians. The device holds one set, memory three, the disk one a segment.
+    ``hessians``: bytes of all. The device holds them once, memory 3 times, the disk once a segment between snapshots.
     """
     if quantize.calibration is not None:
         return NOTHING
@@ -88,7 +88,7 @@ def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize, 
 
 
 def plans_need(parameters: Parameters, stored: float) -> Needs:
-    """Estimate building plans one at a time; on disk, all together take ``stored`` bytes, as their ONNX files do."""
+    """Estimate what building plans one at a time needs; on disk, all take ``stored`` bytes, as their ONNX files do."""
     return Needs({"plans": PROCESS + PLAN_BYTES * max(parameters.values())}, disk={"plan": stored})
 
 
@@ -102,9 +102,9 @@ def run_needs(
     targets: int,
     hessians: int = 0,
 ) -> Needs:
-    """Estimate all steps of ``quantize``. ``stored``: bytes of unquantized weights by part, the denoiser first.
+    """Estimate what ``quantize`` needs. ``stored``: bytes of unquantized weights by part, the denoiser first.
 
-    Files on disk are estimated as if nothing were quantized. ``hessians``: bytes of one set of Hessians.
+    Files are counted as if nothing were quantized. ``targets``: number of exports; ``hessians``: bytes of all Hessians.
     """
     denoiser, every = next(iter(stored.values())), sum(stored.values())
     files = {

@@ -30,7 +30,7 @@ from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.session import Session
 from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED
 
-Latents = Tensor | list[Tensor]  # [N, steps, ...], or N of [steps, ...]
+Latents = Tensor | list[Tensor]  # [images, steps, ...], or a list of [steps, ...] by image
 
 
 def shared_entries(
@@ -39,7 +39,7 @@ def shared_entries(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the record entries that runs and judged checkpoints share.
 
-    ``full`` and ``quantized``: images; ``facts``: versions, machine, inputs; ``calls``: calls an image, by denoiser.
+    ``full`` and ``quantized``: images; ``facts``: versions, machine, inputs; ``calls``: an image's, by denoiser.
     """
     prompts, categories = infer.prompt_list(), infer.categories()
     scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents))
@@ -72,7 +72,7 @@ def shared_entries(
 
 
 def values_against_prompts(scores: Mapping[str, Any]) -> dict[str, tuple[list, list]]:
-    """Return (quantized, full-precision) values by image, for each text score that has such values, by key."""
+    """Return lists of quantized and full-precision values by image, for each text score that has both, by its key."""
     pairs = {key: [at(scores, variant, key, "values") for variant in (QUANTIZED, FULL_PRECISION)] for key in NAMED}
     return {key: (own, full) for key, (own, full) in pairs.items() if own and full}
 
@@ -133,7 +133,7 @@ def scores_of(
 ) -> dict[str, dict]:
     """Compute each score of one variant's images; give a reason for a score not asked for, or that failed.
 
-    ``asked``: the knobs of ``metrics`` that are set, each with a list of its file, or an empty list.
+    ``asked``: the settings in ``metrics`` that are given, each with a list of its file (empty if it has none).
     """
     given = {
         Against.PROMPTS: [images, prompts], Against.REFERENCE: [images, list(reference)], Against.PHOTOGRAPHS: [images]
@@ -152,7 +152,7 @@ def scores_of(
 
 
 def verdict(entries: Mapping[str, Mapping], made: Mapping) -> dict:
-    """Return MLPerf's verdict on one variant's scores: ``{passes, reason}``."""
+    """Return MLPerf's verdict ``{passes, reason}`` on one variant's scores; ``made``: from ``how_made``."""
     try:
         with at_work("scores"):
             return loaded("scores", "mlperf", "MLPerf's verdict")(entries, made)

@@ -56,11 +56,11 @@ class Results:
     handed_over: dict[str, HandedOver]  # by target
     memory: dict  # by part
     levers: Levers | None  # settings other than quantization that save time
-    noise_floor: dict  # by way
+    noise_floor: dict  # by entry of WAYS
 
 
 def written_record(job: QuantizeJob, results: Results, step: StageTimer, fingerprint: str) -> Record:
-    """Write the run's record and facts, and log to trackers. Raises SdQuantError if the folder was removed."""
+    """Write the run's record and facts; log to experiment trackers. Raises SdQuantError if the folder was removed."""
     directory = results.variants.directory
     check_still_there(directory)
     record = record_of(job, results, step, fingerprint)
@@ -114,7 +114,7 @@ def record_of(job: QuantizeJob, results: Results, step: StageTimer, fingerprint:
 
 
 def part_entry(results: Results, part: str, preset: str) -> QuantizedPart:
-    """Return the record's entry for a quantized part other than the denoiser."""
+    """Return the record's entry for a quantized part other than the denoiser: preset, layers, change of outputs."""
     full, quantized = (results.comparison.outputs[variant][part] for variant in (FRAMEWORK, QUANTIZED))
     outputs = {name: cast(Moved, moved(output, quantized[name])) for name, output in full.items()}
     return {"preset": preset, "layers": count_layers(results.variants.assignments[part]), "outputs": outputs}

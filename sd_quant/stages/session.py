@@ -68,7 +68,7 @@ class Session:
         return {part: self.parts[part].contract.weights.itemsize * count for part, count in self.parameters.items()}
 
     def check(self, model: Model, infer: Infer, quantize: Quantize | None = None) -> None:
-        """Check the knobs of images and calibration against the checkpoint's structure. Raises ConfigError."""
+        """Check image and calibration settings against the checkpoint's structure. Raises ConfigError."""
         checks.check_mask(self.checkpoint, "infer.", infer.mask)
         checks.check_latents(self.checkpoint, infer)
         checks.check_tile(self.checkpoint, infer)
@@ -91,7 +91,7 @@ class Session:
             check_arguments(self.checkpoint, [sampling_of(infer), *recipes, *own])
 
     def check_images(self, model: Model, infer: Infer, simulated: bool) -> None:
-        """Check the knobs and memory for images by torch, ``simulated`` or in full precision. Raises SdQuantError."""
+        """Check settings and memory for images by torch, ``simulated`` or full precision. Raises SdQuantError."""
         checks.check_request(model, infer)
         self.check(model, infer)
         work = resources.by_torch(resources.workload_of(infer))
@@ -138,7 +138,7 @@ def open_session(
 
 
 def begin(model: Model, infer: Infer, sized: Mapping[str, Infer | Model]) -> Session:
-    """Check the image settings and open the checkpoint. ``sized``: sections whose image sizes are checked, by name."""
+    """Check image settings, open the checkpoint. ``sized``: settings whose image sizes are checked, by section."""
     checks.check_request(model, infer)
     checks.warn_of_size(model, sized)
     return open_unchecked(model)
@@ -147,7 +147,7 @@ def begin(model: Model, infer: Infer, sized: Mapping[str, Infer | Model]) -> Ses
 def finish(
     session: Session, needs: Callable[[Session], resources.Needs] | None, directory: Path | None, finite: bool
 ) -> None:
-    """Check the machine, then the weights; these come last because all are read. Raises SdQuantError."""
+    """Check memory and disk, then that all weights are finite (last, as this reads all). Raises SdQuantError."""
     if needs is not None:
         resources.check_machine(needs(session), directory)
     if finite:

@@ -46,7 +46,7 @@ class CallsOfAnImage:
     by_denoiser: Mapping[str, int] = field(default_factory=dict)  # calls of each denoiser, if the pipeline has several
 
     def share(self, costs: Mapping[str, float], steps: int) -> float:
-        """Return these calls' time relative to ``steps`` whole steps; ``costs``: in whole calls, by letter and HALF."""
+        """Return the time of these calls relative to ``steps`` whole steps; ``costs``: from ``latency.costs_of``."""
         more = sum(count * (costs[letter] - 1) for letter, count in self.precise.items())
         return (self.whole + self.half * costs.get(HALF, 1.0) + more) / (self.in_a_step * steps)
 
@@ -65,7 +65,7 @@ class VariantOutputs:
 
 @dataclass(frozen=True)
 class Shared:
-    """A job's access to the cache, with the facts of which cache keys consist."""
+    """A job's access to the cache that all jobs share, with the facts for cache keys."""
 
     facts: dict  # of the job: versions, machine, inputs; for keys
     directory: Path  # for temporary files
@@ -94,7 +94,7 @@ class Shared:
     def all_found(
         self, kind: str, origins: Mapping[str, Mapping[str, Any]], make: Callable[[str], Any]
     ) -> dict[str, Any]:
-        """Return results for several keys, by name; ``make`` is called with the name of a missing one."""
+        """Return results by name, for the cache keys ``origins``, from the cache or else from ``make(name)``."""
 
         def write(name: str, made: Path) -> None:
             (made / FOUND).write_text(json.dumps({"found": make(name)}), encoding="utf-8")
@@ -106,7 +106,7 @@ class Shared:
     def measure_of(
         self, assignment: Mapping[str, LayerAssignment], calls: Mapping[str, Tensor], guidance_scale: float
     ) -> Measure:
-        """Return a cached, shared measure of the network's error with this assignment on the inputs ``calls``."""
+        """Return ``measured`` with the cache key of the network's errors by ``assignment`` on inputs ``calls``."""
         origin = self.made_of("simulation.sensitivity", "stages.open_parts") | {
             "modelopt": self.facts["versions"].get("nvidia-modelopt"),
             "assignment": assignment_digest(assignment),
@@ -121,7 +121,7 @@ class Shared:
         choices: Mapping[str, Collection[str]],
         error: Callable[[Collection[str]], float],
     ) -> dict[str, float]:
-        """Return the ``error`` of each choice of quantized layers, by name, from the cache or measured here."""
+        """Return the ``error`` of each set of quantized layers in ``choices``, by name, from the cache or computed."""
         names, size = list(choices), min(TOGETHER, max(1, len(choices) // TOGETHER))
         parts = {str(first): names[first : first + size] for first in range(0, len(names), size)}
         origins = {
@@ -159,7 +159,7 @@ class Shared:
         make: Callable[[int], Tensors],
         also: Sequence[Any] = (),
     ) -> list[Tensors]:
-        """Return the batches of images with key ``origin``, each from the cache or made here (a ``ByBatch``)."""
+        """Return each batch of images from the cache or ``make``; key: ``origin``, its numbers and ``also``."""
         prompts = origin["prompts"]
         origins = {
             str(place): {
@@ -222,7 +222,7 @@ def flat(tree: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def tree_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Reverse ``flat``, except that lists become mappings in the same order."""
+    """Rebuild the tree that ``flat`` has flattened; lists become mappings in the same order."""
     tree: dict = {}
     for path, tensor in sorted(tensors.items()):
         *folders, name = path.split("/")
@@ -231,7 +231,7 @@ def tree_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def unpack(tensors: Mapping[str, Tensor]) -> VariantOutputs:
-    """Reverse ``pack``."""
+    """Rebuild the images and outputs that ``pack`` has flattened."""
     tree, images = tree_of(tensors), dict[str, Generated]()
     for variant, each in tree["images"].items():
         pixels, latents = each["images"], each["latents"]

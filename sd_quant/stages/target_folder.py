@@ -48,7 +48,7 @@ def write_target(
 ) -> HandedOver:
     """Write a target's ``folder``, whole or not at all, with its model card; return its facts.
 
-    ``held``: the ``assignments`` as the target can store them. ``command``: shell command or Python lines to make it.
+    ``held``: the ``assignments`` as the target can store them. ``command``: what repeats the export, for the card.
     """
     checkpoint, parts = loaded.checkpoint, loaded.checkpoint.parts()
     assignment, rows, described_part = assignments[loaded.denoiser], held[loaded.denoiser], denoiser_part(checkpoint)

@@ -63,7 +63,7 @@ def rows_of(targets: Collection[str], assignments: Assignments, checkpoint: Chec
 
 
 def quantized_in(rows: Rows) -> int:
-    """Count the quantized layers."""
+    """Count the quantized layers of an assignment."""
     return sum(layer.format is not None for layer in rows.values())
 
 
@@ -77,7 +77,7 @@ def computed_inputs(rows: Rows, target: ForeignFormat) -> dict[str, str]:
 
 
 def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
-    """Count, by reason, the layers and attentions that the recipe quantizes and the target does not."""
+    """Count, by reason, the layers and attentions quantized in the recipe's ``assignment`` and not in ``rows``."""
     names = [
         name
         for name, layer in assignment.items()
@@ -87,7 +87,7 @@ def lost(assignment: Rows, rows: Rows) -> dict[str, int]:
 
 
 def widened(assignment: Rows, rows: Rows) -> list[str]:
-    """Say how many layers get a wider range than in the recipe, because one fused tensor has one range."""
+    """Say how many layers get a larger quantization range than in the recipe: a fused tensor has a single range."""
     wider = [
         name for name, row in rows.items()
         if row.format and row.weight_amax is not None and not torch.equal(row.weight_amax, assignment[name].weight_amax)
@@ -101,7 +101,7 @@ def widened(assignment: Rows, rows: Rows) -> list[str]:
 
 
 def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
-    """Say how many fused layers have several low-rank branches, stacked into one, which is slower."""
+    """Say in how many fused layers the low-rank branches are stacked to one branch of larger rank, which is slower."""
     groups = [[rows[name].low_rank for name in group] for _, _, group in groups_of(rows, target.fused)]
     downs = [[branch[1] for branch in group if branch is not None] for group in groups]
     apart = [own for own in downs if not all(torch.equal(down, own[0]) for down in own)]
@@ -128,7 +128,7 @@ def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:
 
 
 def absent(checkpoint: Checkpoint) -> list[str]:
-    """Return the optional components that the pipeline lacks; diffusers has to be told of them at opening."""
+    """Return the optional components that the pipeline lacks; diffusers needs their names at opening."""
     return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
 
 

@@ -58,7 +58,7 @@ class SubjectPart:
 
 @dataclass(frozen=True)
 class Subject:
-    """A third-party checkpoint or a run, opened."""
+    """A candidate: a third-party checkpoint or a run of sd-quant, opened."""
 
     name: str  # in tables, and of its results' folder
     path: Path
@@ -120,7 +120,7 @@ def subject_part(
 
 
 def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
-    """Return the schedule of precise first and last steps, or None. Raises ConfigError if these overlap."""
+    """Return the schedule if first or last steps are precise, else None. Raises ConfigError if the two overlap."""
     first, last = denoiser.precise_ends
     if first + last > steps:
         raise ConfigError(
@@ -131,7 +131,7 @@ def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
 
 
 def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> SubjectPart:
-    """Return a part other than the denoiser; ``checkpoint`` is one with this ``part`` in the denoiser's place."""
+    """Return a non-denoiser part of the candidate; ``checkpoint``: the model with ``part`` in the denoiser's place."""
     weights, network = denoiser_weights(checkpoint), empty_denoiser(checkpoint)
     denoises = part in checkpoint.family.DENOISERS
     rows = rows_of(read, checkpoint.family.layer_roles(network) if denoises else roles_of(network, ()))

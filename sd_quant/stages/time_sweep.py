@@ -102,7 +102,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
 
 
 def why_left_out(job: Job, here: dict) -> str | None:
-    """Return why the job's engine cannot be timed in this process, or None."""
+    """Return why the job's engine cannot be timed in this process, or None; ``here``: this machine's facts."""
     there = at(job.record, "environment", "machine") or {}
     if any(there.get(fact) != here[fact] for fact in SAME_MACHINE):
         return f"it ran on another machine ({machine_of(there)}), and latencies are compared within one"
@@ -115,7 +115,7 @@ def why_left_out(job: Job, here: dict) -> str | None:
 
 
 def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str | None:
-    """Add a job's engine to the ``workloads``; return None, or why it cannot be compared."""
+    """Add a job's engine to its group in ``workloads``; return None, or the reason why it cannot be compared."""
     infer, kind = knobs.infer, str(RUNTIMES[knobs.infer.engine].file)
     denoiser = str(at(job.record, "denoiser", "part"))
     engine = artifact(job.directory, kind, denoiser)
@@ -138,7 +138,7 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
 
 
 def blocks_of(work: EngineGroup, size: int, timing: Timing) -> Iterator[Block]:
-    """Time all engines of a workload, in blocks of ``size`` engines beside the unquantized engine."""
+    """Time all engines of a group, in blocks of ``size`` engines together with the unquantized engine."""
     infer, checkpoint = work.job.infer, open_unchecked(work.job.model).checkpoint
     reference, hashes = open_file(work.reference, infer), list(work.engines)
     baselines = {REFERENCE: reference}

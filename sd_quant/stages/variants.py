@@ -38,7 +38,7 @@ Assignments = Mapping[str, Mapping[str, LayerAssignment]]  # of the quantized pa
 
 @dataclass(frozen=True)
 class Simulated:
-    """The pool key of a part that torch simulates as quantized, with ModelOpt's fake quantizers."""
+    """The key in the engine pool of a part that torch simulates as quantized, with ModelOpt's fake quantizers."""
 
     part: str
     weights_alone: bool = False  # inputs stay in high precision, as in a schedule's steps ``h``
@@ -46,7 +46,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Native:
-    """The pool key of a part whose engine under test is torch itself, apart from the framework variant."""
+    """The key in the engine pool of a part for which torch is the engine under test, apart from the framework's."""
 
     part: str
     quantized: bool
@@ -127,7 +127,7 @@ def variants_of(
 
 
 def why_simulated(loaded: Loaded, formats: Mapping[str, Collection[str]]) -> str | None:
-    """Return why the denoisers have to be simulated (formats not executed, or no exported file), else None."""
+    """Return why the denoisers must be simulated (engine lacks one of ``formats``, or no exported file), else None."""
     engine = loaded.infer.engine
     refused = {part: loaded.parts[part].refused for part in loaded.denoisers}
     lacking = [f"the {part} is not exported, because {because}" for part, because in refused.items() if because]
@@ -138,7 +138,7 @@ def why_simulated(loaded: Loaded, formats: Mapping[str, Collection[str]]) -> str
 
 
 def torch_variant(session: Session, infer: Infer, assignments: Assignments) -> Variant:
-    """Return all parts in torch, simulated if in ``assignments``; one is open at a time if memory is short."""
+    """Return the model in torch, parts in ``assignments`` simulated; one part is open at a time if memory is short."""
     keys: dict[str, object] = {part: Simulated(part) if part in assignments else part for part in session.parts}
     keys |= keys_of_letters(session.denoiser, keys[session.denoiser], session.denoiser, infer.precise_letters)
     together = session.together(by_torch(workload_of(infer)))
@@ -148,7 +148,7 @@ def torch_variant(session: Session, infer: Infer, assignments: Assignments) -> V
 def keys_of(
     loaded: Loaded, assigned: Collection[str], directory: Path, simulated: bool
 ) -> dict[str, dict[str, object]]:
-    """Return pool keys by variant and part; unquantized and quantized differ only in the ``assigned`` parts."""
+    """Return keys in the engine pool by variant and part; quantized and unquantized differ in ``assigned`` parts."""
     parts, kind = list(loaded.parts), RUNTIMES[loaded.infer.engine].file
     framework: dict[str, object] = {part: part for part in parts}
     full_precision: dict[str, object]
@@ -166,7 +166,7 @@ def keys_of(
 
 
 def keys_of_letters(denoiser: str, own: Any, full_precision: object, letters: Collection[str]) -> dict[str, object]:
-    """Return pool keys of the engines for precise steps, from the denoiser's quantized and full-precision keys."""
+    """Return the engine pool's keys of the denoiser in precise steps (``letters``); ``own``: its key when quantized."""
     precise = own
     if isinstance(own, Path):
         precise = own.with_stem(f"{own.stem}{PRECISE}")

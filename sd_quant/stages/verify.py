@@ -119,7 +119,7 @@ def memory_of_run(variants: Variants, wanted: bool, step: StageTimer) -> dict:
 
 
 def memory_of_parts(variants: Variants, restart: Callable[[], object]) -> dict[str, dict[str, PartMemory]]:
-    """Measure memory by part and variant, for one call and any precise steps' calls. Closes all engines."""
+    """Measure memory by part and variant, in one call (and one of each precise step's engine). Closes all engines."""
     checkpoint = variants.loaded.checkpoint
     contracts, sampling = contracts_of(checkpoint), sampling_of(variants.loaded.infer)
     on_gpu = torch.cuda.is_available() and RUNTIMES[variants.engine].device != "cpu"
