@@ -19,7 +19,7 @@ PREPARED = {"RayLauncher": "ray", "SlurmLauncher": "slurm"}  # by the class that
 
 
 def prepare(launcher: DictConfig, directory: Path, jobs: Mapping[str, Any]) -> None:
-    """Set up a launcher for a sweep's ``jobs``, by name. Raises SdQuantError when the cluster cannot run a job."""
+    """Set up Hydra's ``launcher`` for ``jobs``, by name. Raises SdQuantError when the cluster cannot run a job."""
     if (module := PREPARED.get(str(launcher.get("_target_")).rpartition(".")[2])) is not None:
         needs = {name: need_of(job) for name, job in jobs.items()}
         import_module(f"{__name__}.{module}").prepare(launcher, directory, needs)

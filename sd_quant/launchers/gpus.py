@@ -37,7 +37,7 @@ class Need:
 
 
 def need_of(job: Any) -> Need:
-    """Return the need of a job that gets a GPU; ``Need()`` if it has no formats or its engine uses no GPU."""
+    """Return what a job needs from its GPU; ``Need()``, nothing, if it has no formats or its engine uses no GPU."""
     if not hasattr(job, "formats"):
         return Need()
     formats, runtime = job.formats(), RUNTIMES[job.infer.engine]
@@ -52,7 +52,7 @@ def need_of(job: Any) -> Need:
 
 
 def places_too_old(needs: Mapping[str, Need], places: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
-    """Return, by job, the ``places`` (such as nodes) whose GPUs are all too old; empty if all places are.
+    """Return, by job, those ``places`` (nodes, with names of their GPUs) whose GPUs are all too old; [] if all are.
 
     Raises ConfigError, naming the job, if all places are too old for a job that requires its capability.
     """

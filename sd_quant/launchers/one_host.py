@@ -30,7 +30,7 @@ POLLED_EVERY = 0.5  # seconds between two looks for a free place, and at the par
 
 
 class Placement(Callback):
-    """Hydra callback, built in the command's process and called in each job's process as the job starts."""
+    """Hydra callback, built in the command's process, that gives each job's process a place as the job starts."""
 
     def __init__(self, jobs: int):
         from joblib import effective_n_jobs
@@ -59,7 +59,7 @@ def visible_gpus() -> list[str]:
 
 @cache  # once in a process, and the file stays open as long as it lives
 def settle(parent: int, jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> IO[str]:
-    """Wait for a free place and restrict this process to its GPU and cores. Returns the lock, held until exit."""
+    """Wait for a place, use only its GPU and cores, end with process ``parent``. Returns the lock, held until exit."""
     if os.getpid() != parent:  # a single job at a time runs in the process that was started
         threading.Thread(target=end_with, args=[parent], daemon=True).start()
     place, lock = claim([place_name(place, gpus) for place in range(jobs)])
@@ -71,7 +71,7 @@ def settle(parent: int, jobs: int, gpus: Sequence[str], cores: Sequence[int]) ->
 
 
 def claim(names: Sequence[str]) -> tuple[int, IO[str]]:
-    """Return the number of the first free place and its lock. Waits while all places are taken."""
+    """Return the number of the first free place, and its lock; wait while all are taken. ``names``: of the locks."""
     LOCKS.mkdir(mode=0o700, exist_ok=True)
     told = False
     while True:

@@ -25,7 +25,7 @@ KIND = "ray.io/accelerator-type"  # the label that Ray gives a node for its GPUs
 
 
 def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) -> None:
-    """Connect to Ray, patch its launcher. Raises ResourceError without a cluster, ConfigError for too large a job."""
+    """Connect to Ray, patch Hydra's launcher. Raises ResourceError without cluster, ConfigError for too large a job."""
     import ray
     from hydra_plugins.hydra_ray_launcher import _core
 
@@ -62,7 +62,7 @@ def launched(
     launch: Callable, directory: Path, too_old: Mapping[str, Sequence[str]], context: Any, remote: DictConfig,
     job: DictConfig, *rest: Any,
 ) -> tuple[str, Any]:  # fmt: skip
-    """Launch a job on nodes without the GPU kinds that are ``too_old`` for it; return the job's name and Ray task."""
+    """Launch a job, by ``launch``, except on GPUs that are ``too_old`` for it; return the job's name and Ray task."""
     name = sweep.entry(directory, job.hydra.job.num)["name"]
     if kinds := too_old.get(name):
         settings: Any = OmegaConf.to_container(remote, resolve=True)

@@ -70,7 +70,7 @@ def gpus_of_nodes(partition: str | None) -> dict[str, set[str]]:
 def submitted(
     executor: SlurmExecutor, directory: Path, excluded: Mapping[str, Sequence[str]], submissions: list
 ) -> list[Job]:
-    """Submit the jobs as one array for each distinct set of excluded nodes; ``excluded``: nodes by job name."""
+    """Submit the jobs as one array for each distinct set of excluded nodes. ``excluded``: these nodes by job name."""
     theirs, groups, jobs = executor.parameters.get("exclude"), dict[str, list[int]](), dict[int, Job]()
     for place, submission in enumerate(submissions):
         nodes = excluded.get(sweep.entry(directory, submission.args[2])["name"], ())
@@ -84,7 +84,7 @@ def submitted(
 
 
 class Queue(SlurmInfoWatcher):
-    """submitit watcher that polls ``squeue``; ``_info_dict`` has State and NodeList by job id."""
+    """submitit's watcher, polling ``squeue``. ``_info_dict``: dictionaries of State and NodeList by job id."""
 
     def update(self) -> None:
         """Query ``squeue`` for the jobs that have not ended. A failed query is logged and repeated the next time."""

@@ -1,8 +1,8 @@
 """Comparison of candidates, the third-party quantized checkpoints of ``judge.py``: verdicts, contents, worst layers.
 
-Candidates come from other tools and run on other machines, so they are compared by images and size alone, image by
-image on the same prompts. A candidate is "worth its bits" if no other is both smaller and closer to full precision.
-Alternative not taken: a single score, because the price of a bit depends on the reader's memory.
+Candidates come from other tools and run on other machines, so only their sizes and images are compared, the images by
+PSNR, prompt by prompt. A candidate is "worth its bits" if no other is both smaller and closer to full precision.
+Alternative not taken: a single score of both, because how much a smaller model is worth depends on the user's memory.
 """
 
 import statistics
@@ -42,7 +42,7 @@ HURTING_TITLES = [
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """A job or a third-party checkpoint as it enters the comparison: its size and the PSNR of its images."""
+    """Size and PSNR of the images of one candidate, a job or a third-party checkpoint."""
 
     name: str
     bits: float
@@ -68,7 +68,7 @@ def rule(sweep: Sweep) -> str:
 
 
 def standings(sweep: Sweep) -> list[Standing]:
-    """Return all finished jobs and checkpoints that have both images and a size, the smallest first."""
+    """Return the Standing of each finished job and checkpoint that has images and a size, the smallest first."""
     found = []
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         images, judged = capped(job.record, IDENTICAL_DB), at(job.record, "judged")
@@ -82,7 +82,7 @@ WORTH, BEATEN, TIED = "worth its bits", "beaten", "not to be told apart"
 
 
 def verdicts(everyone: Sequence[Standing], together: float) -> dict[str, tuple[str, str]]:
-    """Return WORTH, BEATEN or TIED and a sentence by name, at joint confidence ``together``; input sorted by size."""
+    """Return by name WORTH, BEATEN or TIED, and why, at joint confidence ``together``. ``everyone``: smallest first."""
     found: dict[str, tuple[str, str]] = {}
     best: Standing | None = None
     confidence = 1 - (1 - together) / max(1, len(everyone))
@@ -119,7 +119,7 @@ def judgement(sweep: Sweep) -> str:
 
 
 def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
-    """Return a sentence for each pair of candidates of equal formats, one with fused LoRAs, one with separate ones."""
+    """Compare in sentences, at joint confidence ``together``, candidates of equal formats with LoRAs fused or not."""
     both = [(a, b) for a in everyone for b in everyone if (a.loras, b.loras) == ("beside", "fused")]
     pairs = [(beside, fused) for beside, fused in both if beside.kind == fused.kind]
     found = []
@@ -192,7 +192,7 @@ def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str])
 
 
 def quantized_of(entry: Any) -> str:
-    """Format the counts of quantized layers of the denoiser, or of another part, as ``90 Q4_0 of 100``."""
+    """Format how many layers of the denoiser, or of another part, are quantized, as ``90 Q4_0 of 100``."""
     formats = at(entry, "formats") or {}
     return f"{lowered(formats) or 'none'} of {sum(filter(None, formats.values()))}"
 

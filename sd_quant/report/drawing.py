@@ -48,7 +48,7 @@ WIDTH, HEIGHT = 5.6, 3.8  # inches: half of a page, or a telephone, on which tex
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Context with the plots' matplotlib settings; needed both for drawing and for saving."""
+    """Apply the plots' matplotlib settings within a ``with`` block; both drawing and saving need them."""
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box in the PNG; a browser has more fonts
         yield
@@ -78,7 +78,7 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def for_page(value: str, name: str) -> str:
-    """Rewrite an SVG attribute: colours become CSS variables, ids get the prefix ``name-``, the font is the page's."""
+    """Adapt an SVG attribute's value to the page: CSS variables for colours, ``name-`` before ids, no font family."""
     value = re.sub(
         r"#[0-9a-f]{6}\b", lambda found: f"var(--plot-{PALETTE[found[0]]})" if found[0] in PALETTE else found[0], value
     )

@@ -25,9 +25,9 @@ NOT_AN_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError) 
 
 
 def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) -> tuple[dict, list[str]]:
-    """Return the images as data for the page's script, worst prompts first, and sentences on images left out.
+    """Return data for the page's script: images, recipes, prompts (lowest PSNR first); and notes on images left out.
 
-    A prompt has a pair of indices into ``images`` for each recipe. ``badges``: labels by job; job ``best`` is first.
+    Each prompt has two indices into ``images`` for each recipe. ``badges``: labels by job. Job ``best`` is shown first.
     """
     done, names = sweep.done, sweep.recipes
     jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
@@ -82,7 +82,7 @@ def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) ->
 
 
 def for_page(content: bytes) -> dict:
-    """Encode a PNG's pixels again, large images reduced. Raises an exception of ``NOT_AN_IMAGE`` for a damaged file."""
+    """Return a PNG file's image, reduced if large, as a data URL. Raises one of NOT_AN_IMAGE for a damaged file."""
     with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
         pixels = image.convert("RGB")
     encoded, reduced = io.BytesIO(), max(pixels.size) > SMALL_EDGE

@@ -1,14 +1,14 @@
 """Gate: does a finished run meet limits fixed beforehand, by confidence intervals? docs/gate.md has the statistics.
 
 A criterion is a mean over prompts, or a speed-up, with a limit ("bar"). It passes if its whole interval is on the good
-side, fails if all of it is on the bad side, else is undecided. Samples are prompts: a prompt's images count as a mean.
+side, fails if all of it is on the bad side, else is undecided. Several images of one prompt count once, by their mean.
 
 - The interval of a mean is Hall's (Journal of the Royal Statistical Society B 54, 1992): Student's, transformed by the
   skewness of the values. In a trial the bootstrap-t covered the mean as often, in 100 times the time.
-- No image may be beyond the bar for the worst image: acceptance number zero of quality control.
+- The worst image has a bar of its own: one image beyond it fails the run (quality control's acceptance number zero).
 - All criteria have to pass, so passing needs no correction (intersection-union test; Berger, Technometrics 24, 1982).
-  One failure fails the run, so where the value is on the bad side, the interval's level is Holm's (Scandinavian Journal
-  of Statistics 6, 1979). A criterion that fails at the uncorrected level only has "likely failed".
+  One failure fails the run, so an interval whose value is on the bad side has a level corrected for several tests
+  (Holm, Scandinavian Journal of Statistics 6, 1979). A criterion that fails only uncorrected has "likely failed".
 - Against a baseline run, the value is the difference between the two runs for each prompt: a test of non-inferiority.
 
 Alternatives not taken: means without intervals, which pass by lucky prompts, and an earlier run's images as reference,
@@ -86,7 +86,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A criterion's outcome. ``more``: further prompts or rounds that would decide; None if unknown or decided."""
+    """Outcome of a criterion. ``more``: further prompts or rounds needed to decide it; None if decided or unknown."""
 
     criterion: str  # the knob
     title: str
@@ -113,7 +113,7 @@ class Gate:
 
 
 def read_run(knob: str, folder: Path) -> Run:
-    """Read a finished run. Raises ConfigError if the folder has no finished run, ArtifactError for a damaged record."""
+    """Read a run. Raises ConfigError, naming ``knob``, unless it is finished, ArtifactError for a damaged record."""
     with refusing(f"{folder / RECORD} is damaged", ValueError, OSError, advice=AGAIN):
         record = read_record(folder)
     if record is None or at(record, "status") != DONE:
@@ -134,7 +134,7 @@ def without_figure(run: Run, knob: str, figure: str, expected: str) -> ConfigErr
 
 
 def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
-    """Return the score of each image; PSNR of identical images is infinite. Raises ConfigError for a missing score."""
+    """Return each image's score (PSNR inf if identical). Raises ConfigError, naming ``knob``, without scores."""
     values = score_of(run.record, score).values
     if not values:
         made = "a run that made images: run quantize with infer.prompts"
@@ -143,7 +143,7 @@ def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
 
 
 def rounds_of(run: Run, knob: str) -> Timed | str:
-    """Return a run's timed rounds, or the recorded reason for none. Raises ConfigError for neither or a simulation."""
+    """Return a run's timed rounds, or why it has none. Raises ConfigError if that is unknown or the run simulated."""
     timed = timed_alone(run.folder.name, run.record)
     if timed is not None and timed.rest is not None:
         return timed
@@ -166,7 +166,7 @@ def reference_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_comparable(run: Run, baseline: Run) -> None:
-    """Raise ConfigError unless both runs have equal prompts, weights, image knobs and unquantized networks' files."""
+    """Raise ConfigError unless ``reference_of`` is equal: both runs would make the same images in full precision."""
     one, other = (reference_of(each.record) for each in (run, baseline))
     if differ := [name for name in one | other if one.get(name) != other.get(name)]:
         raise ConfigError(
@@ -179,7 +179,7 @@ def check_comparable(run: Run, baseline: Run) -> None:
 
 
 def mean_of_skewed(values: Sequence[float], confidence: float) -> Interval:
-    """Compute the mean of independent values with Hall's interval. The ends are infinite for a single value."""
+    """Compute the mean of independent values with Hall's interval for skewed data; infinite ends for a single value."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Interval(mean, -math.inf, math.inf)
@@ -192,16 +192,16 @@ def mean_of_skewed(values: Sequence[float], confidence: float) -> Interval:
 
 
 def untransformed(quantile: float, skewness: float) -> float:
-    """Compute the inverse of g(t) = t + a t² / 3 + a² t³ / 27 + a / 6, where a = skewness / sqrt(count)."""
+    """Solve t + a t²/3 + a² t³/27 + a/6 = ``quantile`` for t; a is ``skewness``, already divided by sqrt(count)."""
     if abs(skewness) < 1e-6:
         return quantile
     return 3 / skewness * (math.cbrt(1 + skewness * (quantile - skewness / 6)) - 1)
 
 
 def levels_of(estimates: Sequence[Estimate], confidence: float) -> dict[str, float]:
-    """Return the confidence level of each criterion's interval, by knob: ``confidence`` where the value is good.
+    """Return the level of each criterion's interval, by knob: ``confidence`` for a value on the good side of its bar.
 
-    Where it is bad, Holm's: all criteria share the error, and the share of a failed criterion goes to the others.
+    A value on the bad side has Holm's level: criteria share the error, and a failed one's share goes to the others.
     """
     shared = 1 - (1 - confidence) / max(1, len(estimates))
     levels = {each.knob: shared if each.bad(exactly(each.at(shared).value)) else confidence for each in estimates}
@@ -210,7 +210,7 @@ def levels_of(estimates: Sequence[Estimate], confidence: float) -> dict[str, flo
 
 
 def more_needed(estimate: Estimate, confidence: float) -> int | None:
-    """Estimate the further prompts or rounds that would decide at this mean and spread; None for more than MOST."""
+    """Estimate how many more prompts or rounds would decide, if mean and spread stay; None for more than MOST."""
     interval, of_prompts = estimate.at(confidence), estimate.unit == PROMPTS
     if not interval.known:
         return max(1, (2 if of_prompts else FEWEST_ROUNDS) - estimate.count)
@@ -230,7 +230,7 @@ def more_needed(estimate: Estimate, confidence: float) -> int | None:
 
 
 def estimate_of_score(run: Run, score: Score, bar: float) -> Estimate:
-    """Estimate the mean of a score over the prompts. Raises ConfigError for a run without the score."""
+    """Estimate the mean of a score over the prompts, limited by ``bar``. Raises ConfigError without the score."""
     knob = bound(score)
     values = image_values(run, score, knob)
     best = max([bar, *filter(math.isfinite, known(values))])
@@ -245,7 +245,7 @@ def estimate_of_score(run: Run, score: Score, bar: float) -> Estimate:
 
 
 def estimate_of_difference(run: Run, baseline: Run, score: Score, margin: float) -> Estimate:
-    """Estimate the mean difference of a score from the baseline run's. Raises ConfigError for a missing score."""
+    """Estimate a score's mean less the baseline's; it may be worse by ``margin``. Raises ConfigError without scores."""
     knob = f"{score.key}_margin"
     own, others = (image_values(each, score, knob) for each in (run, baseline))
     best = max([0.0, *filter(math.isfinite, known([*own, *others]))])
@@ -272,7 +272,7 @@ def estimate_of_speedup(run: Run, bar: float) -> Estimate:
 
 
 def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Estimate:
-    """Estimate the speed-up divided by the baseline's. Raises ConfigError without timings or for two machines."""
+    """Estimate a run's speed-up divided by the baseline's. Raises ConfigError without timings, or on two machines."""
     both: list[Any] = [rounds_of(each, "speedup_margin") for each in (run, baseline)]
     timed, other = both
     one, another = (machine_of(at(each.record, "environment", "machine") or {}) for each in (run, baseline))
@@ -295,14 +295,14 @@ def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Esti
 def estimate_of_rounds(
     knob: str, title: str, bar: float, rounds: Sequence[Timed | str], at: Callable[[float], Interval], unit: str = ""
 ) -> Estimate:
-    """Build the estimate of a ratio of latencies; undecided, with count 0, if ``rounds`` has a reason, a text."""
+    """Build the Estimate of a speed-up. A text in ``rounds`` says why a run was not timed: count 0, undecided."""
     reason = next((each for each in rounds if isinstance(each, str)), "")
     count = 0 if reason else min(len(each.quantized) for each in rounds)
     return Estimate(knob, title, bar, True, at, count, ROUNDS, f"{{:.3f}}{unit}", (), reason)
 
 
 def estimates_of(run: Run, baseline: Run | None, bars: Mapping[str, float]) -> list[Estimate]:
-    """Estimate the means and speed-ups that ``bars`` limit, by knob. Raises ConfigError for missing figures."""
+    """Estimate each mean and speed-up with a limit in ``bars`` (by knob). Raises ConfigError for missing figures."""
     found = [estimate_of_score(run, score, bars[bound(score)]) for score in OF_IMAGES.values() if bound(score) in bars]
     if "min_speedup" in bars:
         found.append(estimate_of_speedup(run, bars["min_speedup"]))
@@ -325,7 +325,7 @@ def known(values: Iterable[float | None]) -> list[float]:
 
 
 def missing_of(score: Score, values: Sequence[float | None]) -> str:
-    """Describe the images without a score; empty if all have one."""
+    """Say how many and which images have no score, None in ``values``; empty if all have one."""
     missing = [index for index, value in enumerate(values) if value is None]
     images = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
     return f"{len(missing)} of {len(values)} images have no {score.title}: {images}" if missing else ""
@@ -336,7 +336,7 @@ def form_of(score: Score) -> str:
 
 
 def worst_of(run: Run, values: Sequence[float | None], more_is_better: bool) -> list[Shown]:
-    """Return the SHOWN images with the worst finite values, the worst first."""
+    """Return the images with the worst finite ``values``, the worst first, at most SHOWN."""
     finite = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     chosen = sorted(finite, key=lambda each: each[1] if more_is_better else -each[1])[:SHOWN]
     return [shown(run, *each) for each in chosen]
@@ -351,7 +351,7 @@ def shown(run: Run, index: int, value: float) -> Shown:
 
 
 def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
-    """Decide a criterion by its interval at ``level``; ``confidence`` is the uncorrected level."""
+    """Decide a criterion by its interval at the corrected ``level``; LIKELY if it fails only at ``confidence``."""
     bar = f"at {'least' if estimate.more_is_better else 'most'} {estimate.form.format(estimate.bar)}"
     without = Verdict(
         estimate.knob, estimate.title, DASH, bar, FAILED if estimate.unit == PROMPTS else UNTOLD,
@@ -376,7 +376,7 @@ def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
 
 
 def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidence: float) -> Verdict:
-    """Decide whether no image is beyond ``bar``, on enough prompts to infer that at most a ``share`` of all are."""
+    """Fail if an image is beyond ``bar``; pass if prompts suffice to infer that at most a ``share`` of all are."""
     knob, sign = f"worst_{score.key}", 1 if score.more_is_better else -1
     values = image_values(run, score, knob)
     beyond = sum(value is None or sign * value < sign * bar for value in values)
@@ -400,7 +400,7 @@ def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidenc
 
 
 def verdict_of_degenerate(run: Run) -> Verdict:
-    """Fail a run with any degenerate image. Raises ArtifactError for a record that names an image it does not have."""
+    """Fail a run with any degenerate (broken) image. Raises ArtifactError if the record names an image it lacks."""
     count, words = len(run.record.get("prompts") or []), degenerate_of(run.record)
     without = Verdict(
         "degenerate", "degenerate images", DASH, "none", UNTOLD, {"bar": 0, "count": count},
@@ -420,7 +420,7 @@ def verdict_of_degenerate(run: Run) -> Verdict:
 def decide(
     run: Run, baseline: Run | None, bars: Mapping[str, float], confidence: float = 0.95, worst_share: float = 0.1
 ) -> Gate:
-    """Decide all criteria of ``bars``, by knob; margins are to ``baseline``. Raises ConfigError for missing figures."""
+    """Decide all criteria by ``bars``: limits by knob, margins to ``baseline``. Raises ConfigError without figures."""
     estimates = estimates_of(run, baseline, bars)
     levels = levels_of([each for each in estimates if each.count], confidence)
     verdicts = [verdict_of(each, levels.get(each.knob, confidence), confidence) for each in estimates]

@@ -156,7 +156,7 @@ def read_report(content: bytes, name: str) -> GpuReport:
 
 
 def contradiction_of(row: Mapping[str, Any]) -> str | None:
-    """Return the first error of the schema in a ``row`` of ``row_of``, or None if it is valid."""
+    """Return the first violation of the schema by ``row``, a result of ``row_of``, or None if it is valid."""
     try:
         Row.model_validate({"checkpoint": "mini", "engine": "", "format": "", **row})
     except ValidationError as error:
@@ -209,7 +209,7 @@ def row_of(record: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 
 def over(slower: Any, faster: Any, openings: Sequence[int]) -> dict[str, float | None] | None:
-    """Return the speed-up of the latency ``faster`` over ``slower``; None unless both have equally many rounds."""
+    """Return the speed-up of ``faster`` over ``slower``; None if rounds differ. ``openings``: rounds by opening."""
     a, b = (at(each, "samples_ms") or [] for each in (slower, faster))
     return as_speedup(ratio_interval(a, b, openings)) if a and len(a) == len(b) else None
 

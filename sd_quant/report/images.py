@@ -38,7 +38,7 @@ def save_images(images: Images, folder: Path, names: Sequence[str]) -> list[Path
 
 
 def save_animations(strips: Images, width: int, folder: Path, names: Sequence[str]) -> list[Path]:
-    """Write strips of frames ``width`` pixels wide as lossless ``<name>.webp``. Raises ResourceError on a full disk."""
+    """Write strips, rows of frames ``width`` wide, as lossless ``<name>.webp``. Raises ResourceError on a full disk."""
     paths = [folder / f"{name}.webp" for name in names]
     for strip, path in zip(strips, paths, strict=True):
         first, *others = (Image.fromarray(strip[:, start : start + width]) for start in range(0, strip.shape[1], width))

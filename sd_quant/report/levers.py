@@ -1,8 +1,8 @@
 """Tables of levers: ways to save time other than quantization (another sampler, reused steps, partial guidance).
 
-A recipe with levers has to beat the control, prompt by prompt: full precision with fewer steps in no less time. Bits
-(quantization) and calls (levers) are also measured alone: independent errors add in squares, so the expected PSNR of
-both is -10 log10 of the sum of their mean squared errors, and the deviation from it is their interaction.
+A recipe with levers has to be closer to the reference, prompt by prompt, than the control: full precision with fewer
+steps in no less time. Bits (quantization) and calls (levers) are also measured alone: independent errors add in
+squares, so both should have -10 log10 of the sum of their mean squared errors; the deviation is their interaction.
 """
 
 import math
@@ -56,12 +56,12 @@ def against_control(record: Any) -> tuple[str, Interval, Mapping[str, Any]] | No
 
 
 def expected_of_both(bits: Sequence[float], calls: Sequence[float]) -> list[float]:
-    """Compute each image's PSNR in dB if the errors of bits alone and of calls alone were independent."""
+    """Compute each image's PSNR in dB with both, if the errors of ``bits`` and of ``calls`` alone are independent."""
     return [-10 * math.log10(10 ** (-a / 10) + 10 ** (-b / 10)) for a, b in zip(bits, calls, strict=True)]
 
 
 def interaction(record: Any) -> Interval | None:
-    """Return the measured less the expected PSNR of bits and calls together, in dB; None where a part is unknown."""
+    """Return measured less expected PSNR of quantization and saved calls together, in dB; None without values."""
     own = decibels(at(record, "fidelity"))
     bits, calls = (decibels(at(record, "levers", name)) for name in ("bits_alone", "calls_alone"))
     if not own or not len(own) == len(bits) == len(calls):
@@ -108,7 +108,7 @@ def lever_cells(name: str, record: Any, timed: Timed | None) -> list[str]:
 
 
 def precise_cell(chosen: Any) -> str:
-    """Format the tried steps with unquantized inputs: gain, added time, why not used; a dash if none were tried."""
+    """Format a trial of unquantized inputs in some denoising steps: gain, time, why refused; a dash without trial."""
     if not chosen:
         return DASH
     mean, *ends = chosen["gain_db"]

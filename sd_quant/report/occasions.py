@@ -1,10 +1,10 @@
-"""History of a machine's timings: its fastest probe readings, and how much speed-ups vary between occasions.
+"""History of a machine's timing sessions ("occasions"): its speed, and how much speed-ups vary between sessions.
 
-An occasion is one timing session. Rounds of one hour cannot tell how a speed-up varies from hour to hour, for example
-with a host's other virtual machines. So each session stores its speed-ups and probe readings in the cache, in one file
-for each kind of machine. The interval of a speed-up is widened by the variance between earlier occasions
-(``metrics.intervals``), pooled over all engines so that it applies to new engines too. With fewer than FEWEST degrees
-of freedom it is not widened, and says so. Machines of equal description, such as a cluster's nodes, share a history.
+Rounds of one hour cannot tell how a speed-up varies from hour to hour, for example with a host's other virtual
+machines. So each session stores its speed-ups, and readings of the machine's speed (``metrics.machine_probe``), in the
+cache, in one file for each kind of machine. The interval of a speed-up is widened by the variance between earlier
+occasions (``metrics.intervals``), pooled over all engines so that it applies to new engines too. With fewer than FEWEST
+degrees of freedom it is not widened, and says so. Machines of equal description (a cluster's nodes) share a history.
 """
 
 import json
@@ -48,7 +48,7 @@ class History(TypedDict):
 
 
 def history_of(cache: Path | None, machine: Mapping[str, Any]) -> Path | None:
-    """Return a machine's history file in the folder ``cache``, None without; ``machine``: of ``provenance.machine``."""
+    """Return the history file of ``machine`` (``provenance.machine()``) in folder ``cache``; None without cache."""
     name = f"{digest(machine_of(machine), str(machine.get('threads')))[:32]}.json"
     return None if cache is None else cache / "occasions" / name
 
@@ -67,7 +67,7 @@ def read_history(file: Path | None) -> list[Occasion]:
 
 
 def count_occasion(rounds: Conditions, engines: Mapping[str, Timed], file: Path | None) -> None:
-    """Add the summary of the machine's history to ``rounds``, then append this occasion to the history ``file``."""
+    """Add a summary of earlier occasions to ``rounds``, then append this one (of ``engines``) to ``file``."""
     history, probes = read_history(file), rounds.get("probes") or []
     rounds["shown"], rounds["between"] = shown(history), between(history)
     if file is None:
@@ -82,14 +82,14 @@ def count_occasion(rounds: Conditions, engines: Mapping[str, Timed], file: Path 
 
 
 def recorded_speedups(timed: Timed) -> dict[str, list[float]]:
-    """Return an engine's speed-ups by quantization alone, with interval ends, by CALL and IMAGE; unknown left out."""
+    """Return an engine's speed-up by quantization alone, [value, low, high], for CALL and IMAGE, where known."""
     alone = replace(timed, quantized_rest=None, share=1.0)
     found = {CALL: alone.denoiser_speedup(), IMAGE: alone.image_speedup()}
     return {name: list(interval) for name, interval in found.items() if interval is not None and interval.known}
 
 
 def shown(history: Sequence[Occasion]) -> dict[str, float | None]:
-    """Compute the 90th percentile of each figure over the probe readings of all occasions."""
+    """Compute the 90th percentile of each measured figure of the machine's speed over all occasions."""
     values: dict[str, list[float]] = {}
     for figure, value in (item for each in history for reading in each["probes"] for item in reading.items()):
         if value is not None:
@@ -98,7 +98,7 @@ def shown(history: Sequence[Occasion]) -> dict[str, float | None]:
 
 
 def between(history: Sequence[Occasion]) -> dict[str, Any]:
-    """Estimate the standard deviation of log speed-ups between occasions, by kind; ``reason`` if too few occasions."""
+    """Estimate the standard deviation of log speed-ups between occasions, for CALL, IMAGE, RECIPES; or a ``reason``."""
     found: dict[str, Any] = {}
     for kind in (CALL, IMAGE, RECIPES):
         engines = figures_of(history, kind)
@@ -112,7 +112,7 @@ def between(history: Sequence[Occasion]) -> dict[str, Any]:
 
 
 def figures_of(history: Sequence[Occasion], kind: str) -> list[dict[float, tuple[float, float]]]:
-    """Return log speed-ups and variances by time, for each engine (or pair, for RECIPES) on two or more occasions."""
+    """Return {time: (log speed-up, variance)} of each engine, for RECIPES each pair, on two or more occasions."""
     found: dict[Any, dict[float, tuple[float, float]]] = {}
     measured = CALL if kind == CALL else IMAGE
     for occasion in history:
@@ -129,5 +129,5 @@ def figures_of(history: Sequence[Occasion], kind: str) -> list[dict[float, tuple
 
 
 def logarithm_of(value: float, low: float, high: float) -> tuple[float, float]:
-    """Return a speed-up's logarithm and its variance, from a 95 % interval taken as normal (1.96 deviations)."""
+    """Return a speed-up's logarithm, and its variance as if the 95 % interval were normal (1.96 deviations)."""
     return math.log(value), (math.log(high / low) / (2 * 1.96)) ** 2

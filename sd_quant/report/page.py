@@ -96,7 +96,7 @@ def write_report(
 
 
 def rendered(template: Path, **content: object) -> str:
-    """Render an HTML template with the ``.css`` and ``.js`` files of its name; its policy allows that script alone."""
+    """Render an HTML template, with the ``.css`` and ``.js`` files of its name inside; no other script may run."""
     script = Markup(source(template.with_suffix(".js")))
     page = ENVIRONMENT.from_string(source(template)).render(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -116,7 +116,7 @@ def figures_in_words(advice: Recommendation, sweep: Sweep) -> str:
 
 
 def suggestions(sweep: Sweep, advice: Recommendation) -> list[tuple[str, str]]:
-    """Return suggestions with commands: to keep a layer in fp16 if one layer's error stands out in the best recipe."""
+    """Return (text, command) to try a layer in floating point, if one layer's error stands out in the best recipe."""
     for job in sweep.own:
         if job.status == DONE and advice.best in (None, job.name) and not at(job.record, "knobs", "keep"):
             if not (worst := much_the_worst(job)):

@@ -1,4 +1,4 @@
-"""The plots of a sweep: fidelity against time and size, bytes, the latents by step, the layers' errors and ranges.
+"""The plots of a sweep: fidelity over time and size, bytes by part, error by step, error and input range by layer.
 
 The unquantized engine is a point among the recipes, so a slower recipe is never on the Pareto front. Alternative not
 taken: a line at the unquantized engine's cost, which would hide that it is also the closest to full precision.
@@ -82,7 +82,7 @@ def pareto(
 ) -> Figure | None:  # fmt: skip
     """Plot PSNR over ``cost``, a column of ``COSTS``, with the Pareto front; None with fewer than two recipes.
 
-    ``whole``: the unquantized engine's row. ``floors``: dB of full precision computed in other ways, lowest first.
+    ``whole``: the unquantized engine's row. ``floors``: PSNR of full precision computed in other ways, lowest first.
     """
     recipes = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
     if len(recipes) < 2:
@@ -179,7 +179,7 @@ def draw_intervals(axes: Axes, row: Row, cost: str, point: tuple[float, float]) 
 
 
 def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
-    """Draw lines at the lowest noise floors (dB), up to half an axis height above the axis; name higher ones on top."""
+    """Draw the lowest noise floors (dB) as lines; only name those over half an axis height above the axis, on top."""
     low, high = axes.get_ylim()
     texts = {f"{words_of(way)}, {value:.1f} dB": value for way, value in [*floors.items()][:MOST_FLOORS]}
     drawn = {text: value for text, value in texts.items() if value <= high + (high - low) / 2}
@@ -199,7 +199,7 @@ def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
 
 
 def name_points(axes: Axes, named: Sequence[tuple[tuple[float, float], str, bool]]) -> None:
-    """Label points, given as (point, name, is_bold), where each label overlaps least, with a line if further away."""
+    """Label points, given as (point, name, is_bold), where each label overlaps least; a line leads to a far label."""
     axes.figure.draw_without_rendering()  # only then is it known where a point lies
     on_screen, pixel = axes.transData.transform, axes.figure.dpi / 72
     taken: list[Any] = []
@@ -250,7 +250,7 @@ def overlap(box: np.ndarray, others: Sequence) -> float:
 def trajectory(jobs: Sequence[Job], labels: Mapping[str, str], best: str | None) -> Figure | None:
     """Plot the latents' SQNR (signal to quantization noise, dB) after each denoising step, a line for each recipe.
 
-    Lines are named at their ends; of more lines than colours, the best recipe, the highest and the lowest.
+    Lines are named at their ends; with more lines than colours, only the best recipe's, the highest and the lowest.
     """
     ratios = {job.name: np.array(score_of(job.record, SCORES["latent_sqnr_db"]).values, float) for job in jobs}
     ratios = {name: values for name, values in ratios.items() if np.isfinite(values).any()}
@@ -365,7 +365,7 @@ def ranges(job: Job) -> Figure | None:
 
 
 def change(steps: Sequence[Mapping[str, float]]) -> float:
-    """Compute the ratio of the largest to the smallest of the maximal magnitudes at each step."""
+    """Compute the ratio between the largest and the smallest maximal magnitude over the denoising ``steps``."""
     largest = [box["largest"] for box in steps]
     return max(largest) / max(min(largest), 1e-6)
 
@@ -379,7 +379,7 @@ def read_table(path: Path, read: Callable[[Mapping[str, str]], Any]) -> list[Any
 
 
 def read_ranges(job: Job) -> dict[str, list[dict[str, float]]]:
-    """Read the rows of ``ranges.csv`` by layer, in file order; an empty cell is 0. Empty if damaged or missing."""
+    """Read ``ranges.csv``: by layer, a dictionary for each step; an empty cell is 0. Empty if damaged or missing."""
     boxes: dict[str, list[dict[str, float]]] = {}
     columns = ("step", *QUARTILES, "kept")
     rows = read_table(job.directory / "ranges.csv", lambda row: (row["name"], {c: float(row[c] or 0) for c in columns}))
@@ -442,6 +442,6 @@ def part_of(name: str) -> str:
 
 
 def abbreviated(name: str) -> str:
-    """Shorten a layer's name by the words that recur in all names, such as ``_blocks``."""
+    """Shorten the words of a layer's name that recur in all names, such as ``_blocks``."""
     name = re.sub("_blocks?", "", name)
     return name.replace("attentions", "attention").replace("transformer", "block").replace("resnets", "resnet")

@@ -25,7 +25,7 @@ INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm"}  
 
 
 def provenance(inputs: dict[str, Path], overrides: list[str]) -> dict:
-    """Return ``{started, overrides, machine, git, versions, inputs}``; ``inputs``: paths by name, ``started``: now."""
+    """Return ``{started, overrides, machine, git, versions, inputs}`` as of now; ``inputs``: paths by name, to hash."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
@@ -44,9 +44,9 @@ def made_of(inputs: dict[str, Path]) -> dict:
 
 
 def machine() -> dict:
-    """Describe the machine: platform, processor, memory and GPUs; ``threads`` are those of torch and every runtime.
+    """Describe the machine: platform, processor, memory, GPUs; ``threads``: those of torch and each inference engine.
 
-    ``usable_cores`` and ``affinity`` are the process's. A virtual machine sees a constant frequency and no governor.
+    This process may use the cores ``affinity``. A virtual machine sees a constant frequency and no governor.
     """
     import torch  # here, because what a job was made of is asked without its machine
 
@@ -102,7 +102,7 @@ def git_state(repository: Path) -> dict:
 
 
 def fingerprint(path: Path) -> dict:
-    """Return ``{path, sha256, bytes}``, a folder's hash being of sorted ``<sha256>  <name>`` lines; or a ``reason``."""
+    """Return ``{path, sha256, bytes}``, a folder hashed as sorted ``<sha256>  <name>`` lines; ``reason`` if missing."""
     if path.is_file():
         return {"path": str(path), "sha256": sha256(path), "bytes": path.stat().st_size}
     if path.is_dir():

@@ -51,7 +51,7 @@ def read_published(path: Path, name: str) -> dict:
 def read_figures(content: Mapping) -> dict:
     """Check and convert published figures and their conditions. Raises an exception of DAMAGED for another form.
 
-    A batch has ratios, or milliseconds of the quantized engine and of a baseline: a number, or one for each format.
+    Each batch size has speed-ups, or milliseconds of the quantized engine and a baseline: a number, or one by format.
     """
     batches = {}
     for batch, figures in content["batches"].items():
@@ -106,7 +106,7 @@ def formats_of(record: Mapping[str, Any]) -> str:
 
 
 def figures_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the published figures for a job's batch size and number format."""
+    """Return the published figures, of ``theirs``, for a job's batch size and number format."""
     figures, fmt = at(theirs, "batches", str(at(record, "knobs", "infer", "batch_size"))) or {}, formats_of(record)
     own = {name: figure.get(fmt) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
     return {name: figure for name, figure in own.items() if figure is not None}
@@ -128,7 +128,7 @@ def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
 
 
 def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """Return a caption that compares the conditions of our measurements with those of the published figures."""
+    """Return a caption that compares the conditions of the job ``record`` and of the published figures, ``theirs``."""
     infer, machine = at(record, "knobs", "infer") or {}, at(record, "environment", "machine") or {}
     engine, baseline = infer.get("engine"), "fp16" if machine.get("gpus") else "fp32"
     ours = {

@@ -24,7 +24,7 @@ class Number(NamedTuple):
 
 
 def number_at(record: Any, *keys: str) -> Number:
-    """Return the number at nested ``keys``, or the ``reason`` recorded beside the first missing key, or ABSENT."""
+    """Read the number at nested ``keys``; a missing one has the ``reason`` recorded in its place, or ABSENT."""
     node = record
     for depth, key in enumerate(keys):
         if (inner := at(node, key)) is None:
@@ -96,7 +96,7 @@ class PartBytes(NamedTuple):
 
 
 def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
-    """Return each part's memory in a variant, None if unknown; unquantized parts count equally in both variants."""
+    """Return engine memory by part in ``variant``, None if unknown; an unquantized part's is equal in both variants."""
     found: dict[str, PartBytes | None] = {}
     for part in names(record, "memory"):
         both = at(record, "memory", part)
@@ -107,7 +107,7 @@ def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
 
 
 def held(record: Any, variant: str) -> dict[str, float]:
-    """Return bytes of memory by part with all parts open, and as WORKING the largest extra of one part at work.
+    """Return bytes by part with all engines open, and under WORKING the most that opening or calling one adds.
 
     Derived from measurements of each part alone, without the process and its libraries; empty if a part is unknown.
     """
@@ -119,7 +119,7 @@ def held(record: Any, variant: str) -> dict[str, float]:
 
 
 class Scored(NamedTuple):
-    """Values of one score: its mean over images or its value at the last step, the worst image's, and all values."""
+    """One score: its mean over images (of latents, the value at the last step), the worst image's, and all values."""
 
     value: Number
     worst: Number
@@ -142,7 +142,7 @@ def score_of(record: Any, score: Score) -> Scored:
 
 
 def are_identical(psnr: float | None, ssim: float | None) -> bool:
-    """Check whether an image equals full precision's: its PSNR is infinite, recorded as null, and its SSIM is 1."""
+    """Check whether an image equals full precision's: PSNR None, as an infinite one is recorded, and SSIM 1."""
     return psnr is None and ssim is not None and ssim > IDENTICAL_SSIM
 
 

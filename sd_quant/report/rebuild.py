@@ -22,7 +22,7 @@ LOG = logging.getLogger(__name__)
 
 
 def rebuild(directory: Path) -> Path:
-    """Write all report files; return the page. Raises ArtifactError if damaged, ResourceError for a full disk."""
+    """Write all report files; return the page. Raises ArtifactError for damaged files, ResourceError on a full disk."""
     sweep = read_sweep(directory)
     advice = recommendation_of(sweep)
     drawn = figures(sweep, advice)
@@ -38,7 +38,7 @@ def rebuild(directory: Path) -> Path:
 
 
 def vote_page(sweep: Sweep) -> Path | None:
-    """Write the votes add-on's page of blind votes; None if it is not installed or fails, which is logged."""
+    """Write the page for blind votes, by the add-on ``votes``; None if that is not installed, or fails (logged)."""
     try:
         with at_work("votes"):
             return loaded("votes", "page", "votes.html")(sweep) if points("votes", "page") else None

@@ -1,15 +1,15 @@
-"""Recommend one recipe of a sweep: a quality floor, then the utility in dB ("worth") or a target latency.
+"""Recommend one recipe of a sweep: above a quality floor, by utility in dB ("worth") or by a target latency.
 
 The floor comes first; below it no speed counts. The mean PSNR is at least 28 dB by the low end of its interval: 8 bits
 and SVDQuant's 4 bits reach 30 and more on the shipped checkpoints, half of the steps only 25.5 and 25.8 (24 of the
-report prompts). The worst image has 20 dB, an error of a tenth of the range, and no image is degenerate. With fewer
-than FEWEST_IMAGES images the mean counts: an interval over three reaches 2.5 standard deviations to each side.
+report prompts). The worst image has 20 dB, an error of a tenth of the range, and no image is degenerate (broken). With
+fewer than FEWEST_IMAGES images the mean itself counts: an interval over three is 2.5 standard deviations to a side.
 
 The worth of a passing recipe is its PSNR, capped at 40 dB in each image, above which people see no difference (a mean
 error of 2.5 of 255 levels), plus one dB for every 3 % of time saved: the lowest price of time at which all documented
 recommendations still hold; at 3.5 % an INT8 recipe of the shipped SDXL that saves a sixth of the time no longer surely
-makes up for its 2.6 dB. The unquantized engine is an option with 40 dB and no time saved. With a target latency there
-is no price: of the recipes that pass the floor and surely reach the target, the one with the highest PSNR is chosen.
+makes up for its 2.6 dB. The unquantized engine is an option with 40 dB and no time saved. With a target latency, time
+has no price: of the recipes that pass the floor and surely reach the target, the one of highest PSNR is chosen.
 
 A difference in worth has an interval, over the prompts of both recipes and the rounds in which both were timed. Recipes
 not significantly worse than the best are tied, and the tied recipe with the highest PSNR is recommended: its images are
@@ -82,13 +82,13 @@ class Recommendation:
 
 
 def recipe(chosen: Option, clauses: Sequence[str], tied: Sequence[str] = ()) -> Recommendation:
-    """Build the recommendation of a recipe, with clauses of its sentence and the tied jobs."""
+    """Recommend the recipe ``chosen``, for the reasons ``clauses``; ``tied``: jobs not significantly worse."""
     headline, job = f"Ship {chosen.name}", chosen.row["job"]
     return Recommendation(job, f"{headline}: {'; '.join(clauses)}.", (*tied,), RECIPE, headline, job)
 
 
 def unquantized(why: str, measured: Sequence[Option], rule: Rule, tied: Sequence[str] = ()) -> Recommendation:
-    """Build the recommendation of the unquantized engine, because of ``why``, over the ``measured`` recipes."""
+    """Recommend the unquantized engine over ``measured`` because of ``why``; ``tied``: jobs not significantly worse."""
     headline, best = "Ship the unquantized engine", max(measured, key=lambda option: worth(option, rule))
     return Recommendation(None, f"{headline}: {why}", (*tied,), UNQUANTIZED, headline, best.row["job"])
 
@@ -128,7 +128,7 @@ def wanted_speedup(option: Option, rule: Rule) -> float | None:
 
 
 def speedup_of(option: Option, confidence: float) -> Interval:
-    """Return the speed-up of an image with its interval, 0 to infinity where it was not timed in rounds."""
+    """Return the speed-up of an image with its interval: 0 to infinity (unknown) without timed rounds."""
     return option.timed.image_speedup(confidence) if option.timed else Interval(option.speedup, 0.0, math.inf)
 
 
@@ -267,7 +267,7 @@ def of_worth(measured: Sequence[Option], rule: Rule) -> Recommendation:
 
 
 def beside(chosen: Option, everyone: Sequence[Option]) -> list[str]:
-    """Return clauses that compare the fastest and the most faithful other recipe with ``chosen``."""
+    """Return clauses that compare ``chosen`` with the fastest and with the most faithful of the other recipes."""
     others = [each for each in everyone if each is not chosen]
     by = (lambda each: each.speedup), (lambda each: fidelity_db(each.row))
     two = dict.fromkeys(max(others, key=key) for key in by) if others else ()

@@ -519,9 +519,9 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
-    """Check ``value``, parsed from JSON, against the type annotation ``shape``. Raises ValueError unless it fits.
+    """Check parsed JSON against the type ``shape``. Raises ValueError unless it fits; messages begin with ``where``.
 
-    Null fits everything except list entries; names may be missing or unknown. ``reason`` is a text or null everywhere.
+    Null fits all but list entries; names may be missing or unknown. A value named ``reason`` has to be a text or null.
     """
     from pydantic import ValidationError
 
@@ -555,7 +555,7 @@ def validator(shape: Any) -> Any:
 
 
 def without_nulls(value: Any, names: tuple) -> Any:
-    """Copy ``value`` without null entries and ``reason`` texts. Raises ValueError for a ``reason`` that is no text.
+    """Copy ``value`` without null entries and ``reason`` texts. Raises ValueError for a ``reason`` other than a text.
 
     ``names``: the path to the value as nested pairs ``(outer, name)``; a joined text would grow at every level.
     """
@@ -577,7 +577,7 @@ def without_nulls(value: Any, names: tuple) -> Any:
 
 
 def place_of(location: tuple[str | int, ...], value: Any, where: str) -> str:
-    """Format pydantic's error location as ``metrics.json.prompts[]``, without the tried alternatives of unions."""
+    """Format a pydantic error's ``location`` in ``value``, named ``where``, as ``metrics.json.prompts[]``."""
     for step in location:
         if isinstance(value, dict) and step in value:
             value, where = value[step], f"{where}.{step}"
@@ -620,7 +620,7 @@ def at(record: Any, *keys: Any) -> Any:
 
 
 def base_sha256(made: Mapping[str, Any]) -> str | None:
-    """Return the hash of a model's weights without LoRAs: the checkpoint's, or a digest with ControlNets and VAE."""
+    """Return the hash of weights without LoRAs: the checkpoint's, or one over it and any given ControlNets and VAE."""
     inputs = at(made, "inputs") or {}
     own, names = (
         at(inputs, "checkpoint", "sha256"),

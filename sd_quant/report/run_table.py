@@ -92,7 +92,7 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> Table:
 
 
 def _memory(record: Mapping[str, Any]) -> Table:
-    """Build the table of engine memory by part, with the derived memory of all parts together and one at a time."""
+    """Build the table of engine memory by part, and of the memory that follows for all parts open and one at a time."""
     known = [memory_of(record, variant) for variant in VARIANTS]
     peaks = [[each and each.peak for each in parts.values()] for parts in known]
     figures: dict[str, Sequence[float | None]] = dict(zip(known[0], zip(*peaks, strict=True), strict=True))
@@ -210,7 +210,7 @@ RESIDENT = {"all": ", all parts in memory", "one": ", one part in memory at a ti
 
 
 def _fit(record: Mapping[str, Any]) -> list[Table | list[str]]:
-    """Return the table of formats chosen by ``fit`` or a budget for each part, and lines with all candidates' PSNR."""
+    """Return a table of each part's formats as chosen by the knob ``fit`` or a budget, and the PSNR of all choices."""
     entry = at(record, "sensitivity", "limit") or {}
     candidates, whole = entry.get("candidates") or {}, entry.get("unquantized_bytes") or {}
     if (chosen := candidates.get(entry.get("taken"))) is None:
@@ -256,7 +256,7 @@ def _costs(record: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(number: Number, show: Callable[[float], str], reasons: list[str]) -> str:
-    """Format a number by ``show``, or a dash, with a footnote mark of its reason, which is added to ``reasons``."""
+    """Format a number by ``show``, or a dash, with a footnote mark for its reason, which is added to ``reasons``."""
     value, reason = number
     reason = reason or ("null without a reason" if value is None else None)
     if reason and reason not in reasons:

@@ -5,8 +5,8 @@ closer to the reference than that way, prompt by prompt, is indistinguishable fr
 single way is the right one: another batch size changes one level of one pixel, bf16 what people may find with a
 magnifier, and both are called full precision. So each way is shown under its name.
 
-For scores by networks or against photographs the paired difference from full precision counts, with its interval, as
-prompts vary far more than a recipe changes one prompt's score. Tables by category show what a mean hides.
+For scores by a network (CLIP) or against photographs (FID) the paired difference from full precision is shown with its
+interval, as prompts vary far more than a recipe changes one prompt's score. Tables by category show what a mean hides.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,12 +50,12 @@ BY_CATEGORY = (
 
 
 def words_of(way: str) -> str:
-    """Return the words for a way to compute full precision, such as ``another batch``; a precision's own name."""
+    """Describe a way to compute full precision, such as ``another batch``; a precision, such as bf16, by its name."""
     return WORDS.get(way, way)
 
 
 def ways(record: Any) -> list[str]:
-    """Return the ways (of computing full precision) with recorded PSNR, lowest first, identical images last."""
+    """Return the ways to compute full precision whose PSNR is recorded, the lowest first, identical images last."""
     found = [way for way in names(record, "noise_floor") if at(record, "noise_floor", way, PSNR.key)]
     return sorted(found, key=lambda way: ((mean := mean_of(record, way)) is None, mean))
 
@@ -65,7 +65,7 @@ def mean_of(record: Any, way: str) -> float | None:
 
 
 def beyond(record: Any, way: str) -> Interval | None:
-    """Estimate the recipe's PSNR less the noise floor's by ``way``, paired by prompt; a prompt's images as their mean.
+    """Estimate the recipe's PSNR less that of full precision computed by ``way``, paired by prompt (images' means).
 
     Identical images count as the highest finite PSNR. None if all the way's images are identical or values are missing.
     """
@@ -81,7 +81,7 @@ def beyond(record: Any, way: str) -> Interval | None:
 
 
 def floor_lines(jobs: Sequence[Job]) -> dict[str, float]:
-    """Return the lowest mean PSNR over jobs of each way, lowest first, without ways of identical images."""
+    """Return each way's lowest mean PSNR among jobs, ascending; ways that give identical images are left out."""
     found = dict[str, float]()
     for record, way in ((job.record, way) for job in jobs for way in ways(job.record)):
         if (mean := mean_of(record, way)) is not None:
@@ -90,7 +90,7 @@ def floor_lines(jobs: Sequence[Job]) -> dict[str, float]:
 
 
 def floor_table(record: Any) -> Table:
-    """Build a table with a row for each way: its scores, and the recipe's PSNR relative to it; reasons as notes."""
+    """Build a table, a row for each way to compute full precision: its scores, and the recipe's PSNR less its own."""
     scores, lines, notes = scores_against(Against.IMAGES), [], []
     for way in ways(record):
         entry = at(record, "noise_floor", way)
@@ -118,7 +118,7 @@ def told(difference: Interval | None) -> str:
 
 
 def floor_tables(sweep: Sweep) -> list[Table]:
-    """Return a table of the recipes' PSNR relative to each way in a list; an empty list without noise floors."""
+    """Return a table of the recipes' PSNR less each noise floor, in a list; an empty list without noise floors."""
     jobs = [job for job in sweep.jobs if ways(job.record)]
     columns, means = list(dict.fromkeys(way for job in jobs for way in ways(job.record))), floor_lines(jobs)
     floors = [f"{means[way]:.1f} dB" if way in means else "identical" for way in columns]
@@ -146,7 +146,7 @@ def shown(keys: Iterable[str]) -> list[Score]:
 
 
 def difference_text(score: Score, record: Any) -> str:
-    """Format a difference as ``-0.02 [-0.05, 0.01]``, for one prompt without interval; empty if not recorded."""
+    """Format a score less full precision's as ``-0.02 [-0.05, 0.01]``; empty if unknown, one prompt has no interval."""
     if (difference := at(record, "text_scores", QUANTIZED, score.key, "difference")) is None:
         return ""
     mean, low, high = (difference.get(name) for name in ("mean", "low", "high"))
@@ -187,7 +187,7 @@ def category_tables(sweep: Sweep) -> list[Table]:
 
 
 def category_cell(score: Score, entry: Any) -> str:
-    """Format ``33.41 ± 1.20``, or with full precision's score known ``0.71 ± 0.10 (-0.05 ± 0.02, worse)``."""
+    """Format a category's mean, ``0.71 ± 0.10``; if full precision has the score, ``(-0.05 ± 0.02, worse)`` follows."""
     if not entry:
         return DASH
     text = plus_minus(recorded(entry["mean"], entry.get("interval")), score.format)

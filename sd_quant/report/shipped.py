@@ -51,7 +51,7 @@ def recommendation_of(sweep: Sweep) -> Recommendation:
 
 
 def files_of(job: Job, directory: Path, unquantized: bool) -> dict[str, dict[str, str]]:
-    """Find a job's existing files, as paths relative to ``directory``, by kind (onnx, plan, exports) and name."""
+    """Return a job's file paths, relative to ``directory``, by kind and name; full precision's if ``unquantized``."""
     full_precision = job.directory / VARIANTS[0]
     quantized = {path.stem for path in full_precision.glob("onnx/*/*.onnx")} if unquantized else ()
 

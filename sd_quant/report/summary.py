@@ -148,7 +148,7 @@ class Sweep:
 
 
 def read_sweep(directory: Path) -> Sweep:
-    """Read a sweep, or a run as a sweep of one job. Raises ArtifactError for a damaged folder or one of neither."""
+    """Read a sweep, or a run as a sweep of one job. Raises ArtifactError for a damaged folder, or without either."""
     plan = directory / SWEEP
     if not plan.exists():
         return run_as_sweep(directory)
@@ -175,7 +175,7 @@ def read_sweep(directory: Path) -> Sweep:
 
 
 def read_plan(directory: Path) -> dict[str, Any]:
-    """Read ``sweep.json`` without checks: only a file written by this command or by the one that started the job."""
+    """Read ``sweep.json`` unchecked: only for a file that this command wrote, or the command that started the job."""
     return json.loads((directory / SWEEP).read_text(encoding="utf-8"))
 
 
@@ -237,7 +237,7 @@ def known_record(directory: Path, *state: int) -> dict[str, Any] | None:
 
 
 def what_became_of(directory: Path) -> str:
-    """Describe the state of a job without record or failure; its lock, released when it ends, tells if it runs."""
+    """Describe what happened to a job without record or failure, by its log and its lock, which a running job holds."""
     if (running := is_running(directory)) is None:
         return "it has not run"
     log = last_text(directory / LOG)
@@ -269,7 +269,7 @@ def last_text(path: Path, most: int = 65536) -> str:
 
 
 def row_of(job: Job, timed_on: str | None = None) -> Row:
-    """Build the table row of a job; ``timed_on``: machine of a timing together with other jobs, if there was one."""
+    """Build the table row of a job. ``timed_on``: the machine, if the job was timed together with other jobs."""
     record = job.record or {}
     engine, denoiser, _, _ = workload(record)
     files = ("onnx_quantized", "onnx_full_precision", "weights_fp32", "plan")
@@ -305,7 +305,7 @@ def row_of(job: Job, timed_on: str | None = None) -> Row:
 
 
 def bytes_of_denoisers(record: Any, denoiser: str, file: str) -> Number:
-    """Sum bytes of ``file`` over denoisers, unquantized ones by their ONNX file; the main one's if any is unknown."""
+    """Sum bytes of a kind of ``file`` over all denoisers (unquantized: ONNX); ``denoiser``'s own if any is unknown."""
     own, kinds = number_at(record, "sizes_bytes", denoiser, file), (file, "onnx_full_precision")
     others = [part for part in at(record, "denoiser", "calls") or () if part != denoiser]
     known = [[number_at(record, "sizes_bytes", part, kind).value for kind in kinds] for part in others]
@@ -314,7 +314,7 @@ def bytes_of_denoisers(record: Any, denoiser: str, file: str) -> Number:
 
 
 def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
-    """Return the latency columns: from rounds shared with other jobs if there are any, else from the job's record."""
+    """Return the latency columns: if ``measured_together``, from the rounds shared with other jobs, else the record."""
     timed, (engine, denoiser, samples, batch) = job.timed, workload(job.record)
     call, image = latency_of(job.record, engine, denoiser, samples), latency_of(job.record, engine, IMAGE, batch)
     own, full = call.quantized.value, call.full_precision.value
@@ -436,7 +436,7 @@ def markdown(sweep: Sweep) -> str:
 
 
 def by_recipe(sweep: Sweep, title: str, recipes: Sequence[str], columns: Sequence[Column]) -> Table:
-    """Build a table with a row for each job, its recipe first; notes on failed jobs, duplicates and the search."""
+    """Build a table of jobs, first a column ``title`` of ``recipes``; notes on failures, duplicates and the search."""
     notes = [f"{row['job']}: {row['reason']}" for row in sweep.rows if row["reason"]]
     twins = [(row["same_as"], row["job"]) for row in sweep.rows if row["same_as"]]
     notes += [f"{twin}: the same assignment as {job}, not done again" for twin, job in twins]

@@ -95,7 +95,7 @@ def table_of_texts(
 
 
 def as_text(table: Table) -> list[str]:
-    """Return lines for a terminal, the first column left-aligned, other columns right-aligned; none without rows.
+    """Return a table's lines for a terminal, the first column left-aligned, others right-aligned; [] without rows.
 
     In a table wider than WIDTH, titles, lists and finally names are wrapped into more lines, figures never.
     """
@@ -121,7 +121,7 @@ def as_text(table: Table) -> list[str]:
 
 
 def folded(parts: Sequence[str], width: int = WIDTH) -> list[str]:
-    """Join ``parts`` into lines of at most ``width``; a longer part has a longer line of its own."""
+    """Join ``parts`` of a text into lines of at most ``width``; a longer part has a longer line of its own."""
     lines = [""]
     for part in parts:
         if lines[-1] and len((lines[-1] + part).rstrip()) > width:

@@ -1,7 +1,7 @@
 """Latencies of a sweep: measured for all jobs together, or by each job separately.
 
-``timing.json`` in a sweep's folder holds blocks. In a block all engines were timed in the same rounds as the
-unquantized engine; a round calls each engine once. Engines of one block are compared round by round, engines of
+``timing.json`` in a sweep's folder holds blocks: groups of engines that were timed in the same rounds, the unquantized
+engine among them; a round calls each engine once. Engines of one block are compared round by round, engines of
 different blocks by their speed-ups over the unquantized engine, and engines of different machines not at all.
 """
 
@@ -25,7 +25,7 @@ CALL, RECIPES = "call", "recipes"  # beside IMAGE, what is compared between occa
 
 
 class TimedEngine(TypedDict):
-    """One timed engine; it stands for all jobs whose graphs differ only in constants or whose plans are equal."""
+    """One timed engine, on behalf of all jobs whose graphs differ only in constants or whose plans are equal."""
 
     sha256: str  # of a graph without its constants, or of a plan
     jobs: list[str]
@@ -80,7 +80,7 @@ class Timed:
 
     @property
     def images(self) -> tuple[list[float], list[float]]:
-        """Time of a call plus its share of an image's time outside the denoiser: unquantized, quantized."""
+        """Milliseconds by round, unquantized and quantized: a denoiser call plus its share of an image's other time."""
         full, own = self.full_precision, self.rest if self.quantized_rest is None else self.quantized_rest
         return in_image(full, full, self.rest), in_image(full, [self.share * each for each in self.quantized], own)
 
@@ -92,18 +92,18 @@ class Timed:
         return None if self.rest is None else self.of_images(*self.images, IMAGE, confidence)
 
     def of_images(self, a: Sequence[float], b: Sequence[float], kind: str, confidence: float = 0.95) -> Interval:
-        """Compute the ratio of the image times ``a`` over ``b``, from the same rounds, with its interval."""
+        """Compute the ratio of image times ``a`` / ``b``, of the same rounds; ``kind``: as in ``on_any_occasion``."""
         beside = [in_image(self.full_precision, each, self.rest) for each in self.beside]
         return self.on_any_occasion(ratio_interval(a, b, self.openings, beside, confidence), kind, confidence)
 
     def on_any_occasion(self, own: Interval, kind: str, confidence: float) -> Interval:
-        """Widen a ratio's interval by the variance between this machine's timing occasions, where that is known."""
+        """Widen a ratio's interval by the known variance of its ``kind`` (CALL, IMAGE, RECIPES) between sessions."""
         if not own.known or not (found := self.between.get(kind)):
             return own
         return Interval(*map(math.exp, sum_of(logarithm(own), apart(found["deviation"], found["degrees"], confidence))))
 
     def image_over_compiled(self) -> Interval | None:
-        """Return the speed-up of an image over torch.compile, unquantized; None where either was not timed."""
+        """Return the speed-up of an image over unquantized torch.compile; None where either was not timed."""
         if self.compiled is None or self.rest is None:
             return None
         return self.of_images(in_image(self.full_precision, self.compiled, self.rest), self.images[1], IMAGE)
@@ -116,7 +116,7 @@ def mean_call(calls: Mapping[str, int], samples: Mapping[str, Sequence[float]]) 
 
 
 def in_image(reference: Sequence[float], samples: Sequence[float], rest: float) -> list[float]:
-    """Add to each call's milliseconds the image's other time, ``rest`` times the ``reference`` of the same round."""
+    """Add to each call its part of an image's time outside the denoiser, ``rest`` times the round's ``reference``."""
     return [rest * unquantized + sample for unquantized, sample in zip(reference, samples, strict=True)]
 
 
@@ -176,9 +176,9 @@ def blocks_by_job(timing: Mapping[str, Any] | None) -> dict[str, Mapping[str, An
 def rounds_of(
     block: str, latency: Any, engine: str, part: str, samples: int, batch: int, calls: Mapping[str, int] | None = None
 ) -> Timed | None:
-    """Read the timed rounds in a record's ``latency``; None without valid rounds of both variants.
+    """Read the rounds of the denoiser ``part`` in a record's ``latency``; None unless both variants have valid ones.
 
-    For a pipeline of several denoisers, a call is the mean over the ``calls`` of each denoiser in an image.
+    ``samples``: number in a call, for ``batch`` images. Several denoisers' calls are averaged, weighted by ``calls``.
     """
     image, calls = at(latency, engine, IMAGE, str(batch)), calls or {part: 1}
 
@@ -208,7 +208,7 @@ def rounds_of(
 
 
 def of_conditions(conditions: Any) -> dict[str, Any]:
-    """Return the arguments of ``Timed`` that stem from the conditions of its rounds: ``openings`` and ``between``."""
+    """Return ``openings`` and ``between``, arguments of ``Timed``, from the recorded conditions of its rounds."""
     between = (at(conditions, "between") or {}).items()
     whole = {kind: each for kind, each in between if {"deviation", "degrees"} <= set(each or ())}
     return {"openings": at(conditions, "openings") or (), "between": whole}

@@ -31,7 +31,7 @@ def warnings_of_run(record: Any, engines: Sequence[str], baselines: Sequence[str
 
 
 def warnings_of_record(record: Any, engine: str, speedups: Mapping[str, float | None], whose: str = "") -> list[str]:
-    """Warn of degenerate images, slower quantized parts, better formats, and quantized layers run in floating point."""
+    """Warn of broken images, slow quantized parts, faster formats, layers run in floating point. ``whose``: prefix."""
     words, fell_back = degenerate_images(record), at(record, "executed", "fell_back")
     sentences = [f"DEGENERATE: {whose}{words}."] if words else []
     sentences += [f"SLOWER: {whose}{what} {takes}." for what, each in speedups.items() if (takes := slower(each))]

@@ -13,7 +13,7 @@ from sd_quant.trackers import Run
 
 
 def log(run: Run, store: Path) -> None:
-    """Write event files to ``store/tensorboard/<run>``. Raises ImportError without TensorBoard, OSError if it fails."""
+    """Write events to ``store/tensorboard/<run>``. Raises ImportError without TensorBoard, OSError if writing fails."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(store / "tensorboard" / run.name) as writer:
