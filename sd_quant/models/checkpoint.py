@@ -64,12 +64,12 @@ def in_place(checkpoint: Checkpoint, part: str) -> Checkpoint:
 
 
 def contracts_of(checkpoint: Checkpoint) -> dict[str, Contract]:
-    """Return the contract of every part by name."""
+    """Return the contract of every part by name: names, shapes and dtypes of its tensors."""
     return {name: part.contract for name, part in checkpoint.parts().items()}
 
 
 def key_of(checkpoint: Checkpoint) -> str:
-    """Return a cache key of what settings change beside the files: contracts, and arguments of the pipeline's call."""
+    """Return a cache key of the settings beside the files: parts' contracts, and arguments of the pipeline's call."""
     return repr((contracts_of(checkpoint), identities(getattr(checkpoint, "arguments", {}))))
 
 
@@ -94,7 +94,7 @@ def denoiser_weights(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
 
 
 def empty_modules(checkpoint: Checkpoint) -> dict[str, nn.Module]:
-    """Return the networks by component on the meta device: structure and configuration without weights."""
+    """Return the networks by component on the meta device, with structure and configuration but no numbers."""
     with torch.device("meta"):
         return checkpoint.build()
 
@@ -105,7 +105,7 @@ def empty_denoiser(checkpoint: Checkpoint) -> nn.Module:
 
 
 def empty_part(checkpoint: Checkpoint, name: str) -> nn.Module:
-    """Return a part's network on the meta device, with the modules that the part's layer names refer to."""
+    """Return a part's network on the meta device as the part wraps it; layer names are relative to this module."""
     part = checkpoint.parts()[name]
     return network_in(part, part.wrap(empty_modules(checkpoint)[part.component]))
 

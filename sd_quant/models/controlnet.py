@@ -9,10 +9,10 @@ A ControlNet is a part of its own. Its outputs (residuals) are further inputs of
 |              | conditioning_scale [1]                                                     |                       |
 | the denoiser | its own, and down_0 [B,C0,H/8,W/8], .., mid [B,C,h,w]                      | its own               |
 
-So the ControlNet graph's outputs are connected to the denoiser graph's inputs by name, like the list ``control`` of
-NeMo's ControlledUnetModel. The outputs of several ControlNets are added, as in diffusers. Any part that calls a UNet of
-diffusers is wrapped in this way, whatever names its inputs have. Alternative not taken: one graph of both networks, as
-in TensorRT's demo; each set of ControlNets would need its own graph, with quantized weights beside plain weights.
+B: batch; H, W: image in pixels; C0, C: channels; h, w: the UNet's lowest resolution. A ControlNet's outputs go to the
+denoiser's inputs of the same names, like the list ``control`` of NeMo's ControlledUnetModel, summed over ControlNets as
+in diffusers. Any part that calls diffusers' UNet is wrapped so, whatever its inputs' names. Alternative not taken: one
+graph of both networks, as in TensorRT's demo; each set of ControlNets would then need its own denoiser graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class ControlNet:
 
     name: str  # of the component, and of the part
     config: Mapping[str, Any]  # diffusers', complete
-    scale: float  # by which its outputs are multiplied
+    scale: float  # factor of its outputs (conditioning scale)
 
 
 ControlNets = Sequence[ControlNet]  # in the order in which they are called
@@ -110,7 +110,7 @@ def controlled_arguments(
 
 
 def controlnet_part(component: str, config: Mapping[str, Any], context: tuple) -> Part:
-    """Return a ControlNet as a part. ``context`` is the shape of the denoiser's text input."""
+    """Return the part of a ControlNet with this ``config``; ``context`` is the shape of the denoiser's text input."""
     half, single = torch.float16, torch.float32
     shapes: dict[str, tuple] = {
         "sample": ("batch", config["in_channels"], "height", "width"),
@@ -139,7 +139,7 @@ def residual_answer(outputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor
 
 
 def unguessed(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the inputs of a ControlNet, as ``as_inputs``. Raises SdQuantError for ``guess_mode``."""
+    """Return a ControlNet's inputs from its call's arguments, ``as_inputs``. Raises SdQuantError for ``guess_mode``."""
     if given.get("guess_mode"):
         raise SdQuantError(
             "the pipeline calls a ControlNet with guess_mode, expected false: the exported graph scales all outputs "

@@ -111,7 +111,7 @@ def random_weights(network: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 
 
 def shortened(network: nn.Module, blocks: int) -> nn.Module:
-    """Cut every ModuleList of one class of modules to its first ``blocks``, in place. Returns the network."""
+    """Cut every ModuleList whose modules are of one class to its first ``blocks``, in place. Returns the network."""
     for module in network.modules():
         if isinstance(module, nn.ModuleList) and len(module) > blocks and len({type(each) for each in module}) == 1:
             del module[blocks:]

@@ -14,11 +14,11 @@ from sd_quant.models.roles import inputs_of_transformer, roles_of
 
 
 class Family:
-    """Facts and functions of one family. The defaults suit a transformer that is called on unpacked latents."""
+    """What is special about one family. The defaults suit a transformer that takes latents [B, C, h, w]."""
 
     PIPELINES: tuple[str, ...]  # diffusers' pipeline classes that are of this family
-    FROM_IMAGES: tuple[str, str] | None = None  # the classes that change an image, and a part of one; None: no such
-    CONTROLLED: str | None = None  # the class with ControlNets; None: no such
+    FROM_IMAGES: tuple[str, str] | None = None  # image-to-image and inpainting classes; None: no such class
+    CONTROLLED: str | None = None  # the pipeline class with ControlNets; None: no such class
     NETWORKS: Mapping[str, str]  # the pipeline's components that are networks, and their classes
     OPTIONAL: tuple[str, ...] = ()  # networks that a pipeline may lack, each a part of the same name
     DENOISER: str = "transformer"  # name of the part that is quantized
@@ -27,7 +27,7 @@ class Family:
     TOKENS: int | None = None  # longest text that its T5 reads by default, in tokens; None without a T5
     PADDED: bool = False  # whether models may be trained with zeros after CLIP's tokens, as NeMo adds them
     OWN_NOISE: bool = False  # whether only the pipeline knows the layout of its noise, so noise cannot be passed
-    MOVES: bool = False  # whether it makes videos, whose frames are shown side by side in an image
+    MOVES: bool = False  # whether the pipeline makes videos, whose frames are shown side by side in an image
     DENOISERS: Sequence[str] = ()  # parts that are called in the denoising steps, where there are several
     SOME_STEPS: bool = False  # whether a denoiser may be called in some steps only (several denoisers, image-to-image)
     ONE_BATCH: str | None = None  # a part whose graph serves a single batch size; None where every graph serves all
@@ -95,8 +95,8 @@ def family_named(name: str) -> Family:
 class Style:
     """How a pipeline takes prompts, noise and images."""
 
-    batched: bool = True  # a list of prompts; False: one prompt
-    each: bool = True  # a generator for each image; False: one for all
+    batched: bool = True  # a call takes a list of prompts; False: a single prompt
+    each: bool = True  # a random generator for each image of a batch; False: one for all
     keeps: tuple[str, ...] = ()  # arguments whose images keep their sizes; other images are fitted to the output's size
 
 
@@ -118,7 +118,7 @@ StandIn = Callable[[str, nn.Module], Any]
 
 
 def remade(name: str, pipe: Any, **others: Any) -> Any:
-    """Build a pipeline of diffusers' class ``name`` from ``others``, and components and configuration of ``pipe``."""
+    """Build a pipeline of diffusers' class ``name`` from ``pipe``'s components and configuration, and ``others``."""
     import diffusers
 
     kind, known = getattr(diffusers, name), {**pipe.config, **pipe.components, **others}

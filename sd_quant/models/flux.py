@@ -9,8 +9,8 @@
 | `text_encoder`   | input_ids [B,77]                                                        | pooler_output [B,P]     |
 | `text_encoder_2` | input_ids [B,T]                                                         | last_hidden_state       |
 
-N is (H/16) * (W/16), T the longest text that T5 reads. Level 4 quantizes the joint attention of text and image, with
-rotary embeddings of queries and keys, in double and single blocks.
+B: batch; H, W: image in pixels; N = H/16 * W/16; T: most tokens for T5; J, P: widths of T5's and CLIP's outputs.
+quant_level 4 quantizes the joint attention, with rotary embeddings of queries and keys, in double and single blocks.
 """
 
 from collections.abc import Mapping

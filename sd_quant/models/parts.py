@@ -29,7 +29,7 @@ class Contract:
     weights: torch.dtype
     latents: int | None = None  # most rows and columns of latents; None: any number
     example: Mapping[str, int] | None = None  # sizes of the dynamic axes to trace with; None: those of an image
-    axes: tuple[tuple[str, "Axis"], ...] = ()  # sizes of dynamic axes that the function ``axes`` does not know
+    axes: tuple[tuple[str, "Axis"], ...] = ()  # formulas of dynamic axes beside those of the function ``axes``
 
     @property
     def batched(self) -> list[str]:
@@ -76,7 +76,7 @@ def filled(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def half_contract(
     inputs: dict[str, tuple], output: str, single: Collection[str] = (), latents: int | None = None
 ) -> Contract:
-    """Return the contract of a denoiser in fp16, with the inputs in ``single`` in fp32."""
+    """Return the contract of a denoiser with fp16 weights and inputs, except the inputs ``single`` in fp32."""
     dtypes = {name: torch.float32 if name in single else torch.float16 for name in inputs}
     return Contract(inputs, (output,), dtypes, torch.float16, latents)
 
@@ -96,9 +96,9 @@ def axes(batch: int, width: int, height: int) -> dict[str, int]:
 
 
 def taken(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Select the arguments ``names``, also inside ``added_cond_kwargs``, of a pipeline's call of its network.
+    """Select ``names`` from ``given``, the arguments with which a pipeline calls a network.
 
-    Raises SdQuantError for any other argument that is a tensor or a true value except True: the graph lacks it.
+    Includes ``added_cond_kwargs``. Raises SdQuantError for other arguments that are tensors, or neither True nor falsy.
     """
     flat = {**given, **(given.get("added_cond_kwargs") or {}), "added_cond_kwargs": None}
     for name in flat.keys() - set(names):
@@ -115,7 +115,7 @@ def taken(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 def as_inputs(contract: Contract, given: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the contract's inputs from the arguments of a pipeline's call of its network.
 
-    A scalar becomes [B], or [1] for an input without batch axis. Raises SdQuantError for an argument without an input.
+    A scalar becomes [B], or [1] for an input without batch axis. Raises SdQuantError for arguments that are no input.
     """
     tensors = {name: torch.as_tensor(value) for name, value in taken(given, contract.inputs).items()}
     samples = len(next(iter(tensors.values())))
@@ -178,7 +178,7 @@ def network_in(part: Part, module: nn.Module) -> nn.Module:
 
 
 def wrapped(parts: Mapping[str, Part], networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Wrap the ``networks``, by component, as modules of parts, by part name."""
+    """Return the module that each part exports, by part name; ``networks`` are by component."""
     return {name: part.wrap(networks[part.component]) for name, part in parts.items()}
 
 
@@ -261,7 +261,7 @@ def encoded(outputs: Mapping[str, Tensor]) -> Any:
 def with_encoder(parts: dict[str, Part], wanted: bool) -> dict[str, Part]:
     """Add the autoencoder's encoder to the parts as the last part if ``wanted``.
 
-    x [B, 3, H, W] from -1 to 1 -> moments [B, 2 C, H/8, W/8], in fp32 like the decoder.
+    x [B, 3, H, W] from -1 to 1 -> moments [B, 2 C, H/8, W/8] of C latent channels, in fp32 like the decoder.
     """
     single = torch.float32
     contract = Contract({"x": ("batch", 3, "image_height", "image_width")}, ("moments",), {"x": single}, single)
@@ -273,7 +273,7 @@ def with_encoder(parts: dict[str, Part], wanted: bool) -> dict[str, Part]:
 class SharedInput:
     """A tensor that one or more linears read."""
 
-    readers: tuple[str, ...]
+    readers: tuple[str, ...]  # names of these linears
     # The module that can absorb a factor for each channel: its first outputs are the tensor's channels, or it modulates
     # the tensor. None without such a module: the tensor is a residual stream or an input of the network.
     producer: str | None = None
@@ -283,7 +283,7 @@ class SharedInput:
     modulation: tuple[int, int] | None = None
 
     def rows(self, width: int) -> tuple[slice, ...]:
-        """Return the slices of the producer's outputs that a factor of the tensor, ``width`` channels, multiplies."""
+        """Return slices of the producer's output channels that factors of this tensor's ``width`` channels multiply."""
         return tuple(slice(chunk * width, (chunk + 1) * width) for chunk in self.modulation or (0,))
 
 
@@ -291,7 +291,7 @@ class SharedInput:
 class Heads:
     """The heads of an attention whose matrix products can be quantized."""
 
-    width: int
+    width: int  # channels of one head
     # Rotary embedding: number of channels of query and key rotated by each axis of a token's position, in neighbouring
     # pairs, with the sum ``width``; (): none. The first axis is the image's index, always 0, so it rotates nothing.
     rotary: tuple[int, ...] = ()

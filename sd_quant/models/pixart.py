@@ -8,8 +8,8 @@
 | `vae`          | z [B,4,H/8,W/8]                                                          | dec [B,3,H,W]            |
 | `text_encoder` | input_ids [B,T], attention_mask [B,T]                                    | last_hidden_state        |
 
-T is the longest text that T5 reads. Level 4 quantizes self-attention and, in FP8, cross-attention, which has a mask
-of the text's padding.
+B: batch; H, W: image in pixels; T: most tokens for T5; C: width of T5's output. quant_level 4 quantizes self-attention
+and, in FP8, cross-attention, which has a mask of the text's padding.
 """
 
 from collections.abc import Collection, Mapping

@@ -27,7 +27,7 @@ Row = tuple[str, tuple[str, ...], str | None, bool]
 
 
 def layer_role(name: str, is_conv: bool, excluded: Iterable[str]) -> str:
-    """Return the role of a layer: excluded, conv, ffn, qkv or linear.
+    """Return the role of a layer, derived from its name: excluded, conv, ffn, qkv or linear.
 
     ``excluded`` holds whole components of dotted names, or several in a row: ``conv_in``, ``norm1.linear``.
     """
@@ -63,7 +63,7 @@ def attention_heads(denoiser: nn.Module) -> dict[str, Heads]:
 
 
 def inputs_by_place(linears: Iterable[str], rows: Iterable[Row]) -> list[SharedInput]:
-    """Return the shared inputs of those linears whose names end as in ``rows``, in the order of the linears."""
+    """Return inputs of linears whose names match ``rows``, one row for each tensor that linears of a block share."""
     known, inputs, seen = dict.fromkeys(linears), [], set[str]()
     patterns = [(re.compile(rf"(.*\.)?{re.escape(row[0])}({'|'.join(map(re.escape, row[1]))})"), row) for row in rows]
     for name in known:
@@ -80,7 +80,7 @@ def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
     """Return the tensors that a transformer's linears read (Flux, SD3, PixArt), each with its linears.
 
     Query, key and value of a self-attention read one tensor. So do query, key and value of the text in a joint
-    attention, and key and value of a cross-attention. Other linears have separate inputs; Flux's proj_mlp reads to_q's.
+    attention, and key and value of a cross-attention. Flux's proj_mlp reads to_q's input. Other inputs are separate.
 
     A norm without weights precedes attention and feed-forward; its output is multiplied by 1 + scale, and a shift is
     added. In SD3 and Flux a linear of the block, its modulation, computes scale and shift and can absorb a factor for

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x and 2.x: one UNet and one CLIP text encoder. The versions differ only in their configs.
+"""Stable Diffusion 1.x and 2.x, which differ in configs only. B: batch; H, W: image in pixels; C: width of CLIP.
 
 | part           | inputs                                                              | outputs                      |
 |----------------|---------------------------------------------------------------------|------------------------------|

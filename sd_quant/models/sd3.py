@@ -9,9 +9,9 @@
 | `text_encoder_2` | input_ids [B,77]                                                      | hidden_states, text_embeds|
 | `text_encoder_3` | input_ids [B,T]                                                       | last_hidden_state [B,T,J] |
 
-T is the longest text that T5 reads. Without T5, which is optional, diffusers' pipeline passes zeros of the same shape
-in place of T5's output to the transformer. Level 4 quantizes the joint attention of text and image, and the additional
-self-attention of the image in some blocks of 3.5.
+B: batch; H, W: image in pixels; T: most tokens for T5; J: width of T5's output; P: width of both CLIPs' pooled text.
+Without T5, which is optional, diffusers' pipeline passes zeros of the same shape in place of its output. quant_level 4
+quantizes the joint attention of text and image, and the additional self-attention of the image in some blocks of 3.5.
 """
 
 from collections.abc import Mapping

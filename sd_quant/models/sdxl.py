@@ -9,8 +9,8 @@
 | `clip1`   | input_ids [B,77]                                               | z [B,S,C1]                           |
 | `clip2`   | input_ids [B,77]                                               | z [B,S,C2], z_pooled [B,P]           |
 
-S is the checkpoint's context length: NeMo pads CLIP's 77 tokens to 80 with zeros, in training and inference alike. `y`
-is the pooled text vector followed by the sinusoids of the six size ids.
+B: batch; H, W: pixels; C, C1, C2, P, A: widths. S: text tokens, CLIP's 77 or, in NeMo's training and inference, padded
+to 80 with zeros. `y` is the pooled text vector [B,P] followed by the sinusoids of the six size ids (`time_ids`).
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class NemoUnetPart(nn.Module):
 
 
 def vector_condition(text_embeds: Tensor, time_ids: Tensor, width: int) -> Tensor:
-    """Return NeMo's ``y`` [B, P + 6 * width]: the pooled text, then ``width`` sinusoids a size id, cosines first."""
+    """Return NeMo's ``y`` [B, P + 6 * width]: pooled text [B, P], then ``width`` sinusoids a size id, cosines first."""
     from diffusers.models.embeddings import get_timestep_embedding
 
     sizes = get_timestep_embedding(time_ids.flatten(), width, flip_sin_to_cos=True, downscale_freq_shift=0)

@@ -2,7 +2,7 @@
 
 The sizes of the UNet and the VAE come from the config, the sizes of the text encoders from the shapes of their weights,
 because NeMo's config only names these encoders. No class that the config names is imported. Neither weights nor config
-say how texts are padded and which sampler makes the images: ``PIPELINES`` has NeMo's way and diffusers' way.
+say how texts are padded and which sampler makes the images: ``PIPELINES`` has NeMo's choice and diffusers' choice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ class NemoDiscretization:
     linear_start: Annotated[float, between(1e-9, 0.999)] = 0.00085
     linear_end: Annotated[float, between(1e-9, 0.999)] = 0.012
     num_timesteps: Annotated[int, between(2, 100_000)] = 1000
-    rescale_betas_zero_snr: bool = False  # no entry of NeMo's: for files of other authors that are marked so
+    rescale_betas_zero_snr: bool = False  # not in NeMo's configs: for single files marked as zero-SNR
 
 
 IN_SCHEDULER = {  # field of ``NemoDiscretization`` -> diffusers' name in a scheduler's config
@@ -237,7 +237,7 @@ def diffusers_scheduler(model_config: Mapping):
 
 
 def edm_scheduler(lowest: float, highest: float, model_config: Mapping):
-    """Return EDM's Euler sampler with v-prediction and these limits of noise, as diffusers documents it for CosXL."""
+    """Return EDM's Euler v-prediction sampler, sigmas from ``lowest`` to ``highest``, as diffusers has for CosXL."""
     from diffusers import EDMEulerScheduler
 
     levels = {"sigma_min": lowest, "sigma_max": highest, "sigma_data": 1.0, "sigma_schedule": "exponential"}

@@ -1,4 +1,4 @@
-"""Text encoders of all families as parts: CLIP and OpenCLIP, and T5's encoder.
+"""Text encoders as parts: CLIP, OpenCLIP, T5. B: batch; C: width; P: width of pooled text; T: most tokens for T5.
 
 | part          | inputs                                        | outputs                                              |
 |---------------|-----------------------------------------------|------------------------------------------------------|
@@ -34,7 +34,7 @@ INPUTS: tuple[Row, ...] = (
 
 
 def inputs_of_part(network: nn.Module, layers: Iterable[str]) -> list[SharedInput]:
-    """Return the tensors that linears among the ``layers`` of a text encoder, autoencoder or unknown network read.
+    """Return which linears among ``layers`` read the same tensor, in a text encoder, autoencoder or other network.
 
     ``SharedInput.producer`` is known for CLIP, T5 and the autoencoder's attention.
     """
@@ -91,7 +91,7 @@ def text_answer(outputs: Mapping[str, Tensor], first: tuple[str, ...]) -> TextOu
 
 
 def clip_part(component: str, *outputs: str, names: tuple[str, ...] = (), tokens: int = 0) -> Part:
-    """Return a CLIP text encoder as a part. ``outputs`` are transformers' names; pipelines read the last by index.
+    """Return a CLIP text encoder as a part. ``outputs``: transformers' names; pipelines read the last by index.
 
     ``names`` are the graph's names of these outputs, by default the same. Hidden states are padded to ``tokens``.
     """

@@ -1,10 +1,10 @@
-"""Signature of a network (tensor inputs, dynamic axes, constants), found by comparing recorded calls by its pipeline.
+"""Derivation of a network's signature (tensor inputs, dynamic axes, constants) by comparing recorded calls.
 
-Arguments are nested: lists of tuples, dictionaries. Each tensor among them becomes a named input. An argument without
-tensors (None, flags, numbers, tuples of sizes) is a constant of the graph, with its recorded value. An axis of one
-length in all calls is static; every other axis is dynamic, with one name for each sequence of lengths, after what
-changes it: the batch, the size of the images, the text. Alternative not taken: reading the network's signature or
-documentation, which do not say which axes of two tensors agree.
+Arguments may be nested lists, tuples and dictionaries. Each tensor in them becomes a named input. An argument without
+tensors (None, flags, numbers, tuples of sizes) is a constant of the graph, with its recorded value. An axis whose
+length is equal in all calls is static. Any other axis is dynamic and named after what changes its length: batch, image
+size or text; axes that have equal lengths in each call have one name. Alternative not taken: reading the network's
+Python signature or documentation, which do not say which axes of two tensors agree.
 """
 
 import json
@@ -36,8 +36,8 @@ class Call:
     # By parameter name, bound to the signature of the method, with its **kwargs among them; may nest dicts, lists and
     # tuples
     arguments: dict[str, Any]
-    run: str  # of the pipeline: base, larger, batch or prompt (another size, another batch, a longer prompt)
-    step: int  # of denoising
+    run: str  # pipeline run: base, larger (another image size), batch (another batch size), prompt (a longer prompt)
+    step: int  # number of scheduler steps before the call
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Signature:
     example: dict[str, int]  # sizes of the dynamic axes in one of the calls
     outputs: Tree = field(default_factory=dict)
     results: tuple[str, ...] = ()  # names of the outputs' tensors
-    outside: dict[str, list[Tree]] = field(default_factory=dict)  # by path, outputs of modules computed outside
+    outside: dict[str, list[Tree]] = field(default_factory=dict)  # by module path, outputs computed elsewhere
     notes: tuple[str, ...] = ()  # sentences about arguments and outputs that were converted or left out
 
 
@@ -91,7 +91,7 @@ def is_distribution(value: Any) -> bool:
 
 
 def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
-    """Yield the tensors in a nested value with their paths."""
+    """Yield (path, tensor) for each tensor in a nested value."""
     if isinstance(value, Tensor):
         yield path, value
     for key, child in children(value) or ():
@@ -143,7 +143,7 @@ def tree_of(value: Any, leaf: Callable[[Any, tuple], Tree], path: tuple = ()) ->
 
 
 def output_class(name: str) -> type:
-    """Return the class that ``name`` (``module:name``, see ``class_of``) means; the name may come from a hostile file.
+    """Return the class with this ``name``, "module:class" as from ``class_of``; the name may be from a hostile file.
 
     Raises SdQuantError for a class other than the model outputs of diffusers and transformers.
     """
@@ -167,7 +167,7 @@ def class_of(value: Any) -> dict[str, str]:
 
 
 def leaves(tree: Tree, path: tuple = ()) -> Iterator[tuple[tuple, Tree]]:
-    """Yield the leaves of a tree of ``tree_of`` with their paths."""
+    """Yield (path, leaf) for each leaf of a tree from ``tree_of``."""
     for kind in ("list", "tuple", "dict"):
         if kind in tree:
             for key, child in tree[kind].items() if kind == "dict" else enumerate(tree[kind]):
@@ -177,7 +177,7 @@ def leaves(tree: Tree, path: tuple = ()) -> Iterator[tuple[tuple, Tree]]:
 
 
 def rebuilt(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """Build the value that ``tree`` describes from its constants and ``tensors`` by name (complex: reals [..., 2])."""
+    """Build the value described by ``tree`` from its constants and ``tensors`` by name (complex as reals [..., 2])."""
     if "list" in tree:
         return [rebuilt(each, tensors) for each in tree["list"]]
     if "tuple" in tree:
@@ -192,14 +192,14 @@ def rebuilt(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Describe a leaf in words, for messages."""
+    """Describe a tensor or constant in words, for error messages."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.ndim} axes in {str(value.dtype).removeprefix('torch.')}"
     return "None" if value is None else f"{type(value).__name__} {value!r:.80}"
 
 
 def structure_of(arguments: Mapping[str, Any]) -> str:
-    """Return a text that is equal for calls with tensors and constants in the same places."""
+    """Return a key that is equal for arguments with constants and like tensors (rank, dtype) in the same places."""
 
     def leaf(value: Any, path: tuple) -> Tree:
         return {"kind": kind_of(value) if value is None or isinstance(value, Tensor) else "constant"}
@@ -214,7 +214,7 @@ def one_structure(calls: Sequence[Call]) -> list[int]:
 
 
 def at(value: Any, path: Sequence[Any]) -> Any:
-    """Return the value at a path in a nested value."""
+    """Return the item of a nested value at a path of keys and indices."""
     for key in path:
         value = value[key]
     return value
@@ -229,7 +229,7 @@ def changes_between_steps(calls: Sequence[Call], values: Sequence[Any]) -> bool:
 
 
 def signature_of(calls: Sequence[Call], extra: Mapping[str, Sequence[Tensor]] | None = None) -> Signature:
-    """Return the signature, without outputs, of calls with the same structure (see ``one_structure``).
+    """Derive the signature, except outputs, of a network from calls of the same structure (see ``one_structure``).
 
     ``extra`` holds further inputs: by name, one tensor for each call. A number that changes between steps becomes a
     scalar tensor if ``SCALAR`` matches its name (a timestep, a guidance scale).
@@ -278,9 +278,9 @@ def differing(values: Sequence[Any]) -> str:
 def named_axes(
     shapes: Mapping[str, Sequence[tuple[int, ...]]], runs: Sequence[str]
 ) -> tuple[dict[str, Shape], dict[str, tuple[int, ...]]]:
-    """Return each tensor's shape, with a name for each axis that differs between calls, and each name's sizes.
+    """Name the axes that differ between calls; return each tensor's shape with these names, and each name's sizes.
 
-    ``shapes`` holds, by tensor, its shape in each call; ``runs`` holds the pipeline run of each call.
+    ``shapes`` maps a tensor's name to its shape in each call; ``runs`` names the pipeline run of each call.
     """
     names: dict[tuple[int, ...], str] = {}
 
@@ -298,16 +298,16 @@ def named_axes(
 
 
 def followed(sizes: Sequence[int], runs: Sequence[str]) -> str:
-    """Return what changes an axis with these ``sizes`` in calls of these ``runs``: a word of FOLLOWS, or "tokens"."""
+    """Return what changes an axis, from its size and run in each call: "batch", "size" or "text", else "tokens"."""
     of_base = {size for size, run in zip(sizes, runs, strict=True) if run == runs[0]}
     differ = {run for size, run in zip(sizes, runs, strict=True) if {size} != of_base}
     return FOLLOWS.get(differ.pop(), "tokens") if len(differ) == 1 else "tokens"
 
 
 def example_of(axes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return sizes of the dynamic axes for tracing: distinct, and above 1 where possible, as tracers specialize 1.
+    """Choose sizes of the dynamic axes for tracing: distinct, and above 1 if possible, as tracers make 1 static.
 
-    The sizes are those of one call, with the largest batch of all calls where no other axis depends on the batch.
+    ``axes`` holds sizes by call. One call's are chosen, its batch enlarged if no other axis depends on the batch.
     """
     calls = [dict(zip(axes, sizes, strict=True)) for sizes in zip(*axes.values(), strict=True)]
     if "batch" in axes and not any(name.startswith("tokens") for name in axes):
@@ -361,7 +361,7 @@ def shown(value: Any) -> str:
 
 
 def with_outputs(signature: Signature, output: Any) -> Signature:
-    """Add the structure of ``output`` to a signature, without values (caches) that are neither tensor nor constant."""
+    """Add the structure of ``output``, except caches. Raises ArtifactError for an output without tensors."""
     results: dict[int, str] = {}  # by the tensor's identity: an encoder returns its last hidden state twice
     notes = list(signature.notes)
 

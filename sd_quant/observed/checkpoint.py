@@ -1,4 +1,4 @@
-"""Checkpoint of any diffusers pipeline, with facts recorded by running it where a family's module would state them."""
+"""Checkpoint of any diffusers pipeline, whose structure is recorded from a run, not stated in a family's module."""
 
 import inspect
 import json
@@ -33,8 +33,8 @@ class ObservedPart:
     component: str
     signature: Signature
     rung: Rung
-    axes: dict[str, Axis]  # sizes of the dynamic axes
-    runs: tuple[str, ...]  # of ``watching``, that the graph serves
+    axes: dict[str, Axis]  # formulas for the sizes of the dynamic axes
+    runs: tuple[str, ...]  # names of the recorded runs (``watching``) whose calls the graph computes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,16 @@ class Observation(Facts):
     """Facts about a pipeline, its parts and layers, recorded by running it; the content of ``observed.json``."""
 
     pipeline: str  # the class
-    size: tuple[int, int]  # width and height of the images with which it was observed
+    size: tuple[int, int]  # width and height of the recorded images, in pixels
     parts: dict[str, ObservedPart]  # the denoisers first
-    layers: dict[str, ObservedLayers]  # by denoiser
-    seconds: float  # that observing took
+    layers: dict[str, ObservedLayers]  # roles and inputs of layers, by denoiser
+    seconds: float  # duration of the recording and the exports
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def that_miss(self, run: str) -> list[str]:
-        """Return the exported parts whose graphs do not serve a ``run`` that the pipeline itself can make."""
+        """Return the exported parts whose graphs cannot compute a ``run`` ("larger", "batch") that the pipeline can."""
         made = run not in self.fixed and (run != "batch" or self.style.batched)
         return [name for name, part in self.parts.items() if made and not part.rung.cause and run not in part.runs]
 
@@ -67,7 +67,7 @@ def why_refused(rung: Rung) -> str | None:
 
 
 class ObservedFamily(Observed):
-    """The family of a single pipeline, with facts recorded by running it."""
+    """The interface of a family for a single pipeline, with facts recorded by running the pipeline."""
 
     def __init__(
         self, observation: Observation, denoiser: str, networks: Mapping[str, str], excluded: tuple[str, ...],
@@ -84,7 +84,7 @@ class ObservedFamily(Observed):
 
     @property
     def layers(self) -> ObservedLayers:
-        """Layers of the denoiser, or of another denoiser in its place (``models.checkpoint.InPlace``)."""
+        """Layers of the denoiser ``DENOISER``, which ``InPlace`` may change; of the original one for other networks."""
         return self.by_denoiser.get(self.DENOISER, self.by_denoiser[self.own])
 
     def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:
@@ -139,11 +139,11 @@ class ObservedCheckpoint(Folder):
         return with_dtypes(found, self.dtypes, self.components)
 
     def build(self) -> dict[str, nn.Module]:
-        """Build the networks, with parameters on the meta device and real buffers."""
+        """Build the networks, with parameters on the meta device and buffers in memory."""
         return {name: self.build_one(name) for name in self.configs}
 
     def build_one(self, component: str) -> nn.Module:
-        """Build the network of one component, with parameters on the meta device and real buffers."""
+        """Build the network of one component, with parameters on the meta device and buffers in memory."""
         prepared = self.observation.prepared.get(component, [])
         return network_of(self.described[component].kind, self.configs[component], prepared)
 
@@ -156,5 +156,5 @@ class ObservedCheckpoint(Folder):
         return PipelineCall(self.family, pipe, observed.denoisers, self.arguments, observed.style, observed.outputs)
 
     def __reduce__(self):
-        """Pickle the function that opens the folder; the other process opens the folder again."""
+        """Pickle only ``reopen``, with which the process that unpickles opens the folder again."""
         return self.reopen, ()

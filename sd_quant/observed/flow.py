@@ -38,7 +38,7 @@ class Call:
     operation: Operation
     input: Value
     output: Value
-    place: int  # among all calls of layers
+    place: int  # index among all calls of layers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,7 +47,7 @@ class Flow:
 
     network: nn.Module
     tape: Tape
-    text: tuple[str, ...]
+    text: tuple[str, ...]  # arguments of the network that are computed from the prompt alone
 
     @cached_property
     def layers(self) -> dict[str, nn.Module]:
@@ -57,7 +57,7 @@ class Flow:
 
     @cached_property
     def calls(self) -> dict[str, list[Call]]:
-        """The calls of each layer, in order."""
+        """Calls of each Linear and Conv2d in the order of the run, by the layer's name."""
         found, place = defaultdict[str, list[Call]](list), 0
         for operation in self.tape.operations:
             name = self.layer_of(operation)
@@ -69,7 +69,7 @@ class Flow:
 
     @cached_property
     def weight_uses(self) -> dict[str, list[Operation]]:
-        """The operations that read a parameter, or a copy of it in another dtype, by the parameter's name."""
+        """Operations that read a parameter or a copy of the parameter, by the parameter's name."""
         uses = defaultdict[str, list[Operation]](list)
         for operation in self.tape.operations:
             if operation.kind not in COPIES:
@@ -87,7 +87,7 @@ class Flow:
 
     @cached_property
     def behind(self) -> tuple[dict[Value, bool], dict[Value, bool]]:
-        """By value, whether it is computed from a layer's output, and whether from an attention's output."""
+        """Maps of values to whether a layer's output goes into the value, and whether an attention's output does."""
         layer, attention = dict[Value, bool](), dict[Value, bool]()
         for operation in self.tape.operations:
             values = list(operation.values())
@@ -98,7 +98,7 @@ class Flow:
         return layer, attention
 
     def attends(self, operation: Operation, layer: Mapping[Value, bool]) -> bool:
-        """Whether the operation is an attention: a fused one, or a product of two values that come from a ``layer``."""
+        """Whether the operation is an attention: fused, or a product of two values that ``layer`` maps to True."""
         if ATTENTION.fullmatch(operation.kind):
             return True
         made = [value for value in operation.values() if layer.get(value, False)]
@@ -111,7 +111,7 @@ class Flow:
 
     @cached_property
     def ahead(self) -> dict[Value, bool]:
-        """Map of values that reach the network's output to whether a Linear or Conv2d lies on the way."""
+        """Map of values that go into the network's output to whether a layer lies between value and output."""
         found = dict.fromkeys(self.tape.returned, False)
         for operation in reversed(self.tape.operations):
             outputs = [output for output in self.tape.outputs[operation] if output in found]
@@ -122,14 +122,14 @@ class Flow:
         return found
 
     def one_row(self, name: str) -> bool:
-        """Whether every call of a layer reads at most one vector of channels for each sample, so no tokens."""
+        """Whether a layer reads at most one vector for each sample in every call (a timestep), instead of tokens."""
         layer = self.layers[name]
         width = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
         return all(prod(call.input.shape) <= width * self.tape.samples for call in self.calls[name])
 
     @cached_property
     def token_wise(self) -> set[Value]:
-        """Values with a path to the network's output on which every layer reads tokens (not ``one_row``)."""
+        """Values with a path to the network's output without layers that read one vector a sample (``one_row``)."""
         narrow = {call.operation for name, calls in self.calls.items() if self.one_row(name) for call in calls}
         found = set(self.tape.returned)
         for operation in reversed(self.tape.operations):
@@ -157,7 +157,7 @@ class Flow:
 
     @cached_property
     def feed_forward(self) -> set[str]:
-        """Linears of feed-forwards: pairs with only an activation (and gates) between the first and the second."""
+        """Linears of feed-forwards: both of two linears with only an activation (and gates) between them."""
         found = set[str]()
         for name, calls in self.calls.items():
             for call in calls:
@@ -166,7 +166,7 @@ class Flow:
         return found
 
     def activated(self, value: Value) -> set[str]:
-        """Return the linears from whose outputs a value is computed by an activation and gates alone; else nothing."""
+        """Return the linears from which an activation (and gates) alone compute a value; otherwise an empty set."""
         found, activation, waiting, met = set[str](), False, [value], set[Value]()
         while waiting:
             current = waiting.pop()
@@ -185,7 +185,7 @@ class Flow:
 
     @cached_property
     def content(self) -> set[str]:
-        """Inputs of the network that hold image or text, not times or sizes: text, or tensors of three axes or more."""
+        """Names of inputs that hold image or text, not times or sizes: text, and tensors of three axes or more."""
         return {name for name, value in self.tape.inputs.items() if len(value.shape) > 2 or self.of_text(name)}
 
     def is_text(self, value: Value) -> bool:
@@ -193,7 +193,7 @@ class Flow:
         return bool(value.depends) and all(self.of_text(name) for name in value.depends)
 
     def of_text(self, name: str) -> bool:
-        """Whether an input of the network is one of the arguments ``text``, or nested in one."""
+        """Whether the network's input ``name`` is one of the arguments ``text``, or nested in such an argument."""
         return any(name == each or name.startswith(f"{each}.") for each in self.text)
 
 
@@ -205,7 +205,7 @@ def is_layer(operation: Operation) -> bool:
 
 
 def parameter(value: Any, through: Sequence[str] = COPIES) -> str | None:
-    """Return the name of the parameter or buffer that a value is, perhaps after operations ``through``; else None."""
+    """Return the name of the parameter or buffer that a value is, or copies by operations ``through``; else None."""
     while isinstance(value, Value) and value.operation is not None and value.operation.kind in through:
         value = value.operation.operands[0]
     known = isinstance(value, Value) and value.operation is None and not value.depends

@@ -1,19 +1,19 @@
-"""Export of a network to ONNX, verified on recorded calls; a ladder of remedies is tried until a graph is right.
+"""Export of a network to ONNX, verified on recorded calls; the network is changed step by step until a graph is right.
 
     rung = climb(build, calls, weights)  # a network that cannot be exported gives a refusal, not an exception
     rung.cause                           # None, or the sentence that says why the network is refused
     part = part_of(component, rung.signature, rung, build)  # a Part as families write it by hand
     trace(lambda: part.wrap(build()), part.contract)        # ONNX, weights as named inputs after the contract's own
 
-``build`` returns the network with its parameters on the meta device and its buffers real, in evaluation mode or not
+``build`` returns the network with parameters on the meta device and buffers in memory, in evaluation mode or not
 (``empty.without_weights``); ``weights`` maps the network's own names of parameters to tensors. The graph's names of
 weights are these names with ``network.`` in front. A weight that modules share may be in the mapping under only one
 of its names (``empty.reader`` finds it).
 
-Each rung changes the network more than the previous rung; the first rung that serves all calls in one runtime is
-taken. A graph serves a call if a fresh session of the runtime returns outputs of the network's own shapes, with an
-error of at most ``TOLERANCE`` of their norm. Alternative not taken: trusting every graph that a tracer returns; some
-returned the traced size's shape for a new size.
+A rung is a set of changes of the network (remedies, ``RUNGS``), each larger than the previous rung's; the first rung
+that serves all calls in one runtime is taken. A graph serves a call if a fresh session of the runtime returns outputs
+of the network's own shapes, with an error of at most ``TOLERANCE`` of their norm. Alternative not taken: trusting every
+graph that a tracer returns; some returned the traced size's shape for a new size.
 """
 
 import logging
@@ -80,14 +80,14 @@ class Case:
     build: Build  # the network without weights
     network: nn.Module  # with weights
     read: Read  # the weights
-    method: str
+    method: str  # that the pipeline calls
     calls: Sequence[Call]
     expected: Sequence[tuple[Tensor, ...]]  # what the network returns for each of the calls
-    output: Any  # of the first call
+    output: Any  # what the network returns for the first call, with its structure
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Number of calls of each module whose outputs depend on sizes alone, by module path."""
+        """Paths of the modules whose outputs depend on tensor sizes alone, with each module's number of calls."""
         return of_sizes_alone(self.build, self.method, self.calls)
 
     @cached_property
@@ -99,7 +99,7 @@ class Case:
 
     @cached_property
     def known(self) -> dict[str, int]:
-        """Number of calls of each module without weights whose inputs depend on no weight, by module path."""
+        """Paths of the modules without weights whose inputs depend on no weight, with each module's number of calls."""
         seen = known_without_weights(self.build, self.method, self.calls[0].arguments)
         return {path: len(outputs) for path, outputs in seen.items() if holds_tensors(outputs)}
 
@@ -110,7 +110,7 @@ class Case:
         return [look(self.network, self.method, call.arguments, list(paths)) for call in self.calls]
 
     def signature(self, remedies: tuple[str, ...], numbers: Sequence[int]) -> Signature:
-        """Return the signature of the calls with the indices ``numbers``, after these ``remedies``.
+        """Return the signature for the calls with indices ``numbers`` of the network changed by ``remedies``.
 
         Raises ArtifactError where the remedies change nothing, or are not enough for all of the calls.
         """
@@ -151,11 +151,11 @@ def climb(
     threads: int | None = None,
     large: int = LARGE,
 ) -> Rung:
-    """Return the first rung of the ladder whose graph serves the ``calls`` in at least one runtime, or a refusal.
+    """Return the first rung whose graph serves the ``calls`` in at least one runtime, or a rung with ``cause`` set.
 
-    All rungs are tried for all calls, then for the calls of one batch size, of one image size, and of both. Calls
-    whose structure differs from the first call's are not served; ``Rung.serves`` lists the calls that are. Weights are
-    exported in ``dtype``; the graph is verified in fp32 for all these calls, and in ``dtype`` for one call.
+    All rungs are tried for all calls, then for calls of one batch size, one image size, and both. Calls structured
+    unlike the first are not served. The graph is verified in fp32 for all served calls (``Rung.serves``), and with
+    weights in ``dtype`` for one call. A network above ``large`` parameters is verified with few blocks (``BLOCKS``).
     """
     try:
         structure = one_structure(calls)
@@ -201,8 +201,8 @@ def climb(
 def in_dtype(case: Case, rung: Rung, dtype: torch.dtype, threads: int | None) -> Rung:
     """Return the rung with weights in ``dtype`` if its graph then computes one call within ``ROUNDED``, else in fp32.
 
-    First buffers and the inputs of ``kept_single`` stay in fp32, then all inputs are in ``dtype``; where both fail,
-    buffers are in ``dtype`` too, and at last the inputs of linears and convolutions are cast to their weights' dtype.
+    Tried in order: buffers in fp32; buffers in ``dtype``; also linears' and convolutions' inputs cast to the weights'
+    dtype. Each is tried with the inputs of ``kept_single`` in fp32, then with all float inputs in ``dtype``.
     """
     if dtype == torch.float32:
         return rung
@@ -218,7 +218,7 @@ def in_dtype(case: Case, rung: Rung, dtype: torch.dtype, threads: int | None) ->
 
 
 def kept_single(signature: Signature) -> tuple[str, ...]:
-    """Return the float inputs that stay in fp32: one number a sample, positions, and tensors computed outside."""
+    """Return the float inputs kept in fp32: one number a sample, positions, and tensors computed outside the graph."""
     given = {leaf.get("tensor") for _, leaf in leaves(signature.arguments)}
     return tuple(
         name
@@ -231,7 +231,7 @@ def kept_single(signature: Signature) -> tuple[str, ...]:
 def case_of(build: Build, calls: Sequence[Call], weights: Mapping[str, Tensor], method: str, large: int) -> Case:
     """Build a network with ``weights`` and compute the outputs of its ``method`` that its exported graph has to equal.
 
-    Over ``large`` parameters it is shortened. Raises ArtifactError if it fails, or an output is not finite.
+    Above ``large`` parameters the network has few blocks. Raises ArtifactError if its call fails or is not finite.
     """
     network = build()
     if sum(parameter.numel() for parameter in network.parameters()) > large:
@@ -260,7 +260,7 @@ def case_of(build: Build, calls: Sequence[Call], weights: Mapping[str, Tensor], 
 def outcome(
     case: Case, numbers: Sequence[int], rung: Rung, runtimes: Sequence[str], threads: int | None, tolerance: float
 ) -> tuple[dict[str, Verified], dict[str, str]]:
-    """Export a graph, run the calls ``numbers`` in each runtime; return successes and causes of failure by runtime."""
+    """Export the graph of ``rung``, run the calls of indices ``numbers``; return successes and failures by runtime."""
     part = part_of("", rung.signature, rung, case.build)
     try:
         with redirect_stderr(StringIO()):  # torch prints the whole graph of a network that it cannot export

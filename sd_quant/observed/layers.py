@@ -49,14 +49,14 @@ GROUPED = "a convolution in groups"
 REPEATED = "called several times in one call of the network"
 
 CONVOLUTIONS = nn.Conv1d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
-# of diffusers' attentions whose products can be quantized
+# diffusers' processors of attentions whose matrix products can be quantized
 PROCESSORS = ("AttnProcessor2_0", "JointAttnProcessor2_0", "FluxAttnProcessor")
 
 
 @dataclass(frozen=True)
 class ObservedLayers:
     roles: dict[str, str]  # of every Linear and Conv2d, in the network's order
-    reasons: dict[str, str]  # of the excluded ones, and of convolutions of other dimensions
+    reasons: dict[str, str]  # why a layer is excluded, or is no Conv2d but another convolution
     shared_inputs: list[SharedInput]  # of all linears
     attentions: dict[str, Heads]  # of each attention whose products can be quantized, by its name
 
@@ -96,7 +96,7 @@ def _roles(flow: Flow) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _reason(flow: Flow, name: str) -> str | None:
-    """Return why a layer is excluded; None for a layer that may be quantized."""
+    """Return why a layer is excluded from quantization; None for a layer that may be quantized."""
     calls, (layer, attention) = flow.calls.get(name, []), flow.behind
     if getattr(flow.layers[name], "groups", 1) != 1:
         return GROUPED
@@ -175,10 +175,10 @@ def _shared_inputs(flow: Flow) -> list[SharedInput]:
 
 
 def _runs(calls: Iterable[Call]) -> Iterator[list[Call]]:
-    """Split calls that read one tensor into runs without calls of other layers between, usually one run a block.
+    """Split calls that read one tensor where other layers are called between them, usually into one list a block.
 
-    All blocks read the text. One vector of channel factors for all would be a compromise, so each block has a vector,
-    for one multiplication of few tokens. The same holds for any tensor whose factors no module absorbs.
+    All blocks read the text embedding. One vector of channel factors for all blocks would be a compromise; a vector for
+    each block costs one multiplication of few tokens. The same holds for tensors whose factors no module absorbs.
     """
     run: list[Call] = []
     for call in sorted(calls, key=lambda call: call.place):
@@ -205,7 +205,7 @@ def _producers_first(inputs: Sequence[SharedInput]) -> list[SharedInput]:
 
 
 def _attentions(flow: Flow, text: Collection[str]) -> dict[str, Heads]:
-    """Return the heads of diffusers' attentions if all compute what ``quantization.attention`` assumes; else nothing.
+    """Return the heads of diffusers' attentions if all compute what ``quantization.attention`` assumes; else {}.
 
     An attention mask is allowed where the linear of the keys is in ``text``, the linears that read the text.
     """

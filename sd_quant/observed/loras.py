@@ -81,7 +81,7 @@ def computed(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
 def with_loras(checkpoint: ObservedCheckpoint, loras: Iterable[tuple]) -> ObservedCheckpoint:
     """Return the checkpoint with LoRAs added to its weights; no weight is read yet.
 
-    Each of ``loras`` is (path, strength, denoiser), None for the only denoiser. Raises ConfigError for a LoRA that does
+    Each of ``loras`` is (path, strength, denoiser or None for the only one). Raises ConfigError for a LoRA that does
     not fit, or that names no denoiser where there are several; ArtifactError for a damaged file.
     """
     updates = []
@@ -100,7 +100,7 @@ def reopened(reopen: Callable[[], Any], loras: Iterable[tuple]) -> ObservedCheck
 
 
 def names_for(checkpoint: ObservedCheckpoint, path: Path, denoiser: str | None) -> dict[str, list[list[Place]]]:
-    """Map layer names in a LoRA of ``denoiser`` to places of weights. Raises ConfigError for an unknown denoiser."""
+    """Map layer names in a LoRA of ``denoiser`` to weights (``Place``). Raises ConfigError for an unknown denoiser."""
     kind, denoisers = checkpoint.kind, checkpoint.observation.denoisers
     loadable = getattr(kind, "_lora_loadable_modules", denoisers)
     able = [each for each in denoisers if each in loadable] or [checkpoint.denoiser]

@@ -52,7 +52,7 @@ def open_observed(
 ) -> ObservedCheckpoint:
     """Open the folder of a pipeline and run it to record its structure, or take the recording from the ``cache``.
 
-    The request is ``asked``, with noise in place of images' contents. Networks above ``SMALL`` parameters run without
+    ``asked`` is the request to run; noise replaces its images. Networks above ``SMALL`` parameters run without
     weights. ``excluded`` are patterns of layer names, ``denoiser`` is the part to quantize (None: the first), and
     ``dtypes`` are those of exported weights. Raises ConfigError for an unsupported pipeline or unknown ``denoiser``,
     ArtifactError for a damaged or incomplete folder, and for a pipeline that fails, with the cause.
@@ -134,7 +134,7 @@ def observe(folder: Folder, asked: Asked) -> Observation:
 
 
 def for_any_text(rung: Rung, calls: Sequence[Call]) -> Rung:
-    """Return the rung; a refusal if its graph serves texts of one length alone, because prompts differ in length."""
+    """Return the rung, or a refusal if its graph serves only texts of one length, because prompts differ in length."""
     alike = one_structure(calls)
     served = {calls[number].run for number in rung.serves}
     missed = any(calls[number].run == "prompt" and number not in rung.serves for number in alike)
@@ -153,12 +153,12 @@ def hash_of(folder: Path) -> str | None:
 
 
 def is_small(weights: Weights) -> bool:
-    """Whether a network has at most ``SMALL`` parameters: it runs with its weights, which are in the cache's key."""
+    """Whether a network has at most ``SMALL`` parameters, so that it runs with weights, a part of the cache key."""
     return sum(math.prod(tensor.shape) for tensor in weights.tensors.values()) <= SMALL
 
 
 def smaller(side: int) -> int:
-    """Return a smaller side in pixels to record a large network with; its graph for all sizes serves ``side`` too."""
+    """Return a shorter image side in pixels for recording large networks; graphs of dynamic size serve ``side`` too."""
     return min(side, max(GRAIN, side // 8 // GRAIN * GRAIN))
 
 
@@ -170,7 +170,7 @@ def filled(network: nn.Module, weights: Weights) -> nn.Module:
 
 
 def chosen(calls: Sequence[Call]) -> list[Call]:
-    """Return the first call of each run; of the base run the first call of each denoising step."""
+    """Select calls for verification: the first of each run, and of the run "base" the first of each denoising step."""
     first: dict[tuple[str, int], Call] = {}
     for call in calls:
         first.setdefault((call.run, call.step if call.run == "base" else 0), call)

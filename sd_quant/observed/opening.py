@@ -1,8 +1,8 @@
 """Safe opening of the folder of any diffusers pipeline: no code that the folder names is imported or executed.
 
 A component's class is looked up by name in the public namespaces of diffusers and transformers and must be a network,
-scheduler, tokenizer or processor of these libraries. A network of transformers must be of a kind that the pipeline's
-signature names, and so must each configuration nested in the network's configuration.
+scheduler, tokenizer or processor of these libraries. A network of transformers must be of a model type that the
+pipeline's signature names, and so must each configuration nested in the network's configuration.
 Sizes are bounded before anything is allocated: networks are built without weights, first on the meta device, and their
 constructors run with a limit of time and memory, without sockets. Alternative not taken: diffusers' own
 ``from_pretrained``, which imports what the folder names and reads all weights.
@@ -173,9 +173,9 @@ def public_class(path: Path, component: str, library: str, name: str) -> tuple[s
 
 
 def check_named(path: Path, component: Component, annotation: str) -> None:
-    """Raise ConfigError for a network of transformers of a kind that the pipeline's signature does not name.
+    """Raise ConfigError for a transformers network of a model type that the pipeline's ``annotation`` does not name.
 
-    Constructors of some kinds download what a configuration tells them, or loop for hours.
+    Constructors of some model types download what a configuration names, or loop for hours.
     """
     import transformers
 
@@ -196,7 +196,7 @@ def package_of(kind: type) -> str:
 
 
 def packages_in(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, package) of each model type in a transformers configuration, at any depth, and of ``ELSEWHERE``."""
+    """Yield (model type, package) for each nested transformers configuration, and (entry, "") for ``ELSEWHERE``."""
     import transformers
 
     for key, value in children(config) or ():
@@ -208,7 +208,7 @@ def packages_in(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def check_reach(file: Path, kind: Any, config: Mapping[str, Any]) -> None:
-    """Raise ArtifactError if a configuration nests another of an unexpected kind, or names a network on a hub."""
+    """Raise ArtifactError if a configuration nests one of an unexpected model type, or names a network on a hub."""
     own = {*ENCODERS, package_of(kind), *(package for _, package in packages_in(kind.config_class().to_dict()))} - {""}
     with refusing(f"{file} is nested too deeply", RecursionError):
         if named := [stated for stated, package in packages_in(config) if package not in own]:
@@ -246,7 +246,7 @@ def check_numbers(file: Path, content: Mapping[str, Any], most: int) -> None:
 
 
 def network_of(kind: type, config: Mapping[str, Any], prepared: Sequence[str] = (), device: str = "cpu") -> nn.Module:
-    """Build a network of this class with parameters on the meta device and real buffers on ``device``.
+    """Build a network of class ``kind`` with parameters on the meta device and buffers on ``device``.
 
     ``prepared`` names methods to call on a network of diffusers after construction, such as ``enable_tiling``.
     """

@@ -183,7 +183,7 @@ def evenly_spaced(start: Any, end: Any, steps: Any, dtype: torch.dtype | None = 
 
 
 class Numbers(TorchFunctionMode):
-    """Torch function mode that notes whether a network computes complex numbers, or what ``RealNumbers`` changes."""
+    """Torch function mode that notes if a network has complex numbers, or anything that ``RealNumbers`` changes."""
 
     def __init__(self) -> None:
         super().__init__()

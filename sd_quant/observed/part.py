@@ -42,18 +42,18 @@ class Verified:
 
 @dataclass(frozen=True)
 class Rung:
-    """The exported graph of a network and the remedies it needs, or the cause why the network is not exported."""
+    """Result of an export: the changes of the network (remedies) that make its graph right, or the cause of refusal."""
 
-    name: str  # of the rung, or "refused"
+    name: str  # what is changed, in words (``ladder.RUNGS``), or "refused"
     signature: Signature | None = None
     method: str = "forward"
-    remedies: tuple[str, ...] = ()  # what is changed in the network while it is traced
+    remedies: tuple[str, ...] = ()  # changes of the network for tracing: REALS, SIZES, KNOWN, BUFFERS, INPUTS
     verified: dict[str, Verified] = field(default_factory=dict)  # by runtime
     refused: dict[str, str] = field(default_factory=dict)  # causes of failure by runtime; of a refusal, by rung
-    serves: tuple[int, ...] = ()  # numbers of the recorded calls
+    serves: tuple[int, ...] = ()  # indices of the recorded calls that the graph computes
     weights: str = "float32"  # dtype of the exported weights, see ``ladder.climb``
-    single: tuple[str, ...] = ()  # inputs that stay in fp32
-    notes: tuple[str, ...] = ()  # sentences
+    single: tuple[str, ...] = ()  # names of float inputs that stay in fp32
+    notes: tuple[str, ...] = ()  # sentences for the report
     cause: str | None = None  # of a refusal
 
 
@@ -69,7 +69,7 @@ class InputsAsWeights(TorchFunctionMode):
 
 
 class ObservedNetwork(nn.Module):
-    """A network that takes one tensor for each input of its signature, and returns a tuple of tensors."""
+    """Wrapper for tracing: takes one tensor for each input of the signature, and returns a tuple of tensors."""
 
     def __init__(self, network: nn.Module, signature: Signature, rung: Rung):
         super().__init__()
@@ -94,7 +94,7 @@ class ObservedNetwork(nn.Module):
 def inputs_of(
     signature: Signature, outside: Outside | None, contract: Contract, given: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the graph's input tensors from the arguments of a call by the pipeline.
+    """Return the graph's inputs from the arguments of a pipeline's call; ``outside`` computes further inputs.
 
     Raises SdQuantError for a call whose structure or constants differ from the recorded calls.
     """

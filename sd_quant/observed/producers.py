@@ -45,12 +45,12 @@ def producer_of(flow: Flow, value: Value, readers: set[Operation]) -> tuple[str 
 
 @dataclass(frozen=True)
 class _Search:
-    """A walk back from a tensor to a module that can absorb a factor of each of its channels."""
+    """Search back through the operations of ``flow`` for a module that can absorb a tensor's channel factors."""
 
     flow: Flow
 
     def alone(self, value: Value, channels: Channels, readers: set[Operation]) -> bool:
-        """Whether no operation except ``readers``, each of them once, reads these channels of a value."""
+        """Whether only ``readers``, each once, read these channels of a value that the network does not return."""
         if value in self.flow.tape.returned:
             return False
         for operation in self.flow.tape.readers.get(value, ()):
@@ -176,7 +176,7 @@ class _Search:
 
 
 def _misses(operation: Operation, channels: Channels) -> bool:
-    """Whether an operation (slice or select) takes a part of a tensor that holds none of these channels."""
+    """Whether an operation is a slice or select of a part of a tensor without any of these channels."""
     if operation.kind == "select" or (operation.kind == "slice" and operation.options["step"] == 1):
         axis, start, length = _part(operation)
         return channels.shape[axis] > 1 and bool((channels.narrow(axis, start, length) < 0).all())
@@ -190,7 +190,7 @@ def _part(operation: Operation) -> tuple[int, int, int]:
 
 
 def _places(value: Value, channels: Channels, axis: int) -> range | None:
-    """Return the range of the channels along an axis, in order; None if out of order, or not along this axis alone."""
+    """Return where along an axis the channels lie, in order; None if out of order, or not along this axis alone."""
     if channels.numel() != channels.shape[axis]:
         return None
     row = channels.flatten().expand(value.shape[axis])
@@ -200,7 +200,7 @@ def _places(value: Value, channels: Channels, axis: int) -> range | None:
 
 
 def _back(value: Value, operation: Operation, channels: Channels, moves_only: bool) -> Iterator[tuple[Value, Channels]]:
-    """Yield each operand where a factor for each channel would have the same effect, with its elements' channels."""
+    """Yield (operand, channels of its elements) where channel factors would have the same effect as on ``value``."""
     operands = operation.operands
     if operation.kind in MOVES and isinstance(operands[0], Value):
         before = _before(operation, value, operands[0], channels)
@@ -214,7 +214,7 @@ def _back(value: Value, operation: Operation, channels: Channels, moves_only: bo
 
 
 def _before(operation: Operation, value: Value, source: Value, channels: Channels) -> Channels | None:
-    """Map ``channels`` of ``value`` to the tensor ``source`` that ``operation`` moves or cuts; None if mixed."""
+    """Map ``channels`` of ``value`` to ``source``, which ``operation`` copies, reshapes or cuts; None if impossible."""
     kind, rank = operation.kind, len(source.shape)
     if kind in COPIES:
         return channels if value.shape == source.shape else None

@@ -1,8 +1,8 @@
 """Modules whose outputs depend on tensor sizes alone (position tables), computed by torch outside of the graph.
 
 Tables of positions depend on the size of the image and the length of the text. Some networks compute them in fp64, with
-Python numbers, or from arguments that count rows and columns. A module without weights whose outputs stay the same for
-other numbers of the same shapes needs no place in the graph: its outputs become inputs of the graph.
+Python numbers, or from arguments that count rows and columns. A module without weights whose outputs depend on the
+shapes of the network's inputs alone needs no place in the graph: its outputs become inputs of the graph.
 
 At full size such modules are computed without weights: a network with parameters on the meta device runs until the last
 of the modules returns. Tensors that depend on weights have no numbers then, all other tensors do. Alternatives not
@@ -97,7 +97,7 @@ def replaced_calls(
 
 
 def look(network: nn.Module, method: str, arguments: Mapping[str, Any], paths: Collection[str]) -> Outputs:
-    """Run a network, and return the outputs of its modules at ``paths``."""
+    """Run a network; return the output of each call of its modules at ``paths``, by path."""
     seen = Outputs()
 
     def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
@@ -147,9 +147,9 @@ def other_numbers(value: Any, seed: int = 0) -> Any:
 def of_sizes_alone(build: Callable[[], nn.Module], method: str, calls: Sequence[Call]) -> dict[str, int]:
     """Return the paths of the modules whose outputs depend on sizes alone, and how often each module is called.
 
-    Outputs of such modules hold tensors, and are equal in all steps of the first run, with other numbers, and with
-    other weights. Weights are random, because weights of 0 make outputs look constant. ``build`` returns the network
-    without weights. Nothing is returned for a network that fails with other numbers.
+    Outputs of such modules hold tensors, and stay equal in all steps of the first run, and when the inputs' numbers or
+    the weights change. Weights are random, because weights of 0 make outputs look constant. ``build`` returns the
+    network without weights. The result is empty for a network that fails with other numbers.
     """
     network, other = (
         with_weights(each, reader(each, random_weights(each, seed))) for seed, each in enumerate((build(), build()))
@@ -173,7 +173,7 @@ def shapes_of(call: Call) -> list[tuple]:
 
 
 def input_trees(outputs: Mapping[str, Sequence[Any]]) -> dict[str, list[dict]]:
-    """Return the structure of each module's outputs as trees for JSON (``tree_of``), with a name for each tensor."""
+    """Return, by module path, a tree for JSON (``tree_of``) of each call's output, with a name for each tensor."""
 
     def named(path: str, number: int, output: Any) -> dict:
         def leaf(value: Any, inner: tuple) -> dict:
@@ -205,7 +205,7 @@ def named_tensors(trees: Mapping[str, Sequence[dict]], outputs: Mapping[str, Seq
 
 
 def known_without_weights(build: Callable[[], nn.Module], method: str, arguments: Mapping[str, Any]) -> Outputs:
-    """Return the outputs of the modules without weights whose arguments depend on no weight; {} if the run fails."""
+    """Return outputs, by path, of modules without weights whose arguments depend on no weight; {} if the run fails."""
     network, seen = build().eval(), Outputs()
 
     def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:
@@ -227,7 +227,7 @@ def known_without_weights(build: Callable[[], nn.Module], method: str, arguments
 
 
 class Outside:
-    """Callable that computes some modules of a network without its weights. Can be pickled if ``build`` can.
+    """Callable for outputs of modules that a graph lacks, computed without weights. Can be pickled if ``build`` can.
 
     ``build`` returns the network with its parameters on the meta device. ``counts`` is the number of calls by module
     path. With ``of_sizes`` the modules depend on sizes alone, so that outputs are cached by the arguments' shapes.
@@ -278,7 +278,7 @@ class Outside:
 
 
 def with_numbers(value: Any) -> Any:
-    """Return zeros for a meta tensor, any other value unchanged. Modules of sizes alone ignore the numbers."""
+    """Return zeros for a meta tensor, any other value unchanged; for modules whose outputs depend on sizes alone."""
     return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) and value.device == META else value
 
 
@@ -286,7 +286,7 @@ def with_numbers(value: Any) -> Any:
 def given_outputs(
     network: nn.Module, trees: Mapping[str, Sequence[dict]], tensors: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Make the modules of ``trees`` return these ``tensors`` in this context, instead of computing anything."""
+    """Make the modules at the paths of ``trees`` return ``tensors`` in this context, without computing."""
     calls = dict.fromkeys(trees, 0)
 
     def call(path: str, own: Callable, args: tuple, kwargs: dict) -> Any:

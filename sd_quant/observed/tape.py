@@ -44,13 +44,13 @@ class NotObservable(SdQuantError):
 
 @dataclass(frozen=True, eq=False, repr=False)  # a repr would hold the whole run, many times over
 class Value:
-    """One tensor between two in-place changes of its content."""
+    """Stand-in for a tensor's content until an in-place change, which makes a new value; holds no numbers."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    operation: Operation | None = None  # that made it; None of inputs, parameters, buffers and constants
+    operation: Operation | None = None  # that made it; None for inputs, parameters, buffers, constants
     name: str | None = None  # of an input, a parameter or a buffer
-    depends: frozenset[str] = frozenset()  # inputs of the network, by name
+    depends: frozenset[str] = frozenset()  # names of the network's inputs from which it is computed
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # a repr would hold the whole run, many times over
@@ -318,7 +318,7 @@ def _leaves(tree: Any, kind: type) -> Iterator[Any]:
 def _parts(
     kind: str, operands: tuple, options: Mapping[str, Any], made: Sequence[Tensor]
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield kind ("slice" or "select") and options of the part of the first operand that each output is, in order."""
+    """Yield ("slice" or "select", options) for each output in order: the part of the first operand that it is."""
     shape = operands[0].shape
     position = 1 if kind in ("slice", "select", "narrow", "unbind") else 2
     axis = options.get("dim", operands[position] if len(operands) > position else 0) % len(shape)

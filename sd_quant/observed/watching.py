@@ -46,7 +46,7 @@ STYLES = (Style(), Style(each=False), Style(batched=False, each=False))
 
 @dataclass
 class Log:
-    """All events of a run, in order: ("step", None) for a scheduler step, ("component.method", Call) for a call."""
+    """Record of a run in ``events``: ("step", None) for a scheduler step, ("component.method", Call) for a call."""
 
     run: str
     events: list[tuple[str, Any]] = field(default_factory=list)
@@ -71,13 +71,13 @@ class Facts:
 
     denoisers: tuple[str, ...]  # components that are called in each step, or in some of the steps
     conditioners: tuple[str, ...]  # components called in the steps whose outputs go into a denoiser: ControlNets
-    samples_per_image: int  # in one call of a denoiser
-    calls_a_step: int  # of the denoisers
-    style: Style  # in which it takes prompts and noise
-    prepared: dict[str, list[str]]  # methods of components that are called once, before anything is decoded
+    samples_per_image: int  # in the batch of a denoiser's call
+    calls_a_step: int  # of all denoisers together, in one step
+    style: Style  # how the pipeline takes prompts, noise and images
+    prepared: dict[str, list[str]]  # by autoencoder, methods such as enable_tiling to call once after construction
     unequal: str | None  # why prompts of unequal length cannot be in one batch; None where they can
-    fixed: dict[str, str]  # what cannot be changed, "larger", "batch" or "prompt", with the failure
-    outputs: str  # the name of the images among its results, one of KINDS
+    fixed: dict[str, str]  # the runs among "larger", "batch" and "prompt" that fail, with the failure
+    outputs: str  # the attribute of the pipeline's result that holds the images, one of KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ class Watched(Facts):
     """Recorded calls of a pipeline's networks, and facts about them."""
 
     calls: dict[str, list[Call]]  # by ``part_name``, of the runs in which nothing but sizes and texts differ
-    answers: dict[str, Any]  # likewise, the output of the first call
-    methods: dict[str, str]  # likewise, "forward", or "decode" or "encode" of an autoencoder
-    components: dict[str, str]  # likewise, the component that has the method
+    answers: dict[str, Any]  # by ``part_name``, the output of the first call
+    methods: dict[str, str]  # by ``part_name``, "forward", or "decode" or "encode" of an autoencoder
+    components: dict[str, str]  # by ``part_name``, the component that has the method
     sizes: dict[str, tuple[int, int]]  # width and height of each run
 
 
@@ -97,8 +97,8 @@ class Asked:
 
     width: int  # in pixels
     height: int
-    scale: float  # of guidance
-    arguments: Mapping[str, Any]  # further ones of the pipeline's call, which all images have
+    scale: float  # guidance scale
+    arguments: Mapping[str, Any]  # further arguments of the pipeline's call, equal for all images
     examples: Mapping[str, Any] = field(default_factory=dict)  # further arguments that differ between images
 
     @property
@@ -108,9 +108,9 @@ class Asked:
 
 
 def runs_of(width: int, height: int, style: Style) -> dict[str, list[Run]]:
-    """Return the runs by name, with the requests to try for each run until one works; three for one prompt a call.
+    """Return, by the run's name, the requests to try until one works: five runs, or three for one prompt a call.
 
-    The size of run ``larger`` is larger than this size, or smaller where the network has no more positions.
+    Requests of ``larger`` have a larger image first, then smaller ones for networks with a limit of positions.
     """
     grains = [grain for grain in (64, 32, 16, 8) if width % grain == height % grain == 0]
     others = [(width + grain, height + 2 * grain) for grain in grains[:1]]
@@ -197,9 +197,9 @@ def on_meta(network: nn.Module) -> Iterator[None]:
 
 
 def watch(make: Callable[[Mapping[str, nn.Module]], Any], networks: Mapping[str, nn.Module], asked: Asked) -> Watched:
-    """Run the pipeline that ``make`` builds from recording stand-ins of ``networks``, in five runs of two steps.
+    """Run the pipeline that ``make`` builds from stand-ins that record calls of ``networks``: five runs of two steps.
 
-    Raises ArtifactError for a pipeline that fails, with the cause, or has no denoiser; ConfigError for no images.
+    Raises ArtifactError if the pipeline fails, with the cause, or has no denoiser; ConfigError if it makes no images.
     """
     methods = {  # beside ``forward``: an autoencoder's
         name: ["decode", "encode"] if hasattr(network, "decode") and hasattr(network, "encode") else []
@@ -292,7 +292,7 @@ def watch(make: Callable[[Mapping[str, nn.Module]], Any], networks: Mapping[str,
 
 
 def steps_for(pipe: Any, arguments: Mapping[str, Any]) -> int:
-    """Return the number of steps to ask for so that ``STEPS`` are made: image-to-image makes the share ``strength``."""
+    """Return the number of steps to request so that ``STEPS`` are run: image-to-image runs the share ``strength``."""
     stated = inspect.signature(type(pipe).__call__).parameters.get("strength")
     strength = arguments.get("strength", 1 if stated is None else stated.default)
     return math.ceil(STEPS / strength) if isinstance(strength, float) and 0 < strength < 1 else STEPS
@@ -309,7 +309,7 @@ def sizes_are_asked_for(pipe: Any) -> bool:
 
 
 def rows_of(log: Log, network: str) -> list[tuple[int, ...]]:
-    """Return the shape of each tensor, without its first axis, in the first call of a network."""
+    """Return the shape, without the first axis, of each tensor among the arguments of a network's first call."""
     first = next(call for name, call in log.events if name == network)
     return [tuple(tensor.shape[1:]) for _, tensor in tensors_in(first.arguments)]
 
@@ -335,7 +335,7 @@ def unlike(one: Log, other: Log) -> str | None:
 
 
 def kind_of(pipe: Any, result: Any) -> str:
-    """Return the attribute of a result that holds images, one of KINDS. Raises ConfigError for one without images."""
+    """Return the attribute of a result that holds images, one of KINDS. Raises ConfigError if there are none."""
     for kind in KINDS:
         if getattr(result, kind, None) is not None:
             return kind
@@ -345,9 +345,9 @@ def kind_of(pipe: Any, result: Any) -> str:
 
 
 def denoisers_of(log: Log) -> list[str]:
-    """Return the networks called between scheduler steps, or last before the first step, except conditioners.
+    """Return the networks called in denoising steps, that is, from just before the first to the last scheduler step.
 
-    Alternative not taken: following outputs up to the scheduler; guidance makes new tensors of them.
+    ControlNets are left out. Alternative not taken: following outputs to the scheduler; guidance makes new tensors.
     """
     names = [name for name, _ in log.events]
     steps = [index for index, name in enumerate(names) if name == "step"]
