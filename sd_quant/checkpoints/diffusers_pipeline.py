@@ -56,7 +56,7 @@ MOST_TOKENS = 4096  # of a text encoder: texts are padded to it, and all of it i
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Optional config entries of schedulers, networks and tokenizers; wrong values would raise or give NaN."""
+    """Optional config entries of schedulers, networks and tokenizers, with the limits of values that work."""
 
     num_train_timesteps: Annotated[int, between(1, 100_000)]
     beta_start: Annotated[float | None, between(0, 1)]

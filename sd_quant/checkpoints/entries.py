@@ -1,7 +1,7 @@
 """Entries of the JSON files in a pipeline's folder: each is used, known to be without effect, or refused.
 
 diffusers only warns of an entry that its class does not take, and transformers makes it an attribute, which a pipeline
-may read. So without the entry, images may differ from those of the model's author.
+may read. So if an entry is ignored, images may differ from those of the model's author.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Checks of untrusted configurations: a dataclass states type and limits of every entry that is read.
 
-Limits are stated like those of a knob (``sd_quant.knobs``). So a text or a billion instead of a number of channels is
+Limits are stated as in ``sd_quant.knobs``. So a wrong value, such as a text or a billion as a number of channels, is
 refused by name before anything is computed. Entries that nothing reads may have any value.
 """
 
