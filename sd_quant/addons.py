@@ -25,7 +25,7 @@ def points(addon: str, name: str) -> list[EntryPoint]:
 
 
 def loaded(addon: str, name: str, needing: str) -> Any:
-    """Return the object of an entry point. Raises ResourceError, with ``needing``, if missing or not importable."""
+    """Load an entry point that ``needing`` needs. Raises ResourceError if the add-on is missing, outdated or broken."""
     found, install = points(addon, name), f"pip install 'sd-quant[{addon}]'"
     if not found:
         raise ResourceError(f"{needing} needs the add-on {addon}, which is not installed; install it with: {install}")
@@ -45,7 +45,7 @@ def loaded(addon: str, name: str, needing: str) -> Any:
 
 @contextmanager
 def at_work(addon: str) -> Iterator[None]:
-    """Raises SdQuantError, with one sentence, in place of any exception of an add-on's code in the block."""
+    """Convert any exception of an add-on's code in the block to an SdQuantError, whose message is one sentence."""
     try:
         yield
     except SdQuantError:

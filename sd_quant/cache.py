@@ -37,7 +37,7 @@ def locked(path: Path, waiting: str = "") -> AbstractContextManager[int]:
 
 @contextmanager
 def first_free(paths: Sequence[Path], waiting: str = "") -> Iterator[int]:
-    """Hold the first lock file that no other process holds, else wait for the first one; yield its index."""
+    """Lock the first free file of ``paths``, or log ``waiting`` and wait for ``paths[0]``; yield the file's index."""
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(path) as file:
@@ -64,7 +64,7 @@ def open_lock(path: Path) -> IO[str]:
 
 
 def lockable(folder: Path) -> bool:
-    """Return whether lock files can be made in ``folder``; if not, warn that nothing is kept there."""
+    """Return whether lock files can be made in ``folder``; if not, warn that results are not stored there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         open_lock(folder / ".lock").close()
@@ -90,12 +90,12 @@ class Cache:
     limit_bytes: float = 0
 
     def entry(self, kind: str, origin: Mapping[str, object]) -> Path:
-        """Return the folder of the entry for this ``origin``, whether it exists or not."""
+        """Return the entry's folder, existing or not, for results of this ``kind`` and ``origin``."""
         assert self.directory is not None
         return self.directory / kind / digest(json.dumps(origin, sort_keys=True))[:32]
 
     def holds(self, kind: str, origin: Mapping[str, object]) -> bool:
-        """Return whether the cache has an entry, perhaps a damaged one, for this ``origin``."""
+        """Return whether the cache has an entry, perhaps a damaged one, of this ``kind`` and ``origin``."""
         return self.directory is not None and os.path.exists(self.entry(kind, origin) / MANIFEST)
 
     def provide(self, kind: str, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> None:
@@ -108,10 +108,10 @@ class Cache:
     def provide_all(
         self, kind: str, origins: Mapping[str, Mapping[str, object]], target: Path, make: Callable[[str, Path], object]
     ) -> None:
-        """Put the files of several entries, which ``make(name, folder)`` writes, into ``target/<name>``.
+        """Put the files that ``make(name, folder)`` writes into ``target/<name>``, for each name in ``origins``.
 
         Processes that need the same entries, on one machine or on several that share the cache, divide the work: each
-        makes entries that no other makes, and waits only if none is left. One that dies loses only the entry it made.
+        makes entries that no other makes, and waits only if none is left. If one dies, its unfinished entry is lost.
         """
         left = list(origins)
         for name in left:
@@ -140,13 +140,13 @@ class Cache:
             self.trim(spared=entries[name])
 
     def leave_out(self, error: OSError) -> None:
-        """Warn that the cache is not used because of ``error``; raise ``error`` if of a file outside the cache."""
+        """Warn that the cache is not used because of ``error``; raise ``error`` if its file is outside the cache."""
         if not Path(str(error.filename)).is_relative_to(self.directory):
             raise error
         LOG.warning("the cache %s cannot be used (%s): this is made without it", self.directory, error.strerror)
 
     def trim(self, spared: Path) -> None:
-        """Remove unfinished entries and, above the limit, the least recently used, except ``spared`` and any in use."""
+        """Remove unfinished entries and, above the limit, the least recently used, except ``spared`` and any locked."""
         for abandoned in self.directory.glob("*/.*.part"):
             with suppress(OSError), open_lock(abandoned.with_suffix(".lock")) as lock:
                 if try_lock(lock):
@@ -167,7 +167,7 @@ class Cache:
 
 
 def put(entry: Path, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> bool:
-    """Link an entry's files into ``target``, its lock being held; make it if missing. Return whether it was there."""
+    """Link the files of ``entry``, locked by the caller, into ``target``; return False if it had to be made first."""
     described = json.loads(json.dumps(origin))
     there = sound(entry, described)
     for name in there or fill(entry, described, make):

@@ -20,13 +20,13 @@ def best_device() -> torch.device:
 def threads() -> int:
     """Return the number of CPU threads for torch and all other runtimes: torch's own, at most the available cores.
 
-    OpenVINO and ONNX Runtime follow neither OMP_NUM_THREADS nor the container, so torch would have fewer than they.
+    OpenVINO and ONNX Runtime ignore OMP_NUM_THREADS and the container's CPU quota, so they would use more than torch.
     """
     return max(1, min(torch.get_num_threads(), cores()))
 
 
 @contextmanager
 def full_precision() -> Iterator[torch.device]:
-    """Yield ``best_device()`` with TF32 off: with its ten bits SSIM, a small difference, would vary by machine."""
+    """Yield ``best_device()`` with TF32 off, whose 10-bit mantissa would make metrics such as SSIM vary by machine."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield best_device()

@@ -1,6 +1,6 @@
-"""Errors with a message of one sentence: the thing, what was found, what was expected, what to do.
+"""Exceptions whose message is one sentence: the thing, what was found, what was expected, what to do.
 
-The class decides the exit code of the command.
+The class of an exception is mapped to the exit code of the command.
 """
 
 import errno
@@ -36,13 +36,13 @@ class SdQuantError(Exception):
 
 
 class ConfigError(SdQuantError):
-    """A knob is unknown, out of range, contradictory, or names something that does not exist."""
+    """A configuration option (knob) is unknown, out of range, contradictory, or names something that does not exist."""
 
     exit_code = 2
 
 
 class ArtifactError(SdQuantError):
-    """A checkpoint, ONNX file, plan or prompt file is broken or not what it should be."""
+    """A checkpoint, ONNX file, TensorRT plan or prompt file is damaged or not of the expected kind."""
 
     exit_code = 3
 
@@ -54,7 +54,7 @@ class ResourceError(SdQuantError):
 
 
 def of_the_machine(error: BaseException) -> ResourceError | None:
-    """Translate any library's error about disk, memory or time, with its notes, to ResourceError; others to None."""
+    """Return a ResourceError for any library's error about disk space, memory or time, with its notes; else None."""
     if isinstance(error, ResourceError):
         return error
     chain: list[BaseException] = []
@@ -86,16 +86,16 @@ def fail(sentence: str, code: int) -> int:
 
 
 def is_cancelled(error: BaseException | None) -> bool:
-    """Return whether an error is a KeyboardInterrupt, or was raised while one was handled, as by torch's modes."""
+    """Return whether an error is a KeyboardInterrupt, or was raised (by torch, say) while one was handled."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
 
 
 def exit_with_its_code(main: Callable[[], object], kept: str = "nothing half written is left") -> None:
-    """Run a command; a known error is printed as its sentence and sets the exit code, a defect keeps its traceback.
+    """Run a command; print a known error as its sentence and exit with its code. Other errors keep their traceback.
 
-    ``kept`` says what a cancelled command leaves behind. A command whose output is no longer read runs to its end.
+    ``kept`` says what a cancelled command leaves behind. A command whose standard output is closed runs to its end.
     """
     output = Lasting(sys.stdout)
     try:

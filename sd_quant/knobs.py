@@ -1,4 +1,4 @@
-"""Read and check knobs by the annotations of the dataclasses that hold them.
+"""Read and check configuration options (knobs) by the annotations of the dataclasses that hold them.
 
 An annotation states the type, the limits of the value, and the meaning, which ``--help`` prints:
 
@@ -49,14 +49,14 @@ class Limit:
         return self.expected if isinstance(self.expected, str) else self.expected()
 
     def check(self, knob: str, value: object) -> None:
-        """Raises ConfigError when ``value``, or one of its items, breaks the limit."""
+        """Raise ConfigError when ``value`` of ``knob``, or one of its items if ``each``, breaks the limit."""
         for item in value if self.each else [value]:
             check(self.holds(item), knob, item, str(self))
 
 
 @dataclass(frozen=True)
 class Only:
-    """An annotation of a section of knobs: in this job, the section's knob ``name`` has the additional ``limit``."""
+    """Annotation of a field that holds a nested dataclass: the nested knob ``name`` must also satisfy ``limit``."""
 
     name: str
     limit: Limit
@@ -64,7 +64,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Called:
-    """An annotation with the knob's name on the command line, if not the field's: a shorthand such as ``alpha``."""
+    """Annotation of a field whose knob has another ``name`` on the command line: a shorthand such as ``alpha``."""
 
     name: str
 
@@ -82,12 +82,12 @@ SEED = Limit(lambda seed: 0 <= seed < SEEDS, "a whole number from 0 to 2^64 - 1"
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return an image's seed: ``number`` after ``seed``, the first image's; it wraps around to 0 at 2^64."""
+    """Return the seed of the image ``number``, counted from 0: ``seed + number`` modulo 2^64."""
     return (seed + number) % SEEDS
 
 
 def one_of(choices: Collection | Callable[[], Collection], each: bool = False) -> Limit:
-    """Return a limit to ``choices``. A function is called at each check, because a table may grow after the import."""
+    """Return a limit to ``choices``. A function is called at each check, because a table of choices may grow."""
     known = choices if callable(choices) else lambda: choices
 
     def expected() -> str:
@@ -97,18 +97,18 @@ def one_of(choices: Collection | Callable[[], Collection], each: bool = False) -
 
 
 def check(holds: bool, knob: str, value: object, expected: str) -> None:
-    """Raises ConfigError, with the value of ``knob`` and what was expected, unless ``holds``."""
+    """Raise ConfigError, with the value of ``knob`` and what was expected, unless ``holds``."""
     if not holds:
         raise ConfigError(f"{knob} is {value}, expected {expected}")
 
 
 Unused = tuple[
     object, Mapping[str, object], str
-]  # whether the rule holds, values at which its knobs do nothing, and why
+]  # a rule: whether it holds; for knobs without effect under it, the only accepted value; the reason
 
 
 def check_unused(section: object, path: str, *rules: Unused) -> None:
-    """Raises ConfigError for a knob of ``section`` that, by a rule, has no effect; ``path`` precedes its name."""
+    """Raise ConfigError if a knob of ``section`` is set that by ``rules`` has no effect; ``path`` prefixes its name."""
     for holds, values, because in rules:
         for name, idle in values.items() if holds else ():
             if (value := getattr(section, name)) != idle:
@@ -118,7 +118,7 @@ def check_unused(section: object, path: str, *rules: Unused) -> None:
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return up to three known names of which ``name`` may be a misspelling or a part; its section matters less."""
+    """Return up to three ``known`` dotted names whose last part resembles or contains that of ``name``, best first."""
     section, _, last = name.rpartition(".")
     found = []
     for other in known:
@@ -140,14 +140,14 @@ def near(name: str, known: Collection[str]) -> str:
 
 
 def fields_of(job: type) -> dict[str, tuple[Any, list]]:
-    """Return, for each field of a dataclass, its type and the other items of its annotation."""
+    """Return, for each field of a dataclass, its type and the metadata of its ``Annotated``."""
     kinds, hints = typing.get_type_hints(job), typing.get_type_hints(job, include_extras=True)
     names = [field.name for field in dataclasses.fields(job)]
     return {name: (kinds[name], list(getattr(hints[name], "__metadata__", ()))) for name in names}
 
 
 def read(job: type, mapping: Mapping, path: str = ""):
-    """Read ``mapping`` as the dataclass ``job``. Raises ConfigError for wrong, unknown and missing values."""
+    """Build the dataclass ``job`` from ``mapping``. Raises ConfigError for unfit entries, naming ``path`` + name."""
     fields = fields_of(job)
     for name in mapping:
         if name not in fields:
@@ -165,23 +165,23 @@ def read(job: type, mapping: Mapping, path: str = ""):
 
 
 def called(stated: Collection, usual: str) -> str:
-    """Return a knob's name on the command line, from its annotation: ``Called`` or the ``usual`` name."""
+    """Return the name of the ``Called`` in ``stated``, the metadata of a knob's annotation, else the ``usual`` name."""
     return next((entry.name for entry in stated if isinstance(entry, Called)), usual)
 
 
 def only_of(stated: Collection) -> list[Only]:
-    """Return the ``Only`` items of a section's annotation: limits that a job adds to knobs of the section."""
+    """Return the ``Only`` items of ``stated``, the metadata of the annotation of a nested dataclass of knobs."""
     return [entry for entry in stated if isinstance(entry, Only)]
 
 
 def in_a_list(kind, value: object) -> object:
-    """Return ``value`` wrapped in a list if ``kind`` accepts a list of such values but not a single one."""
+    """Return ``[value]`` if the type ``kind`` accepts a list of such values and no single one, else ``value``."""
     options = options_of(kind)
     return [value] if type(value) not in options and any(option == list[type(value)] for option in options) else value
 
 
 def read_value(kind, value: object, knob: str):
-    """Return ``value`` as ``kind``, whole numbers as floats where expected. Raises ConfigError for another type."""
+    """Return ``value`` as the type ``kind``; an int may become a float. Raises ConfigError for another type."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{knob} is {BOUNDED.repr(value)}, expected a group of knobs")

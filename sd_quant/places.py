@@ -19,7 +19,7 @@ HOME = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else SHIP
 CONF = HOME / "conf"
 UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")  # characters that are replaced in the name of a folder
 LONGEST_NAME = 120
-FILE_ENDING = re.compile(r"\.(json|html|csv|md|parquet|png|yaml|log|part|lock)$", re.IGNORECASE)  # of a sweep's files
+FILE_ENDING = re.compile(r"\.(json|html|csv|md|parquet|png|yaml|log|part|lock)$", re.IGNORECASE)  # of files in a sweep
 GROUPS = [CONF]  # folders with groups of presets: ours, and those that the user adds to Hydra's search path
 
 
@@ -44,7 +44,7 @@ def output_path(path: str | Path) -> Path:
 
 
 def existing(knob: str, path: str, expected: str) -> Path:
-    """Return ``input_path(path)``. Raises ConfigError, which names the folders searched, when it does not exist."""
+    """Return ``input_path(path)``. Raises ConfigError, with ``knob`` and what is ``expected``, if it is missing."""
     found = input_path(path)
     if not os.path.exists(found):
         raise ConfigError(f"{knob} names {path}, which does not exist{looked_in(path)}; give {expected}")
@@ -67,7 +67,7 @@ def looked_in(path: str | Path) -> str:
 
 
 def lasting(path: str) -> str:
-    """Return the path for a record, readable from any folder: absolute, unless it is relative to ``HOME``."""
+    """Return the path to store in a record, valid from any folder: absolute, or relative if found in ``HOME``."""
     found = input_path(path)
     return path if Path(path).is_absolute() or found == HOME / path else str(found)
 
@@ -83,6 +83,6 @@ def url(path: Path) -> str:
 
 
 def check_shipped() -> None:
-    """Raises ResourceError when the package was installed without its configuration."""
+    """Raise ResourceError when the package was installed without its configuration files."""
     if not (CONF / "quantize.yaml").is_file():
         raise ResourceError(f"{CONF} is missing: sd-quant was installed without its configuration; install it again")

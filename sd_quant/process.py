@@ -174,7 +174,7 @@ def confined(seconds: float, memory: float = math.inf) -> Iterator[None]:
 
     Raises PermissionError, TimeoutError or MemoryError. Other threads are confined too, except in time. Time is checked
     between steps of the interpreter. Alternative not taken: a child process; a fork breaks OpenMP's threads, and a new
-    one takes seconds to import.
+    process takes seconds to import its modules.
     """
 
     def too_long(*_: object) -> None:

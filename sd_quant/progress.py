@@ -78,7 +78,7 @@ watching: threading.Thread | None = None
 
 @contextmanager
 def working(described: str | Work, total: int | None = None) -> Iterator[Work]:
-    """Report the block as work in progress."""
+    """Report the block as work in progress, and yield its ``Work``. ``described`` is a description or a ``Work``."""
     global watching
     work = described if isinstance(described, Work) else Work(described, total)
     with CHANGES:

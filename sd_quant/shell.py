@@ -1,7 +1,7 @@
 """Write commands that can be pasted into a shell.
 
-A command printed to the terminal names the program that the user has called. One that is stored, in a card or a report,
-names ``sd-quant``, because its reader may have no checkout. Alternative not taken: the path of this Python, which is
+A command printed to the terminal names the program that the user has called. A command stored in a model card or
+report names ``sd-quant``: its reader may have no checkout. Alternative not taken: the path of this Python, which is
 right on one machine only.
 """
 
@@ -35,7 +35,7 @@ def without_interpolation(text: str) -> str:
 
 
 def literal(text: object) -> str:
-    """Return ``str(text)`` as the value of a knob, quoted where Hydra or OmegaConf would read it as anything else."""
+    """Return ``str(text)`` as an option's value on the command line, quoted where Hydra would read something else."""
     if PLAIN.match(value := str(text)):
         return value
     value = without_interpolation(value)

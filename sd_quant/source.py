@@ -1,4 +1,4 @@
-"""Hash this package's own code, so that results of other code are computed again.
+"""Hash this package's own code, so that cached results of other code are computed again.
 
 A result depends only on the files that its code imports: an edit of the report does not invalidate a calibration.
 Imports are read from the text of a file. A package whose ``__init__`` holds code lists modules of its folder in tables

@@ -40,7 +40,7 @@ FILES = (
 
 
 def open_sdxl(path: Path, model_config: dict | None = None) -> NemoCheckpoint:
-    """Open SDXL, with NeMo's ``model_config``. Raises ConfigError for a wrong kind, ArtifactError for a damaged one."""
+    """Open SDXL; ``model_config`` is NeMo's. Raises ConfigError for a wrong kind of file, ArtifactError if damaged."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a .nemo archive, a diffusers folder or a .safetensors file")
     if (path / INDEX).is_file():

@@ -56,7 +56,7 @@ MOST_TOKENS = 4096  # of a text encoder: texts are padded to it, and all of it i
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Optional config entries of schedulers, networks and tokenizers; wrong values would raise or give NaN."""
+    """Optional config entries of schedulers, networks and tokenizers, with the limits of values that work."""
 
     num_train_timesteps: Annotated[int, between(1, 100_000)]
     beta_start: Annotated[float | None, between(0, 1)]
@@ -181,7 +181,7 @@ def read_tokenizer(folder: Path, kind: Any, most: int) -> Any:
 
 
 def bound_template(folder: Path, tokenizer: Any) -> None:
-    """Make a tokenizer's chat template, a program, raise ArtifactError beyond limits of time, memory and length."""
+    """Bound a tokenizer's chat template, a program: beyond limits of time, memory or length it raises ArtifactError."""
     plain = getattr(tokenizer, "apply_chat_template", None)
 
     def bounded(*conversation: Any, **options: Any) -> Any:
@@ -197,7 +197,7 @@ def bound_template(folder: Path, tokenizer: Any) -> None:
 
 
 def check_packages(file: Path, name: str, kind: Any) -> None:
-    """Raises ResourceError for a class that diffusers replaces by a dummy, because a package is not installed."""
+    """Raise ResourceError for a class that diffusers replaces by a dummy, because a package is not installed."""
     if isinstance(packages := getattr(kind, "_backends", None), list):
         missing = [package for package in packages if find_spec(package) is None] or packages
         raise ResourceError(
@@ -206,14 +206,14 @@ def check_packages(file: Path, name: str, kind: Any) -> None:
 
 
 def check_entries(folder: Path, config: Mapping, usual: Mapping = MappingProxyType({})) -> None:
-    """Raises ArtifactError for an entry whose type or range violates ``Entries`` or the defaults ``usual``."""
+    """Raise ArtifactError for a config entry that violates ``Entries`` or differs in type from its ``usual`` value."""
     with refusing(f"{folder} has a wrong config", ConfigError, advice=AGAIN):
         check_schema(Entries, config, whole=False)
         check_like(usual, config)
 
 
 def pipeline_of_components(kind: type, index: Mapping[str, Any], components: Mapping[str, Any]) -> Any:
-    """Build a pipeline of class ``kind`` from these components only. Raises ArtifactError if it cannot be built."""
+    """Build a pipeline of class ``kind`` of components and plain index entries. Raises ArtifactError if impossible."""
     plain = {name: value for name, value in index.items() if not name.startswith("_") and not names_a_class(value)}
     known = {**plain, **components, **NOT_WANTED}
     arguments = {
@@ -276,9 +276,9 @@ def with_tokenizers(components: Collection[str]) -> list[str]:
 def open_pipeline(
     path: Path, name: str, tokens: int | None = None, io: str = "diffusers", parts: Collection[str] | None = None
 ) -> DiffusersCheckpoint:
-    """Open a pipeline folder of the family ``name``; reads no weight. Options are those of ``kinds.Options``.
+    """Open a pipeline folder of the model family ``name``; reads no weight. ``tokens`` is the longest text of a T5.
 
-    Raises ConfigError for a pipeline of another family, ArtifactError for a damaged or incomplete folder.
+    For ``io`` and ``parts`` see ``kinds.Options``. Raises ConfigError for another family, ArtifactError for damage.
     """
     family = family_named(name)
     left_out = [] if parts is None else [component for component in family.OPTIONAL if component not in parts]
@@ -310,7 +310,7 @@ def empty_networks(described: Iterable[tuple[str, Mapping]]) -> list[nn.Module]:
 
 
 def network_config(folder: Path, kind: str, *rows: str) -> dict:
-    """Return a checked config. Raises ArtifactError if invalid, ConfigError if ``rows`` of ``SERVED`` exclude it."""
+    """Read a ``kind``'s config. Raises ArtifactError if invalid, ConfigError if ``rows`` of ``SERVED`` exclude it."""
     config, file = read_json(folder, "config.json"), folder / "config.json"
     check_depths(folder, config)
     check_entries(folder, config, usual := usual_entries(kind))
@@ -320,7 +320,7 @@ def network_config(folder: Path, kind: str, *rows: str) -> dict:
 
 
 def check_pipeline(path: Path, name: str, family: Family, index: Mapping) -> None:
-    """Raises ConfigError for a pipeline of another family, ArtifactError for a missing network or a wrong class."""
+    """Raise ConfigError for a pipeline of another family, ArtifactError for a missing network or a wrong class."""
     import diffusers
     import transformers
 
@@ -375,7 +375,7 @@ def is_pipeline(kind: Any) -> bool:
 
 
 def check_depths(folder: Path, config: Mapping) -> None:
-    """Raises ArtifactError for a list or number of layers so large that building the network would take hours."""
+    """Raise ArtifactError for a list or number of layers so large that building the network would take hours."""
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         deepest = [count for entry in counts for count in (entry if isinstance(entry, list) else [entry])]
@@ -402,7 +402,7 @@ def weights_of(
     unused: Collection[str] = UNUSED_TENSORS,
     tensors: Mapping[str, Readable] | None = None,
 ) -> Weights:
-    """Return a network's weights, unread. Raises ArtifactError for missing, unknown or misshapen tensors.
+    """Return weights, unread, of the network ``built``. Raises ArtifactError for missing, unknown or misshapen ones.
 
     ``tensors`` are by default those of the folder ``path``. Names of other transformers versions are translated; a
     tensor with several names may be stored under only one of them; names in ``unused`` are ignored.

@@ -1,7 +1,7 @@
 """Entries of the JSON files in a pipeline's folder: each is used, known to be without effect, or refused.
 
 diffusers only warns of an entry that its class does not take, and transformers makes it an attribute, which a pipeline
-may read. So without the entry, images may differ from those of the model's author.
+may read. So if an entry is ignored, images may differ from those of the model's author.
 """
 
 import inspect
@@ -69,7 +69,7 @@ SERVED: dict[str, dict[str, list[Any]]] = {
 
 
 def check_known(file: Path, kind: type, config: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for entries of ``file`` that the class ``kind`` neither takes nor is known to ignore."""
+    """Raise ArtifactError for entries of ``file`` that the class ``kind`` neither takes nor is known to ignore."""
     if "quantization_config" in config:
         raise ArtifactError(
             f"{file} describes quantized weights, expected a checkpoint as it was before; start from that, or give "
@@ -90,7 +90,7 @@ def check_known(file: Path, kind: type, config: Mapping[str, Any]) -> None:
 
 
 def entries_of(kind: type, config: Mapping[str, Any]) -> Set[str]:
-    """Return the names of entries that the class takes, and of entries known to have no effect in its files."""
+    """Return the names of config entries that the class ``kind`` takes, or that are known to have no effect on it."""
     import transformers
 
     if issubclass(kind, transformers.PreTrainedTokenizerBase):
@@ -105,7 +105,7 @@ def entries_of(kind: type, config: Mapping[str, Any]) -> Set[str]:
 
 
 def entries_of_others(kind: type, config: Mapping[str, Any]) -> Set[str]:
-    """Return entries that published files keep from other schedulers, or from a network's former class."""
+    """Return names of entries without effect that published files keep: of other schedulers, or of a former class."""
     import diffusers
 
     others = [kind]
@@ -139,7 +139,7 @@ def parts_of(kind: Any, config: Mapping[str, Any]) -> list[Any]:
 
 
 def config_class(own: Any, config: Mapping[str, Any]) -> Any:
-    """Return transformers' config class for the stated ``model_type``, or ``own`` where it names no other one."""
+    """Return transformers' config class for the ``model_type`` in ``config``, or ``own`` if it names no other class."""
     import transformers
 
     known, stated = transformers.CONFIG_MAPPING, config.get("model_type")
@@ -148,7 +148,7 @@ def config_class(own: Any, config: Mapping[str, Any]) -> Any:
 
 
 def check_served(file: Path, config: Mapping[str, Any], rows: Collection[str]) -> None:
-    """Raises ConfigError for a config value that the family's graphs do not support, by these rows of ``SERVED``."""
+    """Raise ConfigError for a config value that the exported graphs do not support; ``rows`` are keys of ``SERVED``."""
     for entry, served in {entry: each for row in rows for entry, each in SERVED.get(row, {}).items()}.items():
         value = config.get(entry, served[0])
         each_value = value if isinstance(value, list | tuple) and int not in served else [value]

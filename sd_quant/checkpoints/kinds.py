@@ -38,7 +38,7 @@ def open_checkpoint(path: Path, family: str, **options: Unpack[Options]) -> Chec
 
     ``path`` is a diffusers pipeline folder; for SDXL also a ``.nemo`` archive, the folder it was extracted to, or a
     single file in Stability AI's layout.
-    Raises ConfigError for another kind of file or ``parts`` other than the file's, ArtifactError for a damaged file.
+    Raises ConfigError for another kind of file or if ``parts`` are not those of the file, ArtifactError for damage.
     """
     tokens, parts = options.get("max_sequence_length"), options.get("parts")
     if tokens is not None and family_named(family).TOKENS is None:

@@ -131,7 +131,7 @@ class Update:
         return values
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``factor * up`` [out, rank], ``down`` [rank, in], fp32. Raises ConfigError for other updates."""
+        """Return ``factor * up`` [out, rank] and ``down`` [rank, in], fp32. Raises ConfigError if not of this form."""
         if self.tensors.keys() != {"down", "up"}:
             raise ConfigError(
                 f"model.loras names {self.path}, whose update of {self.place.layer!r} is a whole weight or a DoRA, "
@@ -345,7 +345,7 @@ def stored_configs(path: Path, text: object) -> dict[str, PeftConfig]:
 
 
 def peft_config(path: Path, entries: Mapping) -> PeftConfig:
-    """Return the LoRA config. Raises ArtifactError for a value of a wrong type, ConfigError for unsupported ones."""
+    """Return PEFT's config from its JSON. Raises ArtifactError for a wrong type, ConfigError for unsupported values."""
     given = {"alpha_pattern": {}, "use_rslora": False, "use_dora": False} | {
         name: value for name, value in entries.items() if value is not None
     }
@@ -365,7 +365,7 @@ def peft_config(path: Path, entries: Mapping) -> PeftConfig:
 
 
 def scale(path: Path, entry: Mapping[str, Readable], place: Place, config: PeftConfig | None) -> float:
-    """Return ``alpha / rank``, for rsLoRA ``alpha / sqrt(rank)``; 1 without an alpha, as diffusers and kohya do."""
+    """Return an update's scale ``alpha / rank``, for rsLoRA ``alpha / sqrt(rank)``; 1 without alpha (as diffusers)."""
     rank = entry["down"].shape[0]
     if "alpha" in entry:
         return float(entry["alpha"].read().float()) / rank
@@ -380,7 +380,7 @@ def scale(path: Path, entry: Mapping[str, Readable], place: Place, config: PeftC
 
 
 def has_shape_of(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool:
-    """Return whether an update's tensors fit the weights and biases of the layers, stacked along the first axis."""
+    """Return whether an update's tensors, by role, fit the parameters at ``places``, joined along the first axis."""
     shapes = {role: bare(tuple(tensor.shape)) for role, tensor in entry.items() if role != "alpha"}
     rows, columns = sum(place.shape[0] for place in places), places[0].shape[1:]
     (rank, *_), (inner, *_) = (shapes.get(role) or (1,) for role in ("down", "mid" if "mid" in shapes else "down"))
@@ -395,5 +395,5 @@ def has_shape_of(entry: Mapping[str, Readable], places: Sequence[Place]) -> bool
 
 
 def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without the kernel of a 1x1 convolution: trainers store such weights with and without it."""
+    """Return a weight's shape without the axes of a 1x1 kernel, which some trainers store and others omit."""
     return shape[:2] if set(shape[2:]) <= {1} else shape

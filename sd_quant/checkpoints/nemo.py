@@ -50,7 +50,7 @@ def open_nemo(path: Path, io: str | None = None, pipeline: str = "nemo") -> Nemo
 
 
 def write_nemo(path: Path, model_config: dict, modules: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> None:
-    """Write the networks of ``build_modules`` with weights in ``dtype``. Raises ResourceError for a full disk."""
+    """Write ``modules``, made by ``build_modules``, with weights in ``dtype``. Raises ResourceError for a full disk."""
     write_archive(path, model_config, state_of({
         component: {name: lazy(parameter, dtype) for name, parameter in modules[component].named_parameters()}
         for component in PREFIX

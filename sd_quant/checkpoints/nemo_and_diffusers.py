@@ -165,7 +165,7 @@ def write_pipeline(
     without: Collection[str] = (),
     advance: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write the files that diffusers loads, except weights of networks ``without``. Raises as ``write_diffusers``."""
+    """Write a pipeline folder, except the weights of the networks ``without``. Raises as ``write_diffusers`` does."""
     with refusing(f"{checkpoint.path} needs a tokenizer that is not CLIP's", ValueError, advice="leave it an archive"):
         both = tokenizers(checkpoint.clip1, checkpoint.clip2)
     modules, sampler = empty_modules(checkpoint), checkpoint.pipeline.scheduler(checkpoint.model_config)
@@ -191,7 +191,7 @@ def write_pipeline(
 
 
 def check_config(path: Path, config: Mapping, expected: Mapping, keys: Iterable[str]) -> None:
-    """Raises ArtifactError, which names ``path``, for the first of ``keys`` whose value is not the expected one."""
+    """Raise ArtifactError, which names ``path``, for the first of ``keys`` whose value is not the expected one."""
 
     def value(content: Mapping, key: str) -> object:
         entry = content.get(key) or None  # null, false and absent say the same

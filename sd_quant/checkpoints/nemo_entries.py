@@ -1,4 +1,4 @@
-"""Check the entries of NeMo's configs: an entry that affects images is computed with, or refused.
+"""Check the entries of NeMo's configs: an entry that affects images is either used in computing them or refused.
 
 An entry that no dataclass reads must have SDXL base's value or another one that ``nemo_entries.yaml`` allows, unless
 that file says why no image depends on it. Others are refused by name, so no list of NeMo's abilities is needed.
@@ -24,7 +24,7 @@ READ = [f"{section}.{name}" for section, schema in SECTIONS.items() for name in 
 
 
 def check_entries(where: str, config: Mapping, needed: Mapping[str, Sequence]) -> None:
-    """Raises ArtifactError, which says ``where``, for the first entry that is unknown or has an unsupported value.
+    """Raise ArtifactError, beginning with ``where``, for the first entry that is unknown or has an unsupported value.
 
     ``needed`` are the allowed values of mandatory entries. An allowed text may be a pattern with ``*``.
     """
@@ -44,7 +44,7 @@ def check_entries(where: str, config: Mapping, needed: Mapping[str, Sequence]) -
 
 
 def needed_entries(config: Mapping, base: Mapping, clip1: TextShape) -> dict[str, Sequence]:
-    """Return the values allowed for entries of a model section that no dataclass reads; ``base`` is SDXL base's."""
+    """Return the allowed values of mandatory entries of ``config`` that no dataclass reads; ``base`` is SDXL base's."""
     usual = {
         name: [f"*.{value.rpartition('.')[2]}" if name.endswith("_target_") else value]
         for name, value in leaves(base)
@@ -60,14 +60,14 @@ def needed_entries(config: Mapping, base: Mapping, clip1: TextShape) -> dict[str
 
 @lru_cache(1000)
 def reason(name: str) -> str | None:
-    """Return why an entry is not compared: a dataclass reads it, or no image depends on it. None if it is compared."""
+    """Return why an entry's value is not checked here: a dataclass reads it, or no image depends on it; else None."""
     rows = {"is read": [["scale_factor", f"{EMBEDDERS}.2.emb_model.outdim", *READ]], **NO_EFFECT}
     patterns = ((each, why) for why in rows for row in rows[why] for each in row)
     return next((why for each, why in patterns if fnmatchcase(f"{name}.", f"{each}.*")), None)
 
 
 def leaves(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every entry that is no group of entries, as its dotted path and its value."""
+    """Yield dotted path and value of every entry that contains no further entries."""
     groups = isinstance(config, list) and any(isinstance(item, dict) for item in config)
     items = config.items() if isinstance(config, dict) else enumerate(config) if groups else ()
     for name, value in items:

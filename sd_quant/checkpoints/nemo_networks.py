@@ -118,7 +118,7 @@ def checkpoint_of(path: Path, model_config: dict, state: Mapping[str, Readable],
 
 
 def check_values(path: Path, key: str, stored: Readable, whose: str, *expected: torch.Tensor) -> None:
-    """Raises ArtifactError unless ``stored`` equals one of the ``expected`` tensors, which are those of ``whose``."""
+    """Raise ArtifactError unless the tensor ``key`` nearly equals one of ``expected``; ``whose`` is their source."""
     near = max(1e-3, 2 * torch.finfo(stored.dtype).eps) if stored.dtype.is_floating_point else 0.0
     shaped = [each.double() for each in expected if each.shape == stored.shape]
     if not any(torch.allclose(stored.read().double(), each, rtol=near, atol=1e-6) for each in shaped):
@@ -143,7 +143,7 @@ def described_networks(path: Path, config: dict, clip1: TextShape, clip2: TextSh
 
 
 def check_described(path: Path, config: dict) -> None:
-    """Raises ArtifactError, which names ``path``, for an entry in use that is missing or out of bounds."""
+    """Raise ArtifactError, which names ``path``, for an entry in use that is missing or out of bounds."""
     with refusing(f"{path}: {UNBUILT}"):
         check_schema(NemoConfig, config)
         check_schema(NemoEmbedder, embedder(config, 2), "conditioner_config.emb_models[2].emb_model.")
@@ -226,7 +226,7 @@ def network_state(components: Mapping[str, Mapping[str, Readable]]) -> dict[str,
 
 
 def unused_state(dtype: torch.dtype, model_config: Mapping) -> dict[str, Readable]:
-    """Return the tensors of no network: noise levels, and CLIP's unused temperature (initial value, ``dtype``)."""
+    """Return NeMo's tensors of no network: noise levels, and CLIP's unused temperature (initial value, ``dtype``)."""
     logit_scale = torch.tensor(math.log(1 / 0.07))
     return {LOGIT_SCALE: lazy(logit_scale, dtype), SIGMAS: lazy(denoiser_sigmas(model_config))}
 
@@ -245,7 +245,7 @@ def betas_of(model_config: Mapping) -> torch.Tensor:
 
 
 def text_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[TextShape, TextShape]:
-    """Return the sizes of both text encoders. Raises KeyError, IndexError or ValueError for missing or odd weights."""
+    """Return both text encoders' sizes. Raises KeyError, IndexError or ValueError if weights are missing or odd."""
 
     def shape(component: str, tokens: str, layers: str, mlp: str, positions: str) -> TextShape:
         prefix = PREFIX[component]

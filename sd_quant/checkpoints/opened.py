@@ -36,7 +36,7 @@ class OpenedFiles:
         return self.reopen, ()
 
     def parts_of(self, configs: Mapping[str, Mapping], tokens: int | None) -> dict[str, Part]:
-        """Return the parts of networks with these ``configs``; ``tokens`` is the length of a text in tokens."""
+        """Return the exported parts of networks with these ``configs``; ``tokens`` is the length of a text."""
         parts = with_encoder(self.family.parts(configs, tokens, self.io), self.encodes)
         parts = with_controlnets(parts, self.family.DENOISER, self.controlnets)
         return with_dtypes(parts, self.dtypes, self.components)

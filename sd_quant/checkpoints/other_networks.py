@@ -72,7 +72,7 @@ def latents(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_vae(path: Path, own: nn.Module) -> dict[str, Readable]:
-    """Return an autoencoder's tensors in a file by diffusers' names. Raises ConfigError for a file without one."""
+    """Return a file's autoencoder tensors by the names of diffusers' ``own``. Raises ConfigError if there are none."""
     stored = read_safetensors(whole_file(path))
     prefix = next(each for each in PREFIXES if any(name.startswith(each) for name in stored) or not each)
     plain = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
@@ -116,7 +116,7 @@ def without_controlnets(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn.Module, Weights]:
-    """Open a folder's network; reads no weight. Raises ConfigError if not a ``kind``, ArtifactError if damaged."""
+    """Open the network in ``folder``; reads no weight. Raises ConfigError if no ``kind``, ArtifactError if damaged."""
     if (found := read_json(folder, "config.json").get("_class_name", kind)) != kind:
         raise ConfigError(
             f"{knob} names {folder}, which is of {str(found)[:100]}, expected {kind}; give one of it, or use "
@@ -129,12 +129,12 @@ def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn
 
 
 def entries_in(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return these entries of ``config``, with tuples as lists, as JSON would have them."""
+    """Return the entries ``names`` of ``config``, with tuples as lists, as JSON would have them."""
     return {name: list(each) if isinstance(each := config[name], tuple) else each for name in names}
 
 
 def check_alike(what: str, own: Mapping[str, Any], expected: Mapping[str, Any], advice: str) -> None:
-    """Raises ConfigError for the first of a network's ``own`` entries that differs from the ``expected`` one."""
+    """Raise ConfigError for the first of a network's ``own`` config entries that differs from the ``expected`` one."""
     for name, found in own.items():
         if found != expected[name]:
             raise ConfigError(

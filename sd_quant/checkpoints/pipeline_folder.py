@@ -40,7 +40,7 @@ def write_pipeline_without(checkpoint: Checkpoint, components: Collection[str], 
     checkpoint = without_controlnets(checkpoint)
     if isinstance(checkpoint, NemoCheckpoint):
         return write_pipeline(folder, checkpoint, without=components)
-    opened = cast(Any, checkpoint)  # a DiffusersCheckpoint, or one that was observed, with the same fields
+    opened = cast(Any, checkpoint)  # a DiffusersCheckpoint, or the checkpoint of a recorded pipeline: the same fields
 
     absent = [name for name, described in opened.index.items() if described == ABSENT]
     swapped = [name for name, weights in opened.components.items() if weights.path != opened.path / name]

@@ -95,7 +95,7 @@ def open_single_file(
 
 
 def check_whole(path: Path, stored: Mapping[str, Readable], marks: Collection[str], pipeline: str) -> None:
-    """Raises ArtifactError for a file of another family or kind, or one that lacks some of the networks of SDXL."""
+    """Raise ArtifactError for a file of another family, without some network of SDXL, or with unsupported ``marks``."""
     told, first = told_family(stored), stored.get(f"{UNET}input_blocks.0.0.weight")
     lacking = [prefix for prefix in PREFIXES[:-1] if not any(name.startswith(prefix) for name in stored)]
     followed = [{"v_pred", "ztsnr"}, {"v_pred"}, *([{f"{EDM}max", f"{EDM}min"}] if pipeline == "diffusers" else [])]
@@ -116,7 +116,7 @@ def check_whole(path: Path, stored: Mapping[str, Readable], marks: Collection[st
 
 
 def declared(path: Path, marks: Collection[str], metadata: Mapping[str, str]) -> dict:
-    """Return a file's prediction type as entries of a scheduler's config; marks have precedence over metadata."""
+    """Return a file's prediction type as a scheduler's config entries: by ``marks`` if present, else by metadata."""
     if "v_pred" in marks:
         return {"prediction_type": "v_prediction", ZERO_SNR: "ztsnr" in marks}
     if (stated := metadata.get(PREDICTION)) is None:
@@ -142,7 +142,7 @@ def edm_levels(path: Path, stored: Mapping[str, Readable]) -> tuple[float, float
 
 
 def single_file_of(checkpoint: NemoCheckpoint) -> tuple[dict[str, Readable], dict[str, str]]:
-    """Return the tensors and metadata of a single file. Raises ArtifactError for noise levels it cannot state."""
+    """Return a single file's tensors and metadata. Raises ArtifactError for noise levels that it cannot state."""
     noise, usual = noise_config(checkpoint.model_config), noise_config()
     said = next(name for name, prediction in PREDICTIONS.items() if prediction == noise["prediction_type"])
     others = [f"{name} {noise[name]}" for name in usual if name not in ("prediction_type", ZERO_SNR)

@@ -69,7 +69,7 @@ def write_synthetic(
     clip1: TextShape = CLIP_L,
     clip2: TextShape = OPEN_CLIP_BIGG,
 ) -> None:
-    """Write a whole archive, by default of SDXL's size. Raises ResourceError when the disk is full."""
+    """Write a ``.nemo`` archive of random weights, by default of SDXL's size. Raises ResourceError on a full disk."""
     config = dict(model_config or sdxl_base_config())
     with torch.device("meta"):
         modules = build_modules(config, clip1, clip2)

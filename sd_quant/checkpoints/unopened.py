@@ -37,7 +37,7 @@ STARTING: ContextVar[Path | None] = ContextVar("STARTING", default=None)  # the 
 
 
 def check_kind(path: Path, family: str) -> None:
-    """Raises ConfigError when ``path``, which exists, is no kind of file or folder that ``family`` can be read from."""
+    """Raise ConfigError when ``path``, which exists, is no kind of file or folder that ``family`` can be read from."""
     also, advice, takes = (
         family == ALSO_FILES,
         "check the path",
@@ -72,7 +72,7 @@ def starting(path: Path | None) -> Iterator[None]:
 
 
 def own_knob(knob: str, usual: Any) -> Any:
-    """Return ``width``, ``height`` or ``parts`` as the checkpoint of ``starting`` states it, else ``usual``."""
+    """Return the value of the option ``knob`` that the checkpoint of ``starting`` states, else ``usual``."""
     if (path := STARTING.get()) is None:
         return usual
     if knob == "parts":
@@ -82,7 +82,7 @@ def own_knob(knob: str, usual: Any) -> Any:
 
 
 def own_parts(path: Path, usual: Sequence[str]) -> list[str]:
-    """Return the ``usual`` parts without those missing in the folder's index; all of them if there is no index."""
+    """Return the ``usual`` parts without those missing in model_index.json; all of them if there is no such file."""
     if not (path / INDEX).is_file():
         return list(usual)
     try:

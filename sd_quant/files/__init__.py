@@ -1,4 +1,4 @@
-"""Atomic writing, and reading of untrusted files.
+"""Write files atomically, and read untrusted files within bounds.
 
 A file is written under a temporary name in its folder, flushed, and renamed, so that its name never points at half a
 file. The temporary name contains the process id, so that leftovers of a dead process are removed at the next attempt.
@@ -52,7 +52,7 @@ STAND_INS = {  # placeholders of files that were not downloaded, by their first 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, then rename it to ``path`` or, on failure, remove it. Raises ResourceError if full."""
+    """Yield a temporary path, then rename it to ``path`` or, on failure, remove it. ResourceError means a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent)
     temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")
@@ -107,7 +107,7 @@ def remove(path: Path) -> None:
 
 
 def refuse_stand_in(name: object, start: bytes) -> None:
-    """Raises ArtifactError if ``start``, the first bytes of a file, shows that it is one of the ``STAND_INS``."""
+    """Raise ArtifactError, naming ``name``, if a file's first bytes ``start`` show a placeholder (``STAND_INS``)."""
     for pattern, what in STAND_INS.items():
         if re.match(pattern, start, re.IGNORECASE):
             begins = repr(one_line(start.decode(errors="replace"), 80))
@@ -115,14 +115,14 @@ def refuse_stand_in(name: object, start: bytes) -> None:
 
 
 def check_downloaded(path: Path) -> None:
-    """Raises ArtifactError if ``path``, or a file in this folder, is one of the ``STAND_INS``."""
+    """Raise ArtifactError if ``path``, or a file in this folder, is a placeholder of a file that was not downloaded."""
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.is_file():
             open_regular(file).close()
 
 
 def open_regular(path: Path, most: float = math.inf) -> BinaryIO:
-    """Open a regular file as ``open_unread`` does. Raises ArtifactError for one of the ``STAND_INS`` too."""
+    """Open a regular file as ``open_unread`` does. Also raises ArtifactError for a placeholder (``STAND_INS``)."""
     with ExitStack() as failing:
         file = failing.enter_context(open_unread(path, most))
         refuse_stand_in(path, os.pread(file.fileno(), MOST_OF_A_START, 0))
@@ -151,7 +151,7 @@ def read_regular(path: Path, most: float = MOST_TEXT) -> bytes:
 def refusing(
     what: str, *kinds: type[Exception], advice: str = "fetch it again", folder: Path | None = None
 ) -> Iterator[None]:
-    """Translate exceptions of these ``kinds``, by default all, into ArtifactError, beginning with ``what``.
+    """Turn exceptions of these ``kinds``, by default all, in the block into ArtifactError: ``what``, cause, ``advice``.
 
     If a file in ``folder`` was not downloaded, the error names that file instead.
     """
@@ -174,7 +174,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def check_room(path: Path, needed: float, what: str = "") -> None:
-    """Raises ResourceError if the disk of ``path`` has fewer than ``needed`` bytes free; ``what`` names their use."""
+    """Raise ResourceError if the disk of ``path`` has fewer than ``needed`` bytes free; ``what`` names their use."""
     folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -185,9 +185,9 @@ def check_room(path: Path, needed: float, what: str = "") -> None:
 
 
 def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "the output directory") -> None:
-    """Raises ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing behind.
+    """Raise ConfigError unless ``directory``, which ``knob`` names, can be made; leaves nothing behind.
 
-    It makes a folder in the closest existing parent, because permissions are no proof: /proc denies what they allow.
+    The check makes a folder in the closest existing parent: permissions are no proof, /proc denies what they allow.
     """
     parent = directory.absolute()
     while not os.path.lexists(parent):
@@ -204,9 +204,9 @@ def check_writable(directory: Path, knob: str = "hydra.run.dir", what: str = "th
 
 
 def check_replaceable(path: Path, knob: str, begins: bytes, what: str) -> None:
-    """Raises ConfigError unless ``path``, which ``knob`` names, can be written and is new or an earlier such file.
+    """Raise ConfigError unless ``path``, which ``knob`` names, can be written and is new or a file of the same kind.
 
-    ``begins`` is a regular expression for the beginning of such a file, and ``what`` is the kind in words.
+    ``begins`` is a regular expression for the first bytes of this kind of file, and ``what`` names it in messages.
     """
     start = b""
     with suppress(OSError), open_unread(path) as file:  # a folder or a pipe has no such start
@@ -224,7 +224,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write JSON. Raises SdQuantError, naming the entry, for NaN and infinity: records hold null and a reason."""
+    """Write JSON. Raises SdQuantError, naming the entry, for NaN or infinity, instead of which a record holds null."""
     if found := next(not_finite(content), None):
         raise SdQuantError(f"{path.name} cannot be written, because {found} in it is no finite number; report this run")
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")

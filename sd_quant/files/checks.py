@@ -19,7 +19,7 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @contextmanager
 def bounded_modules() -> Iterator[None]:
-    """Raises ValueError, in the block, when networks of more than ``MAX_MODULES`` modules are built."""
+    """Raise ValueError, in the block, when more than ``MAX_MODULES`` torch modules are built in all."""
     count = 0
 
     def counted(*_: object) -> None:
@@ -57,7 +57,7 @@ def check_tensors(
     whose: str = "that its configuration describes",
     advice: str = "use the configuration and the weights of one training",
 ) -> None:
-    """Raises ArtifactError for missing, unknown or misshapen weights, or ones of another dtype; reads no tensor.
+    """Raise ArtifactError for missing, unknown or misshapen weights, or ones not in fp32, fp16, bf16; reads no tensor.
 
     ``expected`` are shapes by name. Names in ``unused`` are allowed too, in any shape and dtype. ``whose`` and
     ``advice`` complete the message.
@@ -82,7 +82,7 @@ def check_tensors(
 
 
 def problems_in(kinds: Mapping[str, Sequence[str]]) -> str:
-    """Describe each kind that has names: their number and the first ten, or three if that text is too long."""
+    """Describe each kind of problem: the number of names with it and the first ten, or three if that is too long."""
     for most in (10, 3):
         problems = [f"{len(names)} {what}: {listing(names, most)}" for what, names in kinds.items() if names]
         if sum(map(len, problems)) < MAX_PROBLEMS:
@@ -91,7 +91,7 @@ def problems_in(kinds: Mapping[str, Sequence[str]]) -> str:
 
 
 def check_finite(weights: Weights) -> None:
-    """Raises ArtifactError for the first tensor that holds a NaN or an infinity. Reads every tensor once."""
+    """Raise ArtifactError for the first tensor that holds a NaN or an infinity. Reads every tensor once."""
     for key, stored in weights.tensors.items():
         tensor = stored.read()
         if tensor.numel() and not all(map(math.isfinite, (bound.item() for bound in torch.aminmax(tensor)))):

@@ -31,7 +31,7 @@ def read_json(folder: Path, name: str) -> dict:
 
 
 def stored_weights(folder: Path, stem: str) -> dict[str, StoredTensor]:
-    """Return ``stem``'s tensors from one file or shards, preferably of no variant. Raises ArtifactError if missing."""
+    """Return the tensors of ``<stem>.safetensors``, its shards, or a sole variant. Raises ArtifactError if missing."""
     files = files_in(folder)
     variant, end = r"(?:\.([^.]+))?", r"(?<!-of-\d{5})\.safetensors"
     found: dict[str, list[str]] = {}  # one file, then an index of shards, by variant

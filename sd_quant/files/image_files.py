@@ -22,11 +22,11 @@ MOST_OF_ONE = 1000  # images in the list of one argument, such as a video's fram
 
 
 def files_of(where: str, name: str, value: Any, resolve: Callable[[str], Path]) -> Any:
-    """Return the value of a pipeline's argument, with image paths replaced by files; ``resolve`` finds a path.
+    """Return a pipeline argument's ``value`` with image paths replaced by files; ``resolve`` locates a path.
 
-    An argument is images if its name says so, or if its value is a path that ends like an image: one file, or for
-    several a list, paths between ``;`` or ``|``, or a folder. Raises ConfigError, beginning with ``where``, for a
-    missing file or one that is no image, and for a value other than None, a number, a text, or a list of these.
+    The value is images if the name says so (``OF_IMAGES``), or if it is a path that ends like an image: one file, or
+    for several a list, paths separated by ``;`` or ``|``, or a folder. Raises ConfigError, beginning with ``where``,
+    for a missing file or no image, and for a value other than None, a number, a text, or a list of these.
     """
     given = value if isinstance(value, list) else [value]
     texts = [text for text in given if isinstance(text, str)]
@@ -47,7 +47,7 @@ def files_of(where: str, name: str, value: Any, resolve: Callable[[str], Path]) 
 
 
 def named_files(what: str, arguments: Mapping[str, Any]) -> dict[str, Path]:
-    """Return the files among the values from ``files_of``, by names such as ``<what> <argument> <number>``."""
+    """Return the image files among ``arguments``, values of ``files_of``, keyed ``<what> <argument> <number>``."""
     lists = {name: value if isinstance(value, list) else [value] for name, value in arguments.items()}
     return {
         f"{what} {name}" + (f" {number}" if number else ""): each
@@ -73,7 +73,7 @@ def image_files(knob: str, path: Path) -> list[Path]:
 
 
 def mask_files(knob: str, path: Path, images: Sequence[Path]) -> list[Path]:
-    """Return each image's mask: one file for all, or the folder's file of that name. Raises ConfigError if missing."""
+    """Return each image's mask: one file for all, or a folder's file of that stem. Raises ConfigError if missing."""
     files = image_files(knob, path)
     if not path.is_dir():
         return files * len(images)

@@ -51,7 +51,7 @@ def read_whole(path: Path, pixels: int, mode: str) -> Image.Image:
 def opened(
     path: Path, side: int, mode: str, resize: Callable[[Image.Image], Image.Image]
 ) -> tuple[Image.Image, tuple[int, int]]:
-    """Return an upright image in ``mode``, RGB or L, on white, after ``resize``, and its original (width, height).
+    """Return an image, upright, over white, in ``mode`` (RGB or L), after ``resize``; and its original (width, height).
 
     A JPEG may be decoded at a smaller size, of at least ``side`` pixels a side.
     Raises ArtifactError for a file that is no image or is damaged, ConfigError for too many pixels.
@@ -117,7 +117,7 @@ def has_images(value: Any) -> bool:
 
 
 def is_of_each(name: str, value: Any) -> bool:
-    """Return whether an argument is an image or a prompt, of which a call for several images takes a list."""
+    """Return whether an argument is an image or a prompt: a call that generates several images takes a list of them."""
     return isinstance(value, Image.Image) or (isinstance(value, str) and bool(PROMPT.fullmatch(name)))
 
 
@@ -141,7 +141,7 @@ def identities(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kinds(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments as JSON values, images by mode alone: all that recording a pipeline depends on."""
+    """Return the arguments as JSON values, images by mode alone: a pipeline's recorded structure depends on no more."""
     return {name: with_images(value, kind) for name, value in sorted(arguments.items())}
 
 

@@ -120,7 +120,7 @@ def without_duplicates(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _described(member: Member, data: int, entry: Mapping) -> StoredTensor:
-    """Return the tensor of a header entry; the bytes begin at ``data``. Raises ValueError etc. for a bad one."""
+    """Return the tensor of a header entry; its byte range counts from ``data``. Raises ValueError etc. if invalid."""
     dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     numbers = (*shape, start, end)
     if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and 0 <= number <= MAX_SIDE for number in numbers):

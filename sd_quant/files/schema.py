@@ -1,6 +1,6 @@
 """Checks of untrusted configurations: a dataclass states type and limits of every entry that is read.
 
-Limits are stated like those of a knob (``sd_quant.knobs``). So a text or a billion instead of a number of channels is
+Limits are stated as in ``sd_quant.knobs``. So a wrong value, such as a text or a billion as a number of channels, is
 refused by name before anything is computed. Entries that nothing reads may have any value.
 """
 
@@ -16,7 +16,7 @@ MOST = 10**9  # of a number in a config: no network is as wide, and no sampler h
 
 
 def check_schema(schema: type, config: object, path: str = "", whole: bool = True) -> None:
-    """Raises ConfigError for an entry that does not fit its field of ``schema``, or, if ``whole``, is missing."""
+    """Raise ConfigError for an entry that does not fit its field of ``schema``, or, if ``whole``, is missing."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"{path.rstrip('.') or 'it'} is {BOUNDED.repr(config)}, expected a mapping")
     for name, (kind, stated) in fields_of(schema).items():
@@ -34,9 +34,9 @@ def check_schema(schema: type, config: object, path: str = "", whole: bool = Tru
 
 
 def check_like(usual: Mapping[str, object], config: Mapping) -> None:
-    """Raises ConfigError for an entry of another kind than its default, or with NaN or a number beyond MOST.
+    """Raise ConfigError for an entry whose kind differs from its default's, or with NaN or a number beyond MOST.
 
-    ``usual`` are the class's defaults. Kinds are true or false, a number, and text; null and lists match any kind.
+    ``usual`` are the class's defaults. Kinds are boolean, number and text; null and lists match any kind.
     """
     for name, default in usual.items():
         value = config.get(name)

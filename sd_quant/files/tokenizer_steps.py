@@ -23,8 +23,8 @@ KINDS = set(
     "StripAccents TemplateProcessing UnicodeScripts Whitespace WhitespaceSplit WordPiece".split()
 )
 MOST_STEPS = 64  # of one section; Llama's decoder has four
-# Of a text, by repetitions in a row of a regex, which raise its time to the next power of the length: two take 40 s for
-MOST_GROWTH = (128, 128, 3)  # 1,000 letters, made three of each. T5's charsmap makes 33 bytes of one letter.
+# Largest growth of a text, by repetitions in a row of a regex, each of which costs a factor of the length: two take
+MOST_GROWTH = (128, 128, 3)  # 40 s for 1,000 letters, tripled. T5's charsmap makes 33 bytes of one letter.
 MOST_CHOICES = 8  # in a row of a regex; each doubles its time
 MOST_TEXT = 64  # characters that a step inserts
 ATOM = r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]"  # of a regex: a class of characters or an escaped one
@@ -37,7 +37,7 @@ def check_file(file: Path) -> None:
 
 
 def check_steps(file: Path, sections: Mapping[str, Any]) -> None:
-    """Raises ArtifactError for a step in these ``SECTIONS`` that is unknown, too slow, or lengthens a text too much."""
+    """Raise ArtifactError for an unknown step, a slow regex, or steps that together lengthen a text too much."""
     before: list[dict[str, Any]] = []  # the normalizer's steps, whose output the pre-tokenizer gets
     for section in SECTIONS:
         own, problem = list(steps_in(sections.get(section))), None
@@ -83,7 +83,7 @@ def growth_of(step: Mapping[str, Any]) -> float:
 
 
 def repetitions_in(regex: str) -> float:
-    """Return the most repetitions in sequence in a regex; infinity for a repeated group with a repetition or choice."""
+    """Return the most repetitions (``*``, ``+``) in sequence in a regex; infinity if nested or not analyzable."""
     if len(regex) > 2000 or re.search(r"\\[1-9gkKX]|\(\?(?![:!=]|i:)", regex):
         return math.inf
     text = re.sub(ATOM, "x", regex)
@@ -96,7 +96,7 @@ def repetitions_in(regex: str) -> float:
 
 
 def in_a_row(text: str) -> tuple[float, int]:
-    """Return the most repetitions and choices in an alternative of a regex without groups; infinity if nested."""
+    """Return the most repetitions and ``?`` in one ``|`` alternative of a regex without groups; infinity if nested."""
     pieces = text.split("|")
     row = max(len(re.findall(r"[*+]|\{\d*,(?:\}|\d\d)", each)) for each in pieces)
     choices = max(each.count("?") for each in pieces) + (len(pieces) > 1)

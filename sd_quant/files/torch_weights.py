@@ -96,7 +96,7 @@ def write_tensors(
 
 
 def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int]) -> None:
-    """Write CRC-32s, given by offset of data, into data descriptors and directory (APPNOTE.TXT 4.3.9, 4.3.12)."""
+    """Write CRC-32s, keyed by data offset, into zip data descriptors and directory (APPNOTE.TXT 4.3.9, 4.3.12)."""
     with member.open() as stream, zipfile.ZipFile(stream) as directory:
         entries, position = directory.infolist(), directory.start_dir
     for entry in entries:
@@ -110,7 +110,7 @@ def _write_checksums(file: BinaryIO, member: Member, checksums: Mapping[int, int
 
 @contextmanager
 def _restricted_torch() -> Iterator[None]:
-    """Remove, in the block, other libraries' allowed globals of the unpickler, and mute torch's log of huge shapes."""
+    """Reset, in the block, the unpickler's list of allowed globals to torch's own, and mute its log of huge shapes."""
     added, log = torch.serialization.get_safe_globals(), logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     torch.serialization.clear_safe_globals()
@@ -165,7 +165,7 @@ def _start(member: Member, entry: zipfile.ZipInfo) -> int:
 
 
 def check_pickle(data: bytes) -> None:
-    """Raises ValueError for a small pickle that would keep torch busy for hours.
+    """Raise ValueError for a small pickle that would keep torch busy for hours.
 
     torch searches messages with refused texts in quadratic time. It hashes and prints nested containers, and a few
     tuples that contain each other twice make a billion. Refused are long texts, and containers referred to twice.
@@ -185,7 +185,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _located(member: Member, records: Mapping[int, zipfile.ZipInfo], name: object, value: object) -> StoredTensor:
-    """Return the stored tensor for a fake one. Raises ArtifactError when its bytes are not in the file."""
+    """Return the ``StoredTensor`` of the fake tensor ``value``. Raises ArtifactError if the file lacks its bytes."""
     if not isinstance(name, str):
         raise ArtifactError(
             f"{member.name} has a key of type {type(name).__name__}; expected a flat dict of tensors by name"

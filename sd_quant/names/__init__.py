@@ -1,4 +1,4 @@
-"""Names of a network's tensors: maps between the layouts of original checkpoints and diffusers' names.
+"""Maps between the tensor names of original checkpoints and those of diffusers, one module per layout:
 
 nemo          NeMo's SDXL
 sgm           Stability AI's single file of SDXL

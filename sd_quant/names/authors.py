@@ -47,7 +47,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """A slice of the tensor ``name`` along its first axis, from ``start`` to before ``stop``, out of ``of`` rows."""
+    """A slice of the tensor ``name`` along its first axis: ``start`` to ``stop`` (exclusive), of ``of`` rows in all."""
 
     name: str
     start: int
@@ -55,8 +55,8 @@ class Rows:
     of: int
 
 
-Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name; slices of a file's tensors, to be joined
-Pieces = tuple[Rows, ...]  # of diffusers' parameters, joined to an original tensor
+Places = Mapping[str, tuple[Rows, ...]]  # by diffusers' name: slices of a file's tensors, joined to the parameter
+Pieces = tuple[Rows, ...]  # slices of diffusers' parameters, joined to an original tensor
 
 # original tensors that diffusers computes or does not need: position embeddings, PixArt's empty caption
 UNUSED = {"PixArtTransformer2DModel": {"pos_embed", "y_embedder.y_embedding"}}
@@ -82,16 +82,16 @@ KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def told_family(names: Iterable[str]) -> str | None:
-    """Return a denoiser's family by its original or diffusers' tensor names, as ``a Flux transformer``, or None."""
+    """Return a denoiser's family, as ``a Flux transformer``, by its tensor names (original or diffusers'), or None."""
     words = [name.removeprefix(PREFIX) for name in names]
     found = {mark for _, marks in KINDS for mark in marks if any(word.startswith(mark) for word in words)}
     return next((kind for kind, marks in KINDS if found.issuperset(marks)), None)
 
 
 def denoiser_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the denoiser's names in a file, by name without the prefix, and the file's unknown names.
+    """Map the denoiser's tensor names without ``PREFIX`` to those in the file; also return the file's unknown names.
 
-    Where any name has the prefix, all of the denoiser's do. Tensors of other networks and ``MARKS`` are left out.
+    If no name has the prefix, all are the denoiser's. Tensors of other networks and ``MARKS`` are left out.
     """
     names = [name for name in names if name.removeprefix(PREFIX) not in MARKS]
     if not any(name.startswith(PREFIX) for name in names):
@@ -101,7 +101,7 @@ def denoiser_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def sampling_marks(names: Collection[str]) -> tuple[str, ...]:
-    """Return the ``MARKS`` among a file's tensor names."""
+    """Return the ``MARKS``, by which a file states how an SDXL samples, among its tensor names."""
     return tuple(mark for mark in MARKS if mark in names or PREFIX + mark in names)
 
 
@@ -114,8 +114,8 @@ def places_in(
 ) -> tuple[Places, list[str]]:
     """Locate the parameters of ``network`` in a file; return their places and the file's names that are unknown.
 
-    ``needed`` are the parameters' shapes by diffusers' name, ``shapes`` the file's by name without the prefix, sides
-    padded to ``multiples``. Raises ArtifactError for the denoiser of another family or size.
+    ``needed`` are the parameters' shapes by diffusers' name; ``shapes`` the file's by name without the prefix, each
+    side padded to the tensor's multiple in ``multiples``. Raises ArtifactError for another family or size.
     """
     told, wanted = told_family(shapes), told_family(needed)
     if told is not None and wanted is not None and told != wanted:
@@ -173,7 +173,7 @@ def pieces_of(network: nn.Module, needed: Mapping[str, Shape]) -> dict[str, Piec
 
 
 def assembled(pieces: Pieces, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """Return the ``pieces`` joined along the first axis. ``read`` gets a parameter by name, once for each name."""
+    """Return the ``pieces`` joined along the first axis. ``read`` returns a parameter by name."""
     if len(pieces) == 1:
         return read(pieces[0].name)
     whole = {name: read(name) for name in dict.fromkeys(piece.name for piece in pieces)}
@@ -189,13 +189,13 @@ def _rows(shape: Shape) -> int:
 
 
 def _ends_in_shift_and_scale(network: nn.Module, name: str) -> bool:
-    """Return whether diffusers' parameter gives (scale, shift) where the original one gives (shift, scale)."""
+    """Return whether diffusers stores this parameter as (scale, shift), the original checkpoint as (shift, scale)."""
     owner, _, _ = name.rpartition(".linear.")
     return bool(owner) and type(network.get_submodule(owner)).__name__ == "AdaLayerNormContinuous"
 
 
 def rows_of(stored: StoredTensor, rows: Rows) -> StoredTensor:
-    """Return this slice of a contiguous tensor, along the first axis; other bytes are not read."""
+    """Return the slice ``rows`` of the contiguous tensor ``stored``, along its first axis; other bytes are not read."""
     if (rows.start, rows.stop) == (0, rows.of):
         return stored
     width = prod(stored.shape[1:])

@@ -28,7 +28,7 @@ ATTENTION = re.compile(r"(.*\.attn\d?)\.((?:add_|to_)\w+)(?:\.0)?")  # old diffu
 
 @dataclass(frozen=True)
 class Place:
-    """A layer's weight or bias that an update changes."""
+    """A layer's weight or bias that a LoRA update changes."""
 
     component: str
     layer: str  # diffusers' name
@@ -39,9 +39,9 @@ class Place:
 
 
 def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str, list[list[Place]]]:
-    """Map each possible name of an update to its meanings; a meaning lists the layers whose rows it stacks.
+    """Map each possible name of a LoRA update to its meanings: lists of layers, joined along the first axis.
 
-    ``components`` are parameters by diffusers' names. A name that does not say which text encoder has several meanings.
+    ``components`` are parameters by diffusers' names. A name that leaves the text encoder open has several meanings.
     """
     found: dict[str, list[list[Place]]] = defaultdict(list)
     encoders = 0
@@ -63,9 +63,9 @@ def places_by_name(components: Mapping[str, Mapping[str, Readable]]) -> dict[str
 def diffusers_places(
     components: Mapping[str, Mapping[str, Readable]], denoiser: str, called: str
 ) -> dict[str, list[list[Place]]]:
-    """Map names of diffusers and PEFT, the component's before the layer's, to layers of networks of any class.
+    """Map LoRA names of diffusers and PEFT, such as ``unet.<layer>``, to the layers of networks of any class.
 
-    ``called`` is the name that diffusers' files give the ``denoiser``; PEFT's files give none.
+    ``called`` is the prefix of layers of the ``denoiser`` in diffusers' files; PEFT's files may have none.
     """
     found: dict[str, list[list[Place]]] = {}
     for component, parameters in components.items():
@@ -114,7 +114,7 @@ def _encoder_names(component: str, number: int, layers: Mapping[str, Place]) -> 
 
 
 def _names_elsewhere(layers: Mapping[str, Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Yield the layers' names in the original checkpoint layout, each with the layers that it joins."""
+    """Yield names in the original checkpoint layout, each with diffusers' layers that it joins."""
     if "mid_block.resnets.0.conv1" in layers:
         for name, key in sgm_names([layer + WEIGHT for layer in layers]).items():
             yield key.removesuffix(WEIGHT), [layers[name.removesuffix(WEIGHT)]]

@@ -23,7 +23,7 @@ UNUSED = {SIGMAS, LOGIT_SCALE, POSITION_IDS}  # part of the file, not of the fou
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a tensor of the state dict stores one parameter, or several concatenated along the first axis."""
+    """How a tensor of NeMo's state dict stores one parameter, or several concatenated along the first axis."""
 
     shape: Callable[[tuple[int, ...]], tuple[int, ...]]  # shape of the parameter -> shape of the tensor
     parameter: Callable[[torch.Tensor], torch.Tensor]  # the tensor -> the parameter

@@ -54,7 +54,7 @@ def count_indices(names: Iterable[str], prefix: str) -> int:
 
 
 def renamed(name: str, beginnings: Mapping[str, str]) -> str:
-    """Return ``name`` with its beginning replaced, by the first of ``beginnings`` that matches up to a whole word."""
+    """Return ``name`` with its first dotted parts replaced by the first match in ``beginnings`` (old to new)."""
     found = next((old for old in beginnings if f"{name}.".startswith(f"{old}.")), None)
     return name if found is None else beginnings[found] + name.removeprefix(found)
 

@@ -1,4 +1,4 @@
-"""Original names of transformers' layers: Black Forest Labs' Flux, Stability AI's Stable Diffusion 3, and PixArt.
+"""Original layer names of diffusion transformers: Black Forest Labs' Flux, Stability AI's SD 3, and PixArt.
 
 An original tensor may join several of diffusers' along the first axis: each original name is listed with the diffusers
 names that it joins, in that order. Alternative not taken: diffusers' converters. They work on whole checkpoints of one
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def _embedder(theirs: str, ours: str, layers: tuple[str, str] = ("mlp.0", "mlp.2")) -> dict[str, tuple[str]]:
-    """Return the names of the two linears of an embedder, original name to diffusers' name."""
+    """Map the original names of an embedder's two linears to diffusers'; ``theirs`` and ``ours`` are the embedder's."""
     return {f"{theirs}.{layer}": (f"{ours}.linear_{number}",) for number, layer in enumerate(layers, 1)}
 
 
@@ -87,12 +87,12 @@ SCALED = ("query_norm", "key_norm")  # norms whose weight Flux's original code c
 
 
 def layout_of(layers: Collection[str]) -> Layout:
-    """Return the layout of the network with these ``layers``; an empty one for a UNet, where nothing is joined."""
+    """Return the table of original names for the network with these ``layers``; empty for a UNet."""
     return next((layout for layout, marks in LAYERS if all(mark in layers for mark in marks)), {})
 
 
 def stored_names(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:
-    """Group diffusers' ``names`` by the original tensor that holds them, in the order of its rows."""
+    """Group diffusers' ``names`` by the original tensor that joins them, in their order along its first axis."""
     inside: dict[str, dict[int, str]] = {}
     for name in names:
         stored, turn = _stored_name(name, layout)
