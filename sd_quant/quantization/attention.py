@@ -83,7 +83,7 @@ def assign_attention(
         return replace(row, reason="it reads the text, whose first token is far larger than the others")
 
     def output(layer: LayerAssignment, inputs: Tensor, norm: str | None) -> Tensor:
-        """Compute the output [heads, rows, head_width] of one of the attention's linears and norms, before RoPE.
+        """Apply a linear and, if named, the RMSNorm ``norm`` of each head, before RoPE: [heads, rows, head_width].
 
         Query and key are divided by the fourth root of the head's width, as in torch's scaled_dot_product_attention.
         """

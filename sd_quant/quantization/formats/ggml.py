@@ -54,7 +54,7 @@ class Lines:
     below_zero: bool = False  # whether least numbers are zero at most, as a minimum m is
 
     def spanned(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale and least number [..., 1] that span a block: minimum to maximum, or its largest magnitude."""
+        """Return scale and least number [..., 1] that span a block (without ``least``: its largest magnitude)."""
         if self.least:
             small, large = torch.aminmax(x, dim=-1, keepdim=True)
             small = small.clamp(max=0) if self.below_zero else small
