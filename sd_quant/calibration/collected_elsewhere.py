@@ -157,7 +157,7 @@ def block_of(origin: Mapping[str, Any]) -> int:
 
 
 def chains(segments: Iterable[range]) -> dict[int, list[range]]:
-    """Return, by n, the shortest sequence of ``segments`` that covers the prompts 0 to n - 1 without gaps."""
+    """Map each possible n to the fewest ``segments`` that cover the prompts 0 to n - 1 without gaps, in order."""
     by_size: dict[int, list[range]] = {0: []}
     for segment in sorted(segments, key=lambda segment: segment.start):
         if segment.start in by_size:

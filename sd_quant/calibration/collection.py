@@ -82,7 +82,7 @@ class Pass:
     hessians: Hessians = NO_HESSIANS  # of some of these layers
 
     def entries(self, cache: Path, checkpoint_sha256: str, device: str, **more: str) -> Entries:
-        """Return this job's entries in the folder ``cache``; ``more`` are further parts of the cache key."""
+        """Return this job's cache entries in the folder ``cache``; ``more`` are further parts of the cache key."""
         # a checkpoint can be opened with other names of inputs, with fewer text encoders, and with other arguments
         inputs = digest(key_of(self.model.checkpoint))
         made_from = origin(checkpoint_sha256, self.names, self.sampling, device, self.hessians)

@@ -61,7 +61,7 @@ def shifted_range(values: Tensor, amax: float, recipe: Recipe) -> InputRange:
 
 
 def with_shifted_bias(layer: LayerAssignment, weight: Tensor, bias: Tensor | None) -> LayerAssignment:
-    """Return ``layer`` with the response to its input's shift added to its bias, and weight scales that suit fp16.
+    """Add the response to the input's shift to the bias, and choose weight scales with which it rounds well to fp16.
 
     The response to the shift may be thirty times as large as the output, and its rounding to fp16 a third of the
     layer's error. So each output channel tries the smallest scale that clips nothing and the next few in fp16, at most

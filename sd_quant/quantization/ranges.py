@@ -46,7 +46,7 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
 
 
 def with_weight_range(layer: LayerAssignment, weight: Tensor) -> LayerAssignment:
-    """Return ``layer`` with the range of its weight, without clipping; ``weight`` is not yet ``rewritten``."""
+    """Return ``layer`` with the unclipped range of its ``rewritten`` weight; ``weight`` is the checkpoint's."""
     amax = output_amax(weight, layer)
     return replace(layer, weight_amax=amax if layer.weight_axis == 0 else amax.amax(0, keepdim=True))
 

@@ -149,7 +149,7 @@ def gptq(weight: Tensor, hessians: Iterable[Tensor], fmt: Format, scales_of: Sca
     """Quantize ``weight``, fp32 [out, in], by GPTQ: return codes [out, in] and scales.
 
     ``hessians`` are damped diagonal blocks [n, n], within which inputs compensate. ``scales_of`` gets the columns of a
-    block of the format after compensation of earlier inputs, or, for a scale per row, the whole weight before any.
+    block of the format after compensation of earlier inputs; for scales per row or tensor, the whole weight before any.
     """
     codes, scales, step = [], list[tuple[Tensor, ...]](), fmt.block or STEP
     known, start = scales_of(weight) if fmt.static_scale or fmt.row_scale else (), 0
@@ -169,7 +169,7 @@ def gptq(weight: Tensor, hessians: Iterable[Tensor], fmt: Format, scales_of: Sca
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of ``hessian``; SdQuantError if not positive definite."""
+    """Return the inverse's upper Cholesky factor. Raises SdQuantError unless ``hessian`` is positive definite."""
     try:
         return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
     except torch.linalg.LinAlgError as error:
@@ -179,7 +179,7 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Quantize ``block`` [n, out] by GPTQ with the part ``factor`` [n, n] of U; return codes and scaled errors."""
+    """Quantize ``block`` [n, out] by GPTQ with Cholesky ``factor`` [n, n]; overwrite it; return codes and errors."""
     codes, errors = [], torch.empty_like(block)
     for index, numbers in enumerate(block):
         column, own = numbers[:, None], [of_input(each, index, len(block)) for each in scales]

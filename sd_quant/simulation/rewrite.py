@@ -1,6 +1,6 @@
 """Apply the parts of layer assignments that come before rounding: smoothed weights, quantized attention products.
 
-Both ``modelopt`` (fake quantization) and ``native`` (quantized layers) start from this network and round its weights.
+``modelopt`` (fake quantization) and ``native`` (quantized layers) then round the weights of the rewritten network.
 """
 
 from collections.abc import Mapping

@@ -147,7 +147,7 @@ class KQuant(Blocks):
     integers: Lines = SIX_BITS  # integers that stand for sub-blocks' scales and minimums
 
     def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """Return d [..., n / 256] and s [..., n / size], with minimums d, dmin, s and m. ``amax`` is unused."""
+        """Return (d, s), or with minimums (d, dmin, s, m): d [..., n / 256], s [..., n / size]; ignores ``amax``."""
         return self.stored(*self.line.spanned(self.sub_blocks(x)))
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, ...], ...]:
