@@ -60,7 +60,7 @@ def listed(columns: Iterable[str]) -> str:
 
 
 def row_of(where: str, cells: Mapping[str, Any], folder: Path) -> Row:
-    """Build a row from ``cells`` by column. Raises ConfigError for an invalid prompt, argument or image file."""
+    """Build a row from ``cells`` by column, with paths relative to ``folder``. Raises ConfigError if one is invalid."""
     given = dict(cells)
     prompt = given.pop(PROMPT, None)
     if PROMPT in cells and not (isinstance(prompt, str) and 0 < len(prompt.strip()) <= LONGEST_PROMPT):
@@ -70,7 +70,7 @@ def row_of(where: str, cells: Mapping[str, Any], folder: Path) -> Row:
 
 
 def files_by_row(knob: str, path: Path) -> dict[str, Path]:
-    """Return the table and all image files that it names, by labels for a record. Raises as ``read_rows``."""
+    """Return the paths of the table and of all image files in it, by a label for each. Raises as ``read_rows``."""
     files = {knob: path}
     for number, row in enumerate(read_rows(knob, path), start=1):
         files |= named_files(f"{knob} {number}", row.arguments)
@@ -94,7 +94,7 @@ def rows_in(where: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def of_text(where: str, path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield places and rows of a text table with a header. A column becomes numbers if all of its cells are numeric."""
+    """Yield place and cells of each row of a text table. A column becomes numbers if all of its cells are numeric."""
     (_, header), *rows = [(number, line.rstrip("\r")) for number, line in lines(path) if line.strip()] or [(1, "")]
     names = [name.strip() for name in split(header, separator) or [""]]
     if len(set(names)) != len(names) or not all(map(str.isidentifier, names)):

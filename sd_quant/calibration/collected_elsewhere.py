@@ -157,7 +157,7 @@ def block_of(origin: Mapping[str, Any]) -> int:
 
 
 def chains(segments: Iterable[range]) -> dict[int, list[range]]:
-    """Return, by n, the shortest sequence of ``segments`` that covers the prompts 0 to n - 1 without gaps."""
+    """Map each possible n to the fewest ``segments`` that cover the prompts 0 to n - 1 without gaps, in order."""
     by_size: dict[int, list[range]] = {0: []}
     for segment in sorted(segments, key=lambda segment: segment.start):
         if segment.start in by_size:
@@ -174,9 +174,9 @@ def read_entry(
     steps: int,
     optional: Mapping[str, nn.Module] = {},
 ) -> Statistics:
-    """Read the statistics of an entry. ``calls`` has the shape of each input of one denoiser call, by name.
+    """Read the statistics of ``layers``, and of ``optional`` if there; ``calls``: input shapes of a denoiser call.
 
-    Raises ArtifactError when the tensors do not fit these layers, inputs and steps, or are damaged.
+    Raises ArtifactError when the tensors do not fit these layers, shapes and number of steps, or are damaged.
     """
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}
     if entry.segment.start > 0 and not any(name.startswith("call|") for name in stored):
@@ -209,7 +209,7 @@ def expected_tensors(
     steps: int,
     stored: DtypesAndShapes,
 ) -> DtypesAndShapes:
-    """Return the dtypes and shapes that statistics of these layers must have; samples have ``stored`` rows, limited."""
+    """Return the dtype and shape that each tensor must have; numbers of sampled rows are as ``stored``, limited."""
 
     def rows(sample: str, most: int) -> int:
         _, shape = stored.get(f"{sample}|priority", (None, ()))
@@ -237,7 +237,7 @@ def expected_tensors(
 
 
 def expected_hessians(layers: Mapping[str, nn.Module], block: int, stored: DtypesAndShapes) -> DtypesAndShapes:
-    """Return dtype and shape of the ``stored`` Hessians of these layers as they must be, at most one per layer."""
+    """Return the dtype and shape that each ``stored`` Hessian must have; a layer has at most one."""
     expected: DtypesAndShapes = {}
     left = set(layers) if block else set()
     for key in stored:
@@ -252,7 +252,7 @@ def expected_hessians(layers: Mapping[str, nn.Module], block: int, stored: Dtype
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """List the differences of two origins, except the checkpoint, for a message: ``sampling.seed 7 (here 42)``."""
+    """List, except for the checkpoint, how two origins (``store``) differ, such as ``sampling.seed 7 (here 42)``."""
     first, second = flattened(there), {"sampling.sizes": None} | flattened(here)  # absent where there is one size
     return [
         f"{name} {first.get(name)!r:.24} (here {value!r:.24})"

@@ -51,7 +51,7 @@ TRIES, ENOUGH = 5, 1.0  # timed calls at most, and seconds after which no furthe
 def origin(
     checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str, hessians: Hessians = NO_HESSIANS
 ) -> dict:
-    """Return everything that statistics of the layers ``names`` depend on, except the prompts, for a cache key."""
+    """Return, as part of a cache key, all that statistics of the layers ``names`` depend on, except the prompts."""
     of = digest(*map(repr, hessians.readers))
     summed = {"hessians": {"block": hessians.block, "of": of}} if hessians.readers else {}
     return summed | {
@@ -82,7 +82,7 @@ class Pass:
     hessians: Hessians = NO_HESSIANS  # of some of these layers
 
     def entries(self, cache: Path, checkpoint_sha256: str, device: str, **more: str) -> Entries:
-        """Return this job's entries in the folder ``cache``; ``more`` are further parts of the cache key."""
+        """Return this job's cache entries in the folder ``cache``; ``more`` are further parts of the cache key."""
         # a checkpoint can be opened with other names of inputs, with fewer text encoders, and with other arguments
         inputs = digest(key_of(self.model.checkpoint))
         made_from = origin(checkpoint_sha256, self.names, self.sampling, device, self.hessians)
@@ -256,14 +256,14 @@ def by_part(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def of_part(hessians: Hessians, part: str) -> Hessians:
-    """Select the Hessians of one denoiser (``part``) among those of several denoisers."""
+    """Select the Hessians of the denoiser ``part`` ("": the first), with layer names without its prefix."""
     named = [by_part(readers) for readers in hessians.readers]
     return Hessians(hessians.block, tuple(tuple(each[part]) for each in named if each.get(part)))
 
 
 @contextmanager
 def on_device(fabric, model: LoadedModel, parts: Sequence[str]) -> Iterator[None]:
-    """Move these parts to Fabric's device in the ``with`` block, and to the CPU afterwards."""
+    """Move these parts of the pipeline to Fabric's device in the ``with`` block, and to the CPU afterwards."""
     for part in parts:
         fabric.to_device(model.parts[part])
     try:
@@ -288,7 +288,7 @@ def collect_in_processes(fabric, wanted: Pass, segment: range, on_latent: OnLate
 
 
 def collect_in_one_process(checkpoint: Checkpoint, asked: tuple, segment: range, folder: Path, fabric) -> None:
-    """Run in each process: write the statistics of its prompts, or an SdQuantError, to a file for the parent."""
+    """Calibrate this process's prompts with ``Pass(model, *asked)``; write statistics or an error to ``folder``."""
     rank, processes = fabric.global_rank, fabric.world_size
     if fabric.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))

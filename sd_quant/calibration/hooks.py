@@ -59,7 +59,7 @@ def draw(
     """Draw which rows of each layer's input to keep, and under the name "" which calls of the whole network.
 
     Layers in ``text`` read the text. Calls are only drawn from the prompts in ``whole`` (default: all), whose inputs
-    must have one shape. If the network is called in unknown steps only (``some_steps``), more rows are drawn.
+    must have one shape. If the network may be called in some of the steps only (``some_steps``), more rows are drawn.
     """
     times = min(steps, MOST_DRAWN) if some_steps else 1
     wanted: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
@@ -183,7 +183,7 @@ def collect(
                         priorities[name][slot : slot + 1] = [priority]
 
     def settle(*_: object) -> None:
-        """Check and merge all layers' ranges of this call together, because this is slow layer by layer."""
+        """Check and merge this call's ranges, concatenated over layers, because layer by layer is slow."""
         step, batch = position()
         of_one_kind: dict[tuple[str, int], list[str]] = {}
         for name, by_sample in seen.items():
@@ -232,7 +232,7 @@ def collect(
 
 
 def slot_for(priority: float, priorities: Sequence[float]) -> int | None:
-    """Return where to store a row: the next free index, the index of the row with the highest priority, or None."""
+    """Return where to store a row of this priority: a free index, that of the highest priority, or None (nowhere)."""
     if priority == FIRST_OF_ALL and priority in priorities:  # a text's first token is the same in all steps
         return None
     if len(priorities) < ROWS:
@@ -242,7 +242,7 @@ def slot_for(priority: float, priorities: Sequence[float]) -> int | None:
 
 
 def by_layer(ranges: Mapping[tuple[str, ...], Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Split ranges concatenated along the last axis by layer (a convolution's: [..., 1]), with maxima over tensors."""
+    """Split ``ranges``, each of several layers concatenated along the last axis, by layer; merge by maximum."""
     found: dict[str, Tensor] = {}
     for names, side_by_side in ranges.items():
         widths = [1 if layer_kind(layers[name]) == "conv" else width_of(layers[name]) for name in names]

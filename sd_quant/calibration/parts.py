@@ -2,7 +2,7 @@
 
 Each part has its own cache entry, so that the denoiser's entries serve jobs with and without these parts. Text encoders
 are called without denoising. The decoder gets the final latents of the denoiser's calibration; if that was cached, the
-prompts are denoised again. A pipeline of class ``Observed`` is run as a whole.
+prompts are denoised again. A pipeline known only from recording one run (``Observed``) is run as a whole.
 
 Everything runs in this process, whatever ``quantize.devices`` is: an encoder is called once per prompt, the denoiser
 about twenty times. Texts and latents are numbered in order of first appearance, and rows are drawn by this number, so a
@@ -36,7 +36,7 @@ DECODER = "vae"
 
 
 class Encoded(BaseException):
-    """Raised to end a pipeline's call before denoising. No ``Exception``, because pipelines may catch exceptions."""
+    """Signal that ends a pipeline's call before denoising; no ``Exception``, because pipelines may catch these."""
 
 
 def calibrate_parts(
@@ -93,7 +93,7 @@ def collect_parts(fabric, wanted: Mapping[str, Pass], latents: Mapping[int, Tens
         statistics = {}
 
         def number(part: str, inputs: Mapping[str, Tensor]) -> None:
-            """Number the texts or latents with which the part is called, equal inputs alike."""
+            """Store, for each text or latent of this call, its index among the part's distinct inputs."""
             rows, order = next(iter(inputs.values())).detach().cpu(), seen[part]
             numbers = [order.setdefault(row.contiguous().numpy().tobytes(), len(order)) for row in rows]
             batch[part] = [min(each, texts - 1) for each in numbers]

@@ -77,7 +77,7 @@ def read_prompt_set(path: Path, category: str | None = None) -> list[Prompt]:
 
 
 def check_readable(what: str, path: Path, advice: str) -> None:
-    """Check that a file can be read. Raises ArtifactError if it is above 48 MiB, unreadable, or was not downloaded."""
+    """Raise ArtifactError for a file above 48 MiB, unreadable or not downloaded. ``what`` names it in the message."""
     if path.stat().st_size > MOST_BYTES:
         raise ArtifactError(f"{what} has {path.stat().st_size} bytes, more than the {MOST_BYTES} allowed")
     with refusing(f"{what} cannot be read", OSError, advice=advice):
@@ -126,7 +126,7 @@ def cell(text: str) -> str:
 
 
 def is_data_set(path: Path) -> bool:
-    """Return whether the file is a data set (table or JSON): prompts are drawn at random, from a text file in order."""
+    """Return whether the file is a table or JSON: its prompts are drawn at random, those of a text file in order."""
     return path.suffix.lower() in (*SEPARATORS, JSON)
 
 
@@ -229,7 +229,7 @@ def json_rows(path: Path, category: str | None) -> Iterator[Row]:
 
 
 def check_number(path: Path, number: int, what: str) -> None:
-    """Check the number of rows. Raises ConfigError above ``MOST_ROWS``; COCO's captions of 2014 are 414,113."""
+    """Raise ConfigError if the ``number`` of rows exceeds ``MOST_ROWS``; COCO's captions of 2014 are 414,113."""
     if number > MOST_ROWS:
         raise ConfigError(f"prompt file {path} has {number} {what}, at most {MOST_ROWS} work; draw some of them")
 

@@ -55,11 +55,11 @@ class LayerAssignment:
     fixed_alpha_error: float | None = None  # output_error with FIXED_ALPHA, where alpha was searched
 
     def weight_scales(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Return the scales of a rewritten and rotated weight [out, in...]: [out, 1...], [1, 1...] or one per block."""
+        """Return the scales of a weight that is ``rewritten`` and rotated: [out, 1...], [1, 1...] or one per block."""
         return FORMATS[self.format].scales(weight, per_channel(self.weight_amax, weight))
 
     def codes_and_scales(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Quantize a ``rewritten`` weight [out, in...]: its codes (quantized values), in its shape, and its scales."""
+        """Rotate and quantize a weight [out, in...] (from ``rewritten``): quantized values in its shape, and scales."""
         if self.rounded is not None:
             static = self.weight_scale
             scales = self.rounded[1:] if static is None else (per_channel(static, weight),)
@@ -69,12 +69,12 @@ class LayerAssignment:
         return FORMATS[self.format].quantize(weight, *scales), scales
 
     def rounded_weight(self, weight: Tensor) -> Tensor:
-        """Fake-quantize a ``rewritten`` weight [out, in...]: rotate, quantize, dequantize and rotate back, fp32."""
+        """Rotate a weight [out, in...] (from ``rewritten``), quantize, dequantize and rotate it back, fp32."""
         codes, scales = self.codes_and_scales(weight)
         return rotated(FORMATS[self.format].dequantize(codes, *scales), self.rotation)
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        """Fake-quantize a smoothed input [..., in]: rotate, quantize, dequantize and rotate back, fp32."""
+        """Rotate a smoothed input [..., in], quantize, dequantize and rotate it back, fp32."""
         amax = torch.tensor(self.activation_amax, device=x.device)
         return rounded_by(self.activation_format, x, amax, self.per_token, self.rotation, self.shift)
 
@@ -99,12 +99,12 @@ class LayerAssignment:
 
     @property
     def shift(self) -> float:
-        """The constant subtracted from the input before quantization, a multiple of the scale: zero stays exact."""
+        """The constant subtracted from the input before quantization, a multiple of the scale, so zero is exact."""
         return -self.activation_zero_point * self.activation_scale if self.activation_zero_point else 0.0
 
     @property
     def scales_product(self) -> bool:
-        """Whether a token's largest magnitude multiplies the layer's output; in INT4 it multiplies the input."""
+        """Whether a dynamic scale per token multiplies the output (8-bit inputs), not the input (4-bit inputs)."""
         return self.per_token and FORMATS[self.activation_format].bits == 8
 
     @property
@@ -130,7 +130,7 @@ class LayerAssignment:
         return f"folded into {self.folded_into}" if self.folded_into else "multiplication"
 
     def row(self) -> dict[str, object]:
-        """Return this layer's row of ``layers.csv``, by column."""
+        """Return this layer's row of the report ``layers.csv``: values by column name."""
         smoothing, weight_scale = self.pre_quant_scale, self.weight_scale
         return {
             "name": self.name,
@@ -165,7 +165,7 @@ def weights_alone(assignment: Mapping[str, LayerAssignment]) -> dict[str, LayerA
 
 
 def rounded_by(fmt: str, x: Tensor, amax: Tensor, per_token: bool, rotation: int, shift: float = 0.0) -> Tensor:
-    """Fake-quantize ``x`` [..., in] in the rotated space, fp32. Arguments have the meaning of ``LayerAssignment``'s."""
+    """Rotate ``x`` [..., in], fake-quantize it with range ``amax``, rotate back; fp32. See ``LayerAssignment``."""
     x = rotated(x.float(), rotation)
     largest = token_amax(x) if per_token else 1.0
     return rotated(largest * (fake_quantize(FORMATS[fmt], x / largest - shift, amax) + shift), rotation)
@@ -177,7 +177,7 @@ def token_amax(x: Tensor) -> Tensor:
 
 
 def rewritten(parameter: Tensor, layer: LayerAssignment) -> Tensor:
-    """Return a checkpoint's weight [out, ...] or bias [out] as it is quantized: smoothed, minus the branch, fp32."""
+    """Smooth a checkpoint's weight [out, ...] or bias [out]; subtract the low-rank branch from a weight. fp32."""
     parameter, is_weight = parameter.float(), parameter.ndim > 1
     if layer.pre_quant_scale is not None and is_weight:
         parameter = parameter / layer.pre_quant_scale

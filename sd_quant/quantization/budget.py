@@ -5,9 +5,9 @@ The squared errors of the network's output, each measured with one layer quantiz
 al. 2004, chapter 11), which HiGHS solves exactly for a few hundred layers in well under a second. Alternative not
 taken: a price per byte (Lagrangian relaxation), which leaves up to a layer's bytes unused.
 
-The errors do not quite add up, least of all where inputs are quantized. So the error of the whole choice is measured,
-and that of each preset's layers in it. The ratio of the latter to the sum over single layers, the preset's rate,
-multiplies its errors for a second choice. Both choices, and each preset for all layers, are compared as measured.
+Errors do not quite add up, least of all where inputs are quantized. So the solution's error is measured, and that of
+each preset's layers alone. A preset's rate, its measured squared error over the sum of its single layers', multiplies
+its errors, and the problem is solved again. Both solutions, and each preset for all layers, are compared as measured.
 Alternative not taken: an integer program over pairs of layers (Deng et al. 2023), with quadratically many passes.
 
 Linears that read one tensor are smoothed together, so they take one preset together.
@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Upper bound on the summed cost of some units."""
+    """Upper bound on the total cost of some units (layers that get one preset together)."""
 
     most: float
     units: Sequence[int]  # indices
@@ -44,7 +44,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A solution: the label (preset or ``KEPT``) of each unit, with the total cost and error."""
+    """A possible solution: a label (preset, or ``KEPT``) for each unit, with the total cost and the error."""
 
     labels: Sequence[str]  # of each unit
     cost: float
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The candidates within a budget, by name, and the rates by which errors were corrected."""
+    """Candidate solutions within a budget, by name, and each label's correction factor of squared errors (rate)."""
 
     candidates: Mapping[str, Candidate]
     rates: Mapping[str, float]  # by label: squared error of its units together over the sum of single units'
@@ -73,7 +73,7 @@ def with_weights(recipe: Recipe, fmt: str) -> Recipe:
 
 
 def inputs_left_alone(recipe: Recipe) -> Recipe:
-    """Return ``recipe`` with all weights in the format of its linears', inputs in high precision, and no branch."""
+    """Return ``recipe`` with its format of linear weights for all weights, inputs in high precision, and no branch."""
     return replace(with_weights(recipe, recipe.enable.linear.weight), per_channel=recipe.per_channel)
 
 
@@ -101,7 +101,7 @@ def weight_bytes(shape: Sequence[int], name: str, per_channel: bool, rank: int) 
 
 
 def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment], unquantized: int = HALF) -> int:
-    """Return a network's bytes: weights as assigned, the rest of its ``parameters`` ``unquantized`` bytes each."""
+    """Return the bytes of a network of ``parameters`` numbers: ``unquantized`` bytes each, unless quantized."""
     return unquantized * parameters + sum(
         weight_bytes(layer.weight_shape, layer.format, layer.weight_axis == 0, layer.rank)
         - unquantized * prod(layer.weight_shape)
@@ -111,7 +111,7 @@ def assigned_bytes(parameters: int, assignment: Mapping[str, LayerAssignment], u
 
 
 def choose(units: Sequence[Mapping[str, Choice]], limits: Sequence[Limit]) -> list[str]:
-    """Return each unit's label, with the least sum of squared errors within ``limits``, which must be feasible."""
+    """Choose a label for each unit with the least sum of squared errors within ``limits``, which must be feasible."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -176,18 +176,18 @@ def solve(
 
 
 def is_within(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], limits: Sequence[Limit]) -> bool:
-    """Return whether the cost of these labels is within every limit."""
+    """Return whether the total cost of the units with these labels (one per unit) is within every limit."""
     return all(sum(units[index][labels[index]].cost for index in limit.units) <= limit.most for limit in limits)
 
 
 def rate_of(units: Sequence[Mapping[str, Choice]], labels: Sequence[str], label: str, error: float) -> float:
-    """Return the squared ``error`` of a label's units together over the sum of single units' (1 if that is zero)."""
+    """Return ``error``^2, of all units with ``label``, over the sum of their single squared errors; 1 for sum 0."""
     alone = sum(unit[label].squared_error for unit, own in zip(units, labels, strict=True) if own == label)
     return error**2 / alone if alone else 1.0
 
 
 def corrected(unit: Mapping[str, Choice], rates: Mapping[str, float]) -> dict[str, Choice]:
-    """Return the choices of a unit with each label's squared error multiplied by the label's rate."""
+    """Return a unit's choices by label, with each squared error multiplied by the rate of its label."""
     return {
         label: replace(choice, squared_error=choice.squared_error * rates.get(label, 1.0))
         for label, choice in unit.items()

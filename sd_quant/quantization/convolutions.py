@@ -27,8 +27,8 @@ def assign_convolution(
 ) -> LayerAssignment:
     """Return the assignment of a convolution, with a shift if the recipe allows it and it reduces the output's error.
 
-    It must reduce the error on the sampled inputs, with the bias in fp16, to ``SHIFT_PAYS`` of the error without. The
-    input's range is that of the percentile calibrator, or a smaller one that the observer chooses.
+    A shift must reduce the error on the sampled inputs, with the bias in fp16, to at most ``SHIFT_PAYS`` of the error
+    without a shift. The range is the percentile calibrator's, or a smaller range that the observer chooses.
     """
     calibrator = PERCENTILE_CALIBRATORS[recipe.percentile_calibrator]
     amax = calibrator(statistics.amax, recipe.percentile, recipe.collect_method, recipe.batch_size)
@@ -45,7 +45,7 @@ def assign_convolution(
 
 
 def shifted_range(values: Tensor, amax: float, recipe: Recipe) -> InputRange:
-    """Compute the asymmetric range of a convolution's input: the lowest code for the smallest of ``values``, or 0.
+    """Compute the asymmetric range of a convolution's input: the lowest code represents min(0, smallest value).
 
     ``values`` are a sample of the input, ``amax`` its largest magnitude in the calibration. The recipe's observer gets
     the distances from the smallest value. Raises OverflowError when fp16 cannot hold the scale.
@@ -61,7 +61,7 @@ def shifted_range(values: Tensor, amax: float, recipe: Recipe) -> InputRange:
 
 
 def with_shifted_bias(layer: LayerAssignment, weight: Tensor, bias: Tensor | None) -> LayerAssignment:
-    """Return ``layer`` with the response to its input's shift added to its bias, and weight scales that suit fp16.
+    """Add the response to the input's shift to the bias, and choose weight scales with which it rounds well to fp16.
 
     The response to the shift may be thirty times as large as the output, and its rounding to fp16 a third of the
     layer's error. So each output channel tries the smallest scale that clips nothing and the next few in fp16, at most

@@ -103,7 +103,7 @@ def derive(
 def derive_nearest(
     roles: Mapping[str, str], weight_of: Callable[[str], Tensor], recipes: Mapping[str, Recipe]
 ) -> dict[str, LayerAssignment]:
-    """Derive the assignment of layers of which only the weights are quantized, round-to-nearest, without calibration.
+    """Derive the assignment of layers with weight-only, round-to-nearest quantization, which needs no calibration.
 
     ``roles`` has the role of each layer by name, ``weight_of`` reads a weight, and ``recipes`` has the recipe by layer;
     a layer without a recipe stays in high precision. Raises SdQuantError when a scale cannot be stored.
@@ -119,7 +119,7 @@ def derive_nearest(
 
 
 def by_branch(layers: Iterable[LayerAssignment]) -> list[list[LayerAssignment]]:
-    """Group layers that share one ``down`` tensor object of a low-rank branch; each other layer is its own group."""
+    """Group layers whose low-rank branches share one ``down`` (the same object); any other layer is a group."""
     groups: dict[str | int, list[LayerAssignment]] = {}
     for layer in layers:
         groups.setdefault(layer.name if layer.low_rank is None else id(layer.low_rank[1]), []).append(layer)

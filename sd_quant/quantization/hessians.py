@@ -25,7 +25,7 @@ LARGEST = 65504.0  # inputs are clamped to fp16's largest number, as in the samp
 
 @dataclass(frozen=True, slots=True)
 class Hessians:
-    """Specification of the Hessians that calibration sums."""
+    """Block size and layers of the Hessians that calibration sums."""
 
     block: int  # inputs of a diagonal block, at most
     readers: tuple[tuple[str, ...], ...]  # groups of layers that read one tensor; a convolution is its own group
@@ -35,7 +35,7 @@ NO_HESSIANS = Hessians(0, ())
 
 
 def hessians_of(roles: Mapping[str, str], inputs: Sequence[SharedInput], recipe: Recipe) -> Hessians:
-    """Return the Hessians that GPTQ needs for a recipe: of all layers that it could quantize at any ``quant_level``.
+    """Specify the Hessians that GPTQ needs for a recipe: for all layers that some ``quant_level`` would quantize.
 
     ``roles`` has the role of every layer by name, ``inputs`` are the tensors that several linears read.
     """

@@ -40,10 +40,10 @@ def assign_linears(
     statistics: Mapping[str, LayerStatistics],
     recipe: Recipe,
 ) -> dict[str, LayerAssignment]:
-    """Return new assignments for the quantized linears that read ``shared``; with folding, for all and the producer.
+    """Return new assignments, by name, of the quantized linears that read one tensor (``shared``).
 
-    ``assignment`` has the layers' assignments so far, with a ``reason`` if in high precision. ``weights`` are the
-    linears' by name; ``weight_of`` and ``bias_of`` read the producer's weight and bias by name.
+    If the tensor's producer absorbs the smoothing, also of the producer and of linears in high precision (which have a
+    ``reason`` in ``assignment``). ``weights`` are the linears'; ``weight_of`` and ``bias_of`` read the producer's.
     """
     readers = readers_of(shared, assignment, weights, statistics)
     if readers is None:
@@ -82,7 +82,7 @@ class Readers:
         return self.vector(awake(channel_amax, quiet), self.weight_amax, alpha)
 
     def assigned(self, alpha: float | None, recipe: Recipe, quiet: float = 0.0) -> list[LayerAssignment]:
-        """Return the layers' assignments for this alpha; layers in high precision only get the smoothing vector."""
+        """Return the layers' assignments for ``alpha`` and ``quiet``; those in high precision only get smoothing."""
         channel_amax, sample = self.statistics.amax.amax(dim=0), self.statistics.rows.values.float()
         scale = None if alpha is None else self.scale(channel_amax, alpha, quiet)
         if scale is not None:
@@ -149,7 +149,7 @@ class Readers:
         return error
 
     def clipped_squares(self, alpha: float, quiet: float) -> Tensor:
-        """Compute, by channel, the squared excess of one fold's largest magnitude over the other fold's range.
+        """Compute, per channel, by how much a fold (half of the prompts) exceeds the other fold's range, squared.
 
         Returns the mean of both directions, fp32 [in_features], in units of the input; 0 if a fold has no prompts.
         """
@@ -168,7 +168,7 @@ def readers_of(
     weights: Mapping[str, Tensor],
     statistics: Mapping[str, LayerStatistics],
 ) -> Readers | None:
-    """Return the linears that read a shared input; None if all of these stay in high precision."""
+    """Collect the linears that read the tensor ``shared``; None if all of these stay in high precision."""
     layers = [assignment[name] for name in shared.readers]
     quantized = [layer.name for layer in layers if layer.reason is None]
     vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
@@ -184,7 +184,7 @@ def absorb_scale(
     bias_of: Callable[[str], Tensor | None],
     scale: Tensor,
 ) -> LayerAssignment | None:
-    """Return the producer's assignment with ``scale`` multiplied into the outputs that make the shared tensor.
+    """Return the producer's assignment, in which ``scale`` multiplies the outputs that form the shared tensor.
 
     ``producer`` is its assignment so far, None for a norm. Returns None for a modulation without a bias, and when fp16
     cannot represent the rewritten weight or bias.

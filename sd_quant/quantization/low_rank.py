@@ -46,7 +46,7 @@ def low_rank(weight: Tensor, rank: int, factor: Tensor | None = None) -> tuple[T
 
 
 def low_rank_of(weights: Sequence[Tensor], rank: int, factor: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Compute branches (up, down) of several weights [out, in] with one common ``down``, as of one stacked weight."""
+    """Stack several weights [out, in] to compute their low-rank branches (up, down) with one common ``down``."""
     up, down = low_rank(torch.cat(list(weights)), rank, factor)
     return [(part, down) for part in up.split([len(weight) for weight in weights])]
 

@@ -78,7 +78,7 @@ PERCENTILE_CALIBRATORS: dict[str, Callable[[Tensor, float, str, int], float]] = 
 def ranges_by_step(
     assignment: Mapping[str, LayerAssignment], statistics: Mapping[str, LayerStatistics]
 ) -> list[dict[str, object]]:
-    """Return a table with a row for each layer with a quantized input and each denoising step: quartiles of ranges.
+    """Return quartiles of input ranges: a row for each denoising step of each layer with a quantized input.
 
     Quartiles are over a linear's channels (maxima over all prompts), or over a convolution's prompts. ``kept`` is the
     largest magnitude that is not clipped; None for an input that is smoothed, rotated or scaled at run time.

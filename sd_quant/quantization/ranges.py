@@ -20,7 +20,7 @@ ROTATED_HEADROOM = 2.0  # only a global scale in floating point, for which headr
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """The range of an input: ``amax``, the largest magnitude of the input minus the shift, and the zero point."""
+    """Range of a layer's input: ``amax``, its largest magnitude after subtracting the shift, and the zero point."""
 
     amax: float
     zero_point: int = 0
@@ -29,9 +29,9 @@ class InputRange:
 def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **options) -> float:
     """Return the range that the recipe's observer chooses for the input of a layer of this role.
 
-    ``values`` are a sample of the input, ``amax`` its largest magnitude in the whole calibration, which is returned if
-    inputs of this role stay in high precision. Rotated inputs are known from the sample only, so their range has
-    headroom; without a sample it is the theoretical maximum. ``options`` are passed on to the observer.
+    ``values``: a sample of the input; ``amax``: its largest magnitude in the whole calibration, returned if inputs of
+    this role stay in high precision. Inputs scaled per token have the range 1. Rotated inputs are known from the sample
+    only, so their range has headroom; without a sample it is the maximum possible. ``options`` go to the observer.
     """
     name = recipe.formats_of(role).activation
     if name is None:
@@ -46,7 +46,7 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
 
 
 def with_weight_range(layer: LayerAssignment, weight: Tensor) -> LayerAssignment:
-    """Return ``layer`` with the range of its rewritten weight, without clipping. ``weight`` is the checkpoint's."""
+    """Return ``layer`` with the unclipped range of its ``rewritten`` weight; ``weight`` is the checkpoint's."""
     amax = output_amax(weight, layer)
     return replace(layer, weight_amax=amax if layer.weight_axis == 0 else amax.amax(0, keepdim=True))
 

@@ -177,7 +177,7 @@ class Recipe:
         return name is not None and FORMATS[name].static_scale and not self.scaled_per_token(role)
 
     def rotation_of(self, role: str, inputs: int) -> int:
-        """Return the group size in which a layer of this role rotates its ``inputs``; 0: no rotation."""
+        """Return the rotation's group size for a layer of this role and number of ``inputs``; 0: no rotation."""
         if role == "conv" or self.enable.linear.activation is None:
             return 0
         return max((group for group in ROTATIONS[1:] if group <= self.rotation and inputs % group == 0), default=0)
@@ -199,7 +199,7 @@ class Recipe:
 
 
 def formats_used(enable: Enable, quant_level: float) -> dict[str, set[str]]:
-    """Return the names of the formats that ``quant_level`` uses, by ``weights``, ``inputs`` and ``attention``."""
+    """Return the names of the formats that ``quant_level`` uses, for "weights", "inputs" and "attention"."""
     pairs = [enable.conv, enable.linear][: math.ceil(quant_level)]
     return {
         "weights": {pair.weight for pair in pairs},
@@ -237,7 +237,7 @@ def check_layers(
     exclude: Collection[str] = (),
     recipes: Mapping[str, Recipe] = {},
 ) -> None:
-    """Check that the recipe fits the layers that it quantizes. Raises ConfigError if not.
+    """Raise ConfigError unless the recipe (its rank, rotation and blocks) fits the layers that it quantizes.
 
     By layer name, ``roles`` has the roles, ``shapes`` the shapes of weights, and ``recipes`` recipes that replace
     ``recipe``. ``attentions`` are the names of attentions that can be quantized, ``exclude`` patterns of names.
@@ -299,5 +299,5 @@ def is_excluded(name: str, exclude: Collection[str]) -> bool:
 
 
 def excluded(names: Iterable[str], exclude: Collection[str]) -> dict[str, str]:
-    """Return, for each layer whose name matches a pattern in ``exclude``, the reason for high precision, by name."""
+    """Map each layer name that matches a pattern in ``exclude`` to the reason why it stays in high precision."""
     return {name: "excluded by the preset" for name in names if is_excluded(name, exclude)}

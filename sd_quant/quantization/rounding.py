@@ -59,7 +59,7 @@ def with_rounded_weight(
 def with_refined_branches(
     layers: Sequence[LayerAssignment], weights: Sequence[Tensor], statistics: LayerStatistics, recipe: Recipe
 ) -> list[LayerAssignment]:
-    """Refit the branches of layers that share ``down`` to their rounding errors, ``recipe.branch_rounds`` times.
+    """Refit low-rank branches with a common ``down`` to the layers' rounding errors, ``branch_rounds`` times.
 
     ``statistics`` are of the common input. The residual is rounded to nearest here: GPTQ in every round gained nothing
     and took four times as long.
@@ -93,9 +93,9 @@ def smoothed_rows(layer: LayerAssignment, statistics: LayerStatistics) -> Tensor
 
 
 def chosen_scales(fmt: Format, columns: Tensor, amax: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
-    """Return the scales of some ``columns`` [out, n] of a weight; with ``scale_search``, the best scale of each block.
+    """Return the scales of some ``columns`` [out, n] of a weight with ranges ``amax``, searched if the recipe says so.
 
-    The best has the smallest squared error. Without blocks there is a scale per row, or one in all if ``amax`` is [1].
+    A search minimizes the squared error of each block; without blocks, of each row, or of the tensor for ``amax`` [1].
     """
     if fmt.static_scale:
         amax = amax[:, None] if len(amax) > 1 else amax[0]
@@ -148,8 +148,8 @@ def hessians_of_layer(layer: LayerAssignment, statistics: LayerStatistics, recip
 def gptq(weight: Tensor, hessians: Iterable[Tensor], fmt: Format, scales_of: ScalesOf) -> tuple[Tensor, ...]:
     """Quantize ``weight``, fp32 [out, in], by GPTQ: return codes [out, in] and scales.
 
-    ``hessians`` are the damped diagonal blocks [n, n]; n inputs compensate for each other. Scales of blocks are chosen
-    after all earlier inputs are compensated, scales of rows before any.
+    ``hessians`` are damped diagonal blocks [n, n], within which inputs compensate. ``scales_of`` gets the columns of a
+    block of the format after compensation of earlier inputs; for scales per row or tensor, the whole weight before any.
     """
     codes, scales, step = [], list[tuple[Tensor, ...]](), fmt.block or STEP
     known, start = scales_of(weight) if fmt.static_scale or fmt.row_scale else (), 0
@@ -169,7 +169,7 @@ def gptq(weight: Tensor, hessians: Iterable[Tensor], fmt: Format, scales_of: Sca
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:
-    """Return the inverse's upper Cholesky factor. Raises SdQuantError if ``hessian`` is not positive definite."""
+    """Return the inverse's upper Cholesky factor. Raises SdQuantError unless ``hessian`` is positive definite."""
     try:
         return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
     except torch.linalg.LinAlgError as error:
@@ -179,7 +179,7 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return the codes of a block [n, out] and the errors that later inputs compensate; ``block`` is overwritten."""
+    """Quantize ``block`` [n, out] by GPTQ with Cholesky ``factor`` [n, n]; overwrite it; return codes and errors."""
     codes, errors = [], torch.empty_like(block)
     for index, numbers in enumerate(block):
         column, own = numbers[:, None], [of_input(each, index, len(block)) for each in scales]
@@ -191,7 +191,7 @@ def round_block(block: Tensor, factor: Tensor, fmt: Format, scales: tuple[Tensor
 
 
 def of_input(scale: Tensor, index: int, inputs: int) -> Tensor:
-    """Return the scales [out, 1] of input ``index`` of ``inputs`` from ``scale`` [out, n]; a global [] is unchanged."""
+    """Select column ``index`` of ``inputs`` from block scales [out, blocks]: [out, 1]; a scalar is unchanged."""
     return scale[:, index * scale.shape[1] // inputs, None] if scale.ndim else scale
 
 

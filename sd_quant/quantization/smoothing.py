@@ -64,7 +64,7 @@ def range_keeping_scale(activation_amax: Tensor, weight_amax: Tensor, alpha: flo
 
 
 def per_layer(inputs: Sequence[SharedInput]) -> list[SharedInput]:
-    """Split shared inputs into one per linear, without a producer: each linear gets a vector and a multiplication."""
+    """Split shared inputs into one per linear, each with its own smoothing vector and multiplication (no producer)."""
     alone = [replace(shared, producer=None, modulation=None) for shared in inputs]
     return [replace(shared, readers=(reader,)) for shared in alone for reader in shared.readers]
 

@@ -21,7 +21,7 @@ CALLS = 8  # calls of the whole network whose inputs are kept
 
 @dataclass(slots=True)
 class Sample:
-    """Rows drawn at random, in ascending order of their priority."""
+    """Rows drawn at random: those of the lowest random priorities, in ascending order."""
 
     values: Tensor  # [rows, ...]
     priority: Tensor  # fp64 [rows]
@@ -114,7 +114,7 @@ def merge(statistics: Sequence[Statistics]) -> Statistics:
 
 
 def highest(peaks: Sequence[Mapping[str, Peak]]) -> dict[str, Peak]:
-    """Return the largest peak of each part among several passes."""
+    """Return the largest peak of each part of the pipeline, by name, among several calibration runs."""
     parts = dict.fromkeys(part for each in peaks for part in each)
     return {part: max((each[part] for each in peaks if part in each), key=lambda peak: peak.largest) for part in parts}
 

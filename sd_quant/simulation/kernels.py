@@ -23,7 +23,7 @@ TOO_MANY = 2**31  # elements of a tensor: the kernels' indices have 32 bits
 
 
 def tile(rows: int, outputs: int, inputs: int, stages: int, warps: int) -> triton.Config:
-    """Build a kernel configuration: the numbers of rows, outputs and inputs that one program multiplies at a time."""
+    """Build a Triton configuration: rows, outputs and inputs of one program's tile, pipeline stages and warps."""
     blocks = {"BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs}
     return triton.Config(blocks, num_stages=stages, num_warps=warps)
 
@@ -33,7 +33,7 @@ BLOCK_TILES = [tile(128, 128, 128, 3, 8), tile(64, 128, 128, 4, 4)]  # BLOCK_INP
 
 
 def tile_time(call, quantiles):
-    """Benchmark a configuration like Triton, with a fifth of its repetitions: SDXL has some forty shapes to tune."""
+    """Benchmark as Triton's autotuner does, with a fifth of its repetitions: SDXL has some forty shapes to tune."""
     return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 
@@ -43,7 +43,7 @@ def grid_of(rows: int, outputs: int) -> Callable[[dict], tuple[int]]:
 
 
 def check_size(numbers: int) -> None:
-    """Check that 32-bit indices suffice for a tensor of ``numbers`` elements. Raises ValueError from 2^31 on."""
+    """Raise ValueError for a tensor of ``numbers`` >= 2^31 elements, which 32-bit indices cannot address."""
     if numbers >= TOO_MANY:
         raise ValueError(f"a layer of {numbers} numbers is too large; use a smaller batch")
 

@@ -29,7 +29,7 @@ ROUNDED = "rounded_"  # prefix of the buffers with a weight's codes and scales, 
 
 @dataclass(frozen=True, slots=True)
 class LayerQuantizer:
-    """The operation of one quantizer of a layer, apart from smoothing: format, rotation, scaling per token."""
+    """What one quantizer of a layer computes, apart from smoothing: format, rotation, scaling per token."""
 
     format: str
     rotation: int = 0
@@ -41,13 +41,13 @@ class LayerQuantizer:
         return FORMATS[self.format].modelopt_num_bits is not None and not self.rotation and not self.per_token
 
     def config(self, axis: int | None) -> dict:
-        """Return ModelOpt's configuration of the quantizer, with one range, or one for each index of ``axis``."""
+        """Return ModelOpt's configuration of the quantizer: one range for each index of ``axis``; None: one in all."""
         if self.modelopts:
             return {"num_bits": FORMATS[self.format].modelopt_num_bits, "axis": axis}
         return {"num_bits": 8, "axis": axis, "backend": BACKEND, "backend_extra_args": asdict(self)}
 
     def amax(self, amax, scale):
-        """Return the amax to set in the quantizer, so that it uses our ``scale``; our backend gets ``amax``."""
+        """Return the amax with which ModelOpt computes our ``scale``; for our own backend, ``amax`` unchanged."""
         return scale * FORMATS[self.format].largest_code if self.modelopts else amax
 
 
@@ -72,7 +72,7 @@ def quantizer_configs(layer: LayerAssignment) -> dict[str, dict]:
 
 
 def fake_quantize_by_backend(x: Tensor, quantizer) -> Tensor:
-    """Fake-quantize ``x`` along its last axis, a convolution's weight along [C, KH, KW]: a backend for ModelOpt."""
+    """Act as ModelOpt's backend: fake-quantize ``x`` along its last axis, a convolution's weight along [C, KH, KW]."""
     how = LayerQuantizer(**quantizer.backend_extra_args)
     rounded = [buffer for name, buffer in quantizer.named_buffers(recurse=False) if name.startswith(ROUNDED)]
     if rounded:
@@ -170,8 +170,8 @@ def unrounded(quantizer) -> Iterator[None]:
 
 
 def between_roundings(layer: nn.Module, x: Tensor) -> Tensor:
-    """Move ``x``, an input of a simulated layer, half-way to its dequantized value, so that small errors, as of fp16,
-    do not change how it is rounded."""
+    """Move an input ``x`` of a simulated layer half-way to its dequantized value, so that small errors (of fp16) do not
+    change its quantized value."""
     quantizer = layer.input_quantizer
     if not quantizer.is_enabled:
         return x

@@ -36,7 +36,7 @@ def own_factors(layer: LayerAssignment, weight: Tensor) -> Tensor | None:
 class NativeLayer(nn.Module):
     """A layer with quantized weight and input: weight codes, scales, and the ``product`` function of both codes.
 
-    In all constructors here, ``weight``, fp32 [N, C, ...], is smoothed and not yet rounded.
+    In all constructors here, ``weight``, fp32 [N outputs, C inputs, ...], is smoothed and not yet rounded.
     """
 
     codes: Tensor  # [N, K]; K of a convolution runs over height, width and channels
@@ -63,7 +63,7 @@ class NativeLayer(nn.Module):
         self.register_buffer("matrix", rotation_matrix(layer.rotation).to(weight) if layer.rotation else None)
 
     def smoothed(self, x: Tensor) -> Tensor:
-        """Smooth and rotate an input [..., C] in fp32, because bf16 has too few bits; a plain input is unchanged."""
+        """Smooth and rotate an input [..., C] in fp32 (bf16 has too few bits), if the layer does; else return it."""
         smoothed = x if self.pre_quant_scale is None else x.float() * self.pre_quant_scale
         if self.matrix is None:
             return smoothed
@@ -76,7 +76,7 @@ class NativeLayer(nn.Module):
 
 
 class NativeLinear(NativeLayer):
-    """A linear with a static input scale; its ``product`` takes quantized inputs [M, C] and returns [M, N]."""
+    """A linear with a static input scale; ``product`` maps quantized inputs [M tokens, C] to outputs [M, N]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiplied(self.smoothed(x), x.dtype)
@@ -86,7 +86,7 @@ class NativeLinear(NativeLayer):
 
 
 class PerTokenLinear(nn.Module):
-    """A linear with dynamic scales: divides each input token by its largest magnitude, then multiplies the output."""
+    """A linear with a dynamic scale per token: its largest magnitude divides the input and multiplies the output."""
 
     def __init__(self, weight: Tensor, bias, layer: LayerAssignment, product: "Product"):
         super().__init__()
@@ -100,7 +100,7 @@ class PerTokenLinear(nn.Module):
 
 
 class BlockLinear(nn.Module):
-    """A linear in a format with blocks; its ``product`` takes input codes [M, C] and scales and returns [M, N]."""
+    """A linear in a format with blocks; ``product`` maps input codes [M tokens, C] and scales to outputs [M, N]."""
 
     codes: Tensor  # [N, C]
     weight_scale: Tensor  # fp32 [ceil(N / scale_rows), C / block]
@@ -124,7 +124,7 @@ class BlockLinear(nn.Module):
 
 
 class NativeConv(NativeLayer):
-    """A quantized convolution; its ``product`` takes quantized inputs [B, H, W, C] and returns [B, H', W', N]."""
+    """A quantized convolution; ``product`` maps quantized inputs [B, H, W, C] to outputs [B, H', W', N]."""
 
     def __init__(self, conv: nn.Conv2d, weight: Tensor, layer: LayerAssignment, product: "Product"):
         super().__init__(weight, conv.bias, layer, product)
@@ -197,7 +197,7 @@ BlockProduct = Callable[[Tensor, Tensor, BlockLinear, torch.dtype], Tensor]  # t
 
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """Multiply INT8 codes with torch: exact sums, in fp64 on CPUs where torch's saturate; scale and bias in fp32."""
+    """Multiply INT8 codes exactly with torch (fp64 on CPUs whose INT8 sums saturate), then scale and bias in fp32."""
     if layer.saturates and codes.device.type == "cpu":
         product = (codes.double() @ layer.codes.T.double()).float()
     else:
@@ -292,7 +292,7 @@ aligned_int_mm, aligned_scaled_mm = aligned(int_mm, 8), aligned(scaled_mm, 16)
 
 @dataclass(frozen=True)
 class Products:
-    """The functions that multiply codes of one format on one kind of device."""
+    """The functions that multiply codes of one type (such as INT8) on one kind of device."""
 
     linear: Product
     convolution: Product | None  # None: convolutions are ``RoundedConv``
@@ -315,7 +315,7 @@ PRODUCTS["hopper"] = PRODUCTS["cuda"] | {"INT8": Products(aligned_int_mm, None)}
 
 
 def products_on(device: torch.device) -> Mapping[str, Products]:
-    """Return the entry of ``PRODUCTS`` for a device of this machine."""
+    """Return the functions that multiply codes on this ``device``, by ONNX type of the codes."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
     return PRODUCTS["hopper" if hopper else device.type]
 
@@ -391,7 +391,7 @@ def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignm
 
 
 def check_device(formats: Collection[str]) -> None:
-    """Check that this machine's GPU, if any, can multiply inputs in these ``formats``. Raises ResourceError if not."""
+    """Raise ResourceError if this machine has a GPU that cannot multiply inputs in ``formats``, or no Triton for it."""
     if not formats or not torch.cuda.is_available():
         return
     capability = torch.cuda.get_device_capability()

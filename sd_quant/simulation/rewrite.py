@@ -1,6 +1,6 @@
 """Apply the parts of layer assignments that come before rounding: smoothed weights, quantized attention products.
 
-Both ``modelopt`` (fake quantization) and ``native`` (quantized layers) start from this network and round its weights.
+``modelopt`` (fake quantization) and ``native`` (quantized layers) then round the weights of the rewritten network.
 """
 
 from collections.abc import Mapping
@@ -136,7 +136,7 @@ def fake_quantized(fmt: Format, x: Tensor, number: float) -> Tensor:
 
 
 class FloatProducts(nn.Module):
-    """QK^T and softmax times V, fake-quantized in FP8, for query, key and value [B, heads, tokens, head_width].
+    """Attention with both matrix products in fake-quantized FP8, for q, k and v [B, heads, tokens, head_width].
 
     ``mask`` [B, heads, 1 or tokens, keys] is added to the scores; the scores are not rounded.
     """
@@ -153,7 +153,7 @@ class FloatProducts(nn.Module):
 
 
 class IntegerProducts(nn.Module):
-    """QK^T and softmax times V, fake-quantized in integers as ``quantization.attention`` describes."""
+    """Attention with both matrix products in fake-quantized integers, as ``quantization.attention`` describes."""
 
     def __init__(self, layer: LayerAssignment):
         super().__init__()

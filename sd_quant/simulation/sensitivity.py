@@ -2,8 +2,8 @@
 
 A layer's sensitivity is the relative error of the whole network's output, after guidance, when only that layer is
 quantized, on network inputs sampled during calibration. Squared errors of single layers are assumed to add up, as small
-independent errors do; then the best n layers to keep are the n most sensitive ones. A curve, measured with several
-layers kept at once, tests this. Alternative not taken: an integer program over pairs of layers, which requires
+independent errors do; then the best n layers to keep are the n most sensitive ones. A curve of the measured error over
+the number of kept layers tests this. Alternative not taken: an integer program over pairs of layers, which requires
 quadratically many passes.
 """
 
@@ -21,7 +21,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Errors of the network's output: by single quantized layer, and with the most sensitive layers kept in fp16."""
+    """Output errors of the network: with one layer quantized, and with all but the most sensitive layers quantized."""
 
     network_error: dict[str, float]  # relative error of the network's output by the one layer quantized, largest first
     # For several numbers of kept layers: {"kept", "relative_error", "predicted"}, predicted as the sum of squared
@@ -100,7 +100,7 @@ Measure = Callable[[Mapping[str, Collection[str]], Callable[[Collection[str]], f
 
 
 def one_by_one(choices: Mapping[str, Collection[str]], error: Callable[[Collection[str]], float]) -> dict[str, float]:
-    """Measure the error of each choice of quantized layers, one after another in this process, by name."""
+    """Measure ``error`` for each choice (the layers to quantize), one by one in this process; return it by name."""
     return {name: error(quantized) for name, quantized in choices.items()}
 
 
@@ -130,7 +130,7 @@ def sensitivity_of(
 def sensitivity_rows(
     sensitivity: Sensitivity, assignment: Mapping[str, LayerAssignment], kept: int
 ) -> list[dict[str, object]]:
-    """Return the rows of ``sensitivity.csv``, most sensitive first; ``assignment`` is that before layers are kept."""
+    """Return the rows of ``sensitivity.csv``, most sensitive first; in ``assignment`` all layers are quantized."""
     return [
         {
             "rank": rank,

@@ -175,7 +175,7 @@ FORMATS: dict[str, Format] = {row.name: row for row in (
 
 
 def dividing(name: str, numbers: int) -> str:
-    """Return ``name``, or the format's ``narrow`` substitute if its blocks do not divide a weight row's ``numbers``."""
+    """Return the format for weight rows of ``numbers``: ``name`` if its blocks divide these, else its ``narrow``."""
     fmt = FORMATS[name]
     return name if fmt.narrow is None or fmt.block is None or numbers % fmt.block == 0 else fmt.narrow
 
@@ -192,6 +192,6 @@ def min_compute_capability(names: Iterable[str]) -> int:
 
 
 def fake_quantize(fmt: Format, x: Tensor, amax: Tensor) -> Tensor:
-    """Quantize and dequantize ``x``, fp32, with the scales for ``amax``."""
+    """Quantize and dequantize ``x``, fp32, with the scales for the range ``amax``."""
     scales = fmt.scales(x, amax)
     return fmt.dequantize(fmt.quantize(x, *scales), *scales)

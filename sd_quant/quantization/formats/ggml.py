@@ -54,7 +54,7 @@ class Lines:
     below_zero: bool = False  # whether least numbers are zero at most, as a minimum m is
 
     def spanned(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale and least number [..., 1] that span a block: minimum to maximum, or its largest magnitude."""
+        """Return scale and least number [..., 1] that span a block (without ``least``: its largest magnitude)."""
         if self.least:
             small, large = torch.aminmax(x, dim=-1, keepdim=True)
             small = small.clamp(max=0) if self.below_zero else small
@@ -147,7 +147,7 @@ class KQuant(Blocks):
     integers: Lines = SIX_BITS  # integers that stand for sub-blocks' scales and minimums
 
     def scales(self, x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """Return d [..., n / 256] and s [..., n / size], with minimums d, dmin, s and m. ``amax`` is unused."""
+        """Return (d, s), or with minimums (d, dmin, s, m): d [..., n / 256], s [..., n / size]; ignores ``amax``."""
         return self.stored(*self.line.spanned(self.sub_blocks(x)))
 
     def tried_scales(self, x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, ...], ...]:

@@ -34,7 +34,7 @@ def tried_scales(x: Tensor, amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
 
 
 def quantize(x: Tensor, relative: Tensor, scale: Tensor) -> Tensor:
-    """Quantize ``x`` to int8 codes: of the two codes around a number, take that with the nearer rounded level."""
+    """Quantize ``x`` to int8 codes: of a number's two neighbours, choose the nearer one after rounding to INT8."""
     wanted, step = x.float() / scale, per_number(relative, x.shape[-1])
     below = torch.where(step == 0, 0.0, wanted / step).floor()
     low, high = (code.clamp(-QMAX - 1, QMAX) for code in (below, below + 1))
