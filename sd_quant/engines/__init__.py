@@ -58,12 +58,12 @@ class Runtime:
     precisions: tuple[str, ...] = ()  # of unquantized layers, other than fp32, that ``load`` supports
     ahead_of_time: bool = False  # whether it builds plans for named GPUs on a machine without one
     build: str | None = None  # the function that builds its file from an ONNX file; None: it loads ONNX
-    refuses: Refuses = lambda where, fmt: None
+    refuses: Refuses = lambda where, fmt: None  # why it cannot execute a format
     lacks_bf16: str | None = None  # why it executes no file with weights in bf16; None: it does
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Peak bytes per parameter, rounded up from benchmarks/full_size.py; memory-mapped files do not count."""
+        """Peak bytes of memory per model parameter, from benchmarks/full_size.py, rounded up; without mapped files."""
         return 4.0 if self.file is None else 6.5
 
 
@@ -101,7 +101,7 @@ PLAN_BUILDERS = [name for name, runtime in RUNTIMES.items() if runtime.file == "
 
 
 def why_not(name: str, used: Mapping[str, Collection[str]]) -> str | None:
-    """Return the first reason why the runtime cannot execute the formats ``used``, by where they are used, or None."""
+    """Return why the runtime cannot execute one of the formats ``used``, by place (weights, inputs, ...), or None."""
     reasons = (RUNTIMES[name].refuses(where, FORMATS[fmt]) for where in used for fmt in used[where])
     return next((reason for reason in reasons if reason), None)
 
@@ -120,7 +120,7 @@ def check_installed(name: str) -> None:
 
 
 def imported(name: str, what: str) -> Any:
-    """Import a module or "module:function" for the runtime ``name``. Raises ResourceError when the import fails."""
+    """Import and return ``what``, "module" or "module:function", of the runtime ``name``. Raises ResourceError."""
     try:
         return pkgutil.resolve_name(what)
     except ImportError as error:
@@ -141,16 +141,16 @@ def load_engine(name: str, path: Path, **options: object) -> Engine:
 
 
 def loadable(name: str, onnx_path: Path, shapes: Mapping[str, Sequence[int]]) -> Path:
-    """Return the file that the runtime loads: the ONNX file, or a plan built from it for these input shapes."""
+    """Return the file that the runtime ``name`` loads: the ONNX file, or a plan built for these input shapes."""
     build = RUNTIMES[name].build
     return onnx_path if build is None else imported(name, build)(onnx_path, name, shapes)
 
 
 def products_of(engine: Engine, path: Path) -> dict[str, str]:
-    """Return the type in which each ONNX node is multiplied, by node name, such as INT8 (names of onnx.TensorProto).
+    """Return the number type in which the runtime computes each matrix product or convolution, by ONNX node name.
 
-    The types are read from the runtime's graph after fusion: FLOAT where quantized values are dequantized first.
-    ``path`` is the engine's ONNX file. Nodes that the runtime does not name are missing from the result.
+    Types are names of onnx.TensorProto, such as INT8, read from the runtime's graph after fusion; FLOAT where quantized
+    values are dequantized first. ``path`` is the engine's ONNX file. Nodes that the runtime does not name are missing.
     """
     products = RUNTIMES[engine.name].products
     return {} if products is None else imported(engine.name, products)(engine, path)

@@ -14,7 +14,7 @@ from sd_quant.devices import CPU
 class Engine(Protocol):
     """A network loaded in some runtime, ready to be called."""
 
-    name: str  # that of its runtime in sd_quant.engines.RUNTIMES
+    name: str  # of its runtime, a key of sd_quant.engines.RUNTIMES
     inputs: dict[str, torch.dtype]  # names of the inputs in their order, and the dtypes to which they are cast
     device: torch.device  # where it computes and leaves its outputs; inputs that are there already are not copied
 
@@ -27,11 +27,11 @@ class Engine(Protocol):
         ...
 
     def reopen(self) -> bool:
-        """Move the engine to other memory addresses, which affect its speed by chance. Return whether it moved."""
+        """Move the engine to other memory addresses, which affect its speed by chance; return whether it moved."""
         ...
 
     def close(self) -> None:
-        """Free the engine's memory; it cannot be called afterwards."""
+        """Free the engine's memory; the engine cannot be called afterwards."""
         ...
 
 
@@ -41,9 +41,9 @@ def cast_inputs(
     device: torch.device = CPU,
     contiguous: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Cast ``given`` to the ``expected`` order and dtypes on ``device``; if not ``contiguous``, memory formats stay.
+    """Return the inputs ``given`` on ``device``, in the order and dtypes of ``expected``, as contiguous tensors.
 
-    Raises ValueError for missing or unknown names.
+    Unless ``contiguous``, memory formats stay. Raises ValueError for missing or unknown names.
     """
     if expected.keys() != given.keys():
         raise ValueError(f"the engine takes inputs {sorted(expected)} but was given {sorted(given)}")

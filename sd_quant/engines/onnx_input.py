@@ -53,7 +53,7 @@ def onnx_files(path: Path) -> list[Path]:
 
 
 def structure_of(path: Path) -> str:
-    """Return a digest of an ONNX graph without its weights, equal for files that a runtime computes equally fast.
+    """Return a digest of an ONNX graph without its weights; a runtime takes equal time for files with equal digests.
 
     Integer tensors of at most one axis are included, because runtimes choose other kernels for nonzero zero points.
     Raises ArtifactError for a file that is not ONNX.
@@ -76,7 +76,7 @@ def _model(path: Path) -> onnx.ModelProto:
 
 
 def _is_whole(tensor: onnx.TensorProto, folder: Path) -> bool:
-    """Return whether the file stores as many bytes as the dimensions require; runtimes may not check this."""
+    """Return whether the file has as many bytes for ``tensor`` as its shape requires; runtimes may not check this."""
     numbers = math.prod(tensor.dims)
     if any(side < 0 for side in tensor.dims):
         return False
@@ -93,7 +93,7 @@ def _is_whole(tensor: onnx.TensorProto, folder: Path) -> bool:
 
 
 def _location(tensor: onnx.TensorProto) -> str:
-    """Return the file name of a tensor's external data: the last entry, as in onnx, or "" without one."""
+    """Return the file name of a tensor's external data, or "" without one; of repeated entries the last counts."""
     return os.fsdecode({entry.key: entry.value for entry in tensor.external_data}.get("location", ""))
 
 

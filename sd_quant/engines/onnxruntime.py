@@ -21,7 +21,7 @@ from sd_quant.text import one_line
 
 PROVIDER = "CPUExecutionProvider"
 ERRORS_ONLY = 3  # ONNX Runtime's log severity
-# Operators that multiply codes; others multiply dequantized numbers.
+# Operators that multiply integers; other operators multiply dequantized numbers.
 MULTIPLY_CODES = {"ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul"}
 MULTIPLY_FLOATS = {"Conv", "FusedConv", "FusedMatMul", "Gemm", "MatMul", "MatMulNBits", "NhwcFusedConv"}
 

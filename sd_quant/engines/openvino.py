@@ -3,11 +3,11 @@
 Unquantized layers compute in fp32 (INFERENCE_PRECISION_HINT) unless the caller requests bf16. OpenVINO's default is the
 processor's own 16-bit type, so that machines would differ in their images. Files in bf16 run in fp32 (``in_fp32``).
 
-A model is compiled for the shapes of each call, because for dynamic shapes OpenVINO fuses no element-wise nodes: a pass
-of the shipped UNet takes 1.1 to 1.5 times as long (docs/results_speed.md), of the full SDXL's 1.05 times. Shapes are
-dynamic where fused kernels of OpenVINO 2026.4 round differently: with FP8 (0.040 of the UNet's output away from torch,
-else 0.012, as ONNX Runtime), and with dequantized codes, where with AVX2 alone an attention of known shapes is wrong by
-0.04 of the UNet's output.
+A model is compiled for the shapes of each call, because OpenVINO fuses no element-wise nodes if shapes are dynamic: a
+pass of the shipped UNet then takes 1.1 to 1.5 times as long (docs/results_speed.md), of the full SDXL's 1.05 times. Two
+kinds of models are still compiled for dynamic shapes, as fused kernels of OpenVINO 2026.4 round differently: FP8 models
+(error of the UNet's output 0.040 instead of 0.012, as in ONNX Runtime), and models whose integers are dequantized first
+(see below; with AVX2 alone, an attention of known shapes is wrong by 0.04 of the UNet's output).
 
 Without VNNI, int8 kernels add two products in 16 bits, and the sum saturates: a layer's output is off by up to 0.16 of
 its norm. Where a test product saturates, INT8 values are dequantized and multiplied in fp32, without any speed-up.
@@ -41,7 +41,7 @@ FP32: dict[str, str | int] = {
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else OpenVINO quantizes inputs of linears with quantized weights
 }
 QUANTIZER = "FakeQuantize"  # OpenVINO's form of a QuantizeLinear
-DEQUANTIZED = {"LP_TRANSFORMS_MODE": "NO"}  # codes are dequantized before they are multiplied
+DEQUANTIZED = {"LP_TRANSFORMS_MODE": "NO"}  # integers are dequantized before they are multiplied
 DTYPES = {  # not by OpenVINO's own map to numpy, which takes bf16 for fp16
     "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64, "i8": torch.int8,
     "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "boolean": torch.bool,
@@ -68,7 +68,7 @@ class OpenVinoEngine:
     name, device = "openvino", CPU
 
     def __init__(self, model: openvino.Model, path: Path, settings: dict[str, str | int], kept: int = KEPT):
-        """``model`` was read from the ONNX file ``path``; up to ``kept`` compiled models, by shapes, stay in memory."""
+        """Hold ``model``, read from the ONNX file ``path``, and up to ``kept`` compilations for different shapes."""
         self.model, self.path, self.settings, self.kept = model, path, settings, kept
         self.threads = settings["INFERENCE_NUM_THREADS"]
         # In a compiled model names are ambiguous: an input in front of an optimized node has that node's name too.
@@ -91,7 +91,7 @@ class OpenVinoEngine:
         return {name: tensor_of(outputs[index], self.dtypes[index]) for index, name in enumerate(self.outputs)}
 
     def compiled_for(self, shapes: Shapes) -> openvino.CompiledModel:
-        """Return the model compiled for these input shapes. Raises ValueError for shapes that the graph excludes."""
+        """Return the model compiled for these input shapes. Raises ValueError for shapes that the graph forbids."""
         if not all(map(openvino.PartialShape.compatible, self.shapes, map(openvino.PartialShape, shapes))):
             takes = f"{self.path.name} takes {dict(zip(self.inputs, self.shapes, strict=True))}"
             raise ValueError(f"{self.refusal(shapes)}: {takes}")
@@ -151,7 +151,7 @@ def tensor_of(output: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def dtype_of(port: openvino.Output, path: Path) -> torch.dtype:
-    """Return the torch dtype of an input. Raises ArtifactError for a type without one (``DTYPES``)."""
+    """Return the torch dtype of an input. Raises ArtifactError, which names the file ``path``, for unknown types."""
     found = port.element_type.get_type_name()
     if found in DTYPES:
         return DTYPES[found]
@@ -173,7 +173,7 @@ def compiled_model(model: openvino.Model, path: Path, settings: dict[str, str | 
 
 
 def load(path: Path, *, threads: int | None = None, precision: str = "fp32", kept: int = KEPT) -> OpenVinoEngine:
-    """Load an ONNX file for this machine's CPU. ``threads`` defaults to torch's, ``kept`` is as in OpenVinoEngine.
+    """Load an ONNX file for the CPU; ``threads`` defaults to torch's, ``kept`` limits compilations in memory.
 
     ``precision`` of unquantized layers is fp32 or bf16. It falls back to fp32 on a processor without bf16, and for a
     file without 16-bit weights, because parts that are exported in fp32, such as a VAE, require fp32.
@@ -237,9 +237,9 @@ def in_fp32(model: openvino.Model) -> openvino.Model:
 
 
 def round_by_arithmetic(model: openvino.Model) -> None:
-    """Replace each FakeQuantize by ONNX's definition, ``clamp(round(x / scale) + zero_point)``, in place.
+    """Replace each FakeQuantize by QuantizeLinear's arithmetic, ``clamp(round(x / scale) + zero_point)``, in place.
 
-    With ``DEQUANTIZED``, OpenVINO 2026.4 moves quantizers through transposes, which fails for some graphs.
+    With ``DEQUANTIZED``, OpenVINO 2026.4 moves FakeQuantize through transposes, which fails for some graphs.
     """
     for op in (op for op in model.get_ops() if op.get_type_name() == QUANTIZER):
         low, high, lowest_code, largest_code = (op.input_value(port).get_node().get_data() for port in range(1, 5))
@@ -265,7 +265,7 @@ def saturates() -> bool:
 
 
 def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, list[str]]]:
-    """Return the kernel's precision and the original names of each multiply-accumulate layer, after fusion.
+    """Return, for each multiply-accumulate layer after fusion, its kernel's precision and its ONNX nodes' names.
 
     The precision is the end of the kernel's name, because runtimePrecision is int8 even where values are dequantized
     first. u8 counts as i8: OpenVINO shifts a convolution's inputs for some processors.
@@ -283,7 +283,7 @@ def arithmetic_layers(engine: OpenVinoEngine) -> list[tuple[str, list[str]]]:
 def products(engine: OpenVinoEngine, path: Path) -> dict[str, str]:
     """Implement ``sd_quant.engines.products_of``. OpenVINO names the parts of a decomposed node "<node>/...".
 
-    With ``DEQUANTIZED`` all products are FLOAT, by the node names of the file, some of which the compiled graph lacks.
+    With ``DEQUANTIZED`` all products are FLOAT; their names come from the file, as the compiled graph lacks some.
     """
     if DEQUANTIZED.items() <= engine.settings.items():
         nodes = (op for op in engine.model.get_ops() if op.get_type_name() in ARITHMETIC)

@@ -54,7 +54,7 @@ class Pool:
 
 
 class Variant(OnDemand[Engine]):
-    """The engines of one variant of the model, by part, opened from a pool; also those of precise steps ("part/h")."""
+    """The model's engines in one runtime and precision, by part, from a pool; "part/h" is for more precise steps."""
 
     def __init__(self, pool: Pool, keys: Mapping[str, Hashable]):
         """``keys`` maps each part to its engine's key in the ``pool``."""

@@ -14,7 +14,7 @@ WARMUP = 3  # calls before the recording, for compilers, and for libraries that 
 
 
 class Replayed:
-    """An engine that replays the calls of ``engine`` as a CUDA graph; ``engine`` can only raise while recording."""
+    """An engine that replays the calls of ``engine`` as a CUDA graph; errors of ``engine`` are raised in recording."""
 
     def __init__(self, engine: Engine):
         self.engine, self.name, self.inputs, self.device = engine, engine.name, engine.inputs, engine.device

@@ -77,7 +77,7 @@ def compiled(module: nn.Module, mode: str | None = None) -> nn.Module:
 
 
 def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Move ``module`` to ``device``, in place; parameters become ``dtype``, buffers (quantized weights) keep theirs.
+    """Move ``module`` to ``device``, in place; parameters become ``dtype``, buffers (quantized weights) do not.
 
     On a GPU its memory format is channels last, the fastest for convolutions.
     """

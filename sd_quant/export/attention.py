@@ -44,8 +44,8 @@ MASK = "Add"  # between scores and softmax
 
 
 def attention_before(linear: str) -> str:
-    """Return the name of the attention whose output projection ``linear`` is: of ``to_out.0``, or of ``proj_out`` in
-    Flux's single blocks; otherwise a name that no attention has."""
+    """Return the name of the attention with the output projection ``linear`` (``to_out.0``, in Flux's single blocks
+    ``proj_out``); for other linears, a name that no attention has."""
     attention, found, _ = linear.rpartition(".to_out.0")
     return attention if found else linear.removesuffix("proj_out") + "attn"
 
@@ -86,7 +86,7 @@ def in_fp32(products: Sequence[ir.Node], attention: str, dtype: ir.DataType) -> 
 def quantize_by_rows(
     scores: ir.Node, softmax: ir.Node, mixed: ir.Node, layer: LayerAssignment, dtype: ir.DataType
 ) -> None:
-    """Quantize MatMuls ``scores`` (Q K^T) and ``mixed`` (P V) to integers; nodes in ``dtype`` replace ``softmax``."""
+    """Quantize the inputs of MatMuls ``scores`` (Q K^T) and ``mixed`` (P V) to integers; ``softmax`` is replaced."""
     found, fmt, graph = head_factors(layer), FORMATS[layer.activation_format], softmax.graph
 
     def head_constant(what: str, values: Tensor) -> ir.Value:
@@ -157,7 +157,7 @@ def with_softmax(onnx_path: Path, weights: Sequence[Path], folder: Path) -> Path
 
 
 def nearest_producer(value: ir.Value, op_type: str, through: Sequence[str] = MOVES) -> ir.Node:
-    """Return the nearest ``op_type`` node that ``value`` comes from, following first inputs of ``through`` nodes only.
+    """Return the first ``op_type`` node upstream of ``value``, by way of first inputs of nodes of types ``through``.
 
     Raises ArtifactError if there is no such node.
     """

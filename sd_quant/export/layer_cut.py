@@ -75,12 +75,12 @@ def cut_layers(
 
 
 def dequantized_weight(values: Mapping[str, Found], weight: str) -> Found:
-    """Return the entry of ``values`` for the dequantized ``weight`` as its layer reads it, after Cast or Reshape."""
+    """Return the entry of ``values`` (by graph value) for ``weight`` after DequantizeLinear, Reshape and Cast."""
     return next(values[name] for end in ("cast", "shaped", "dequantized") if (name := f"{weight}.{end}") in values)
 
 
 def readers_of_input(product: ir.Node) -> list[tuple[ir.Node, int]]:
-    """Return the nodes, with the index of their input, that read a product's input before it is quantized."""
+    """Return (node, index of its input) for each node that reads the input of ``product`` before it is quantized."""
     nodes, readers = [product.inputs[0].producer()], []
     for node in nodes:
         for index, value in enumerate(node.inputs):

@@ -31,7 +31,7 @@ def onnx_type(dtype: torch.dtype) -> ir.DataType:
 
 
 def type_of_scales(weights: ir.DataType) -> ir.DataType:
-    """Return the type of a layer's scales, and of values computed with them, in a graph with this type of weights."""
+    """Return the type of a layer's scales, and of values computed with them, in a graph with weights of this type."""
     return ir.DataType.FLOAT16 if weights == ir.DataType.FLOAT16 else ir.DataType.FLOAT
 
 
@@ -70,7 +70,7 @@ def numbers(graph: ir.Graph, name: str, values: Tensor | float, dtype: ir.DataTy
 
 
 def insert(before: ir.Node, op_type: str, inputs: list[ir.Value], name: str, **attributes) -> ir.Value:
-    """Insert a node before the node ``before``; return its only output, which has the node's ``name``."""
+    """Insert an ``op_type`` node before the node ``before``; return its only output. Both have the name ``name``."""
     node = ir.node(op_type, inputs, attributes=attributes, name=name)
     node.outputs[0].name = name
     before.graph.insert_before(before, node)
@@ -84,7 +84,7 @@ def only_reader(value: ir.Value) -> ir.Node:
 
 
 def read_instead(value: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value]) -> None:
-    """Replace ``value``, for all nodes that consume it, by ``made(first, value)``, inserted before the first node."""
+    """Let all nodes that consume ``value`` read ``made(first, value)`` instead, inserted before the first of them."""
     readers = [(usage.node, usage.idx) for usage in value.uses()]
     replacement = made(readers[0][0], value)
     for reader, index in readers:
@@ -92,7 +92,7 @@ def read_instead(value: ir.Value, made: Callable[[ir.Node, ir.Value], ir.Value])
 
 
 def static_copy(node: ir.Node, value: ir.Value, name: str, fmt: Format, scale: float, dtype: ir.DataType) -> ir.Value:
-    """Insert QuantizeLinear and DequantizeLinear with a static scale for ``value``, of type ``dtype``."""
+    """Quantize and dequantize ``value``, of type ``dtype``, before ``node``; return the result. The scale is static."""
     scales = static_scales(node.graph, name, fmt, scale, dtype)
     value = insert(node, "QuantizeLinear", [value, *scales], f"{name}_quantized")
     return insert(node, "DequantizeLinear", [value, *scales], f"{name}_dequantized")
@@ -112,9 +112,9 @@ def static_scales(
 def dynamic_copy(
     before: ir.Node, value: ir.Value, name: str, layer: LayerAssignment, rows: bool, dtype: ir.DataType
 ) -> ir.Value:
-    """Insert dynamic quantization and dequantization of a layer's input ``value`` in blocks along its last axis.
+    """Quantize and dequantize a layer's input ``value`` in blocks along its last axis; the graph computes the scales.
 
-    ``value``, of type ``dtype``, is [batch, tokens, in], or [..., in] with ``rows``.
+    ``value``, of type ``dtype``, is [batch, tokens, in] or, if ``rows``, has any axes before ``in``.
     """
     fmt, graph, inserted = FORMATS[layer.activation_format], before.graph, 0
     global_scale = layer.activation_scales(torch.zeros(fmt.block))[-1].max().item()  # formats without one ignore it

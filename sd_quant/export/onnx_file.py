@@ -33,9 +33,9 @@ def save(model: ir.Model, path: Path) -> None:
 
 
 def share_weights(path: Path, beside: Path) -> None:
-    """Let the graph at ``path`` refer to equal weights in the data file of ``beside``, whose folder it will move to.
+    """Drop weights of the graph at ``path`` that the graph ``beside`` has, too, and refer to the latter's data file.
 
-    The graph is not changed where the weights that differ would be too large for a single file.
+    ``path`` must then move to that folder. It is unchanged if the weights that differ are too large for one file.
     """
     model, others = ir.load(path), ir.load(beside).graph.initializers
     own = 0

@@ -1,7 +1,7 @@
 """Quantize a traced graph: insert QuantizeLinear and DequantizeLinear (Q/DQ) for each layer of an assignment.
 
     x ─ Mul(pre_quant_scale) ─┬─ QuantizeLinear ─ DequantizeLinear ─┐
-                              │      codes ─ DequantizeLinear(scale) ┴─ Conv | MatMul | Gemm ─ (Add) ─ y
+                              │     weight ─ DequantizeLinear(scale) ┴─ Conv | MatMul | Gemm ─ (Add) ─ y
                               └─ MatMul(down) ─ MatMul(up) ───────────────────────────────────────┘
 
 Rotated inputs (``quantization.rotation``) pass a Reshape, a MatMul with the matrix and a Reshape before QuantizeLinear.
@@ -106,11 +106,11 @@ def write_onnx(
 
 
 class Site(NamedTuple):
-    """The place where a layer's input of type ``dtype`` is quantized: before the ``node`` that multiplies it."""
+    """The place in the graph where a layer's input is quantized, in type ``dtype``: before the layer's ``node``."""
 
-    node: ir.Node
+    node: ir.Node  # the layer's Conv or MatMul
     layer: LayerAssignment
-    dtype: ir.DataType
+    dtype: ir.DataType  # of the input, and of scales and factors
     rows: bool  # the input has two axes
     shared: dict[tuple, ir.Value]  # inputs, smoothed and quantized, that several layers read
 
@@ -127,18 +127,18 @@ class Site(NamedTuple):
         return constant(self.node.graph, f"{self.layer.name}.{name}", np.array(values, np.int64))
 
     def once(self, key: tuple, make: Callable[[], ir.Value]) -> ir.Value:
-        """Return the value that ``make`` inserts on the first call with this ``key``; layers share it."""
+        """Return the value that ``make`` inserted on the first call with this ``key``, which several layers share."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
 
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str) -> ir.Value:
-        """Cast ``value``, the layer's input or derived from it, to another type, once for all layers."""
+        """Cast ``value``, the layer's input or computed from it, to ``dtype``; layers that read it share the Cast."""
         return self.once((value, dtype), lambda: self.insert("Cast", [value], name, to=dtype))
 
 
 def quantize_layer(weight: ir.Value, layer: LayerAssignment, read: ReadWeight, shared: dict[tuple, ir.Value]) -> None:
-    """Quantize the weight and the input of the only node that multiplies with ``weight``, a graph input."""
+    """Quantize input and weight of the node that reads the graph input ``weight``; ``shared`` has earlier inputs."""
     node = only_reader(weight)
     rows = node.op_type == "Gemm"
     if rows:
@@ -221,7 +221,7 @@ def smoothed_input(at: Site, value: ir.Value) -> ir.Value:
 
 
 def rotated_input(at: Site, value: ir.Value) -> ir.Value:
-    """Rotate groups of channels of ``value`` [..., in], any number of axes, if the layer's input is rotated."""
+    """Multiply each group of channels of ``value`` [..., in] by a rotation matrix, if the layer's input is rotated."""
     group = at.layer.rotation
     if not group:
         return value
@@ -298,7 +298,7 @@ def quantize_shifted(at: Site, x: ir.Value) -> None:
 
 
 def add_low_rank(node: ir.Node, x: ir.Value, layer: LayerAssignment, dtype: ir.DataType) -> None:
-    """Replace the output ``y`` of ``node`` by ``y + (x @ down^T) @ up^T``."""
+    """Replace the output ``y`` of ``node`` by ``y + (x @ down^T) @ up^T``, the factors of ``layer.low_rank``."""
     up, down = (
         numbers(node.graph, f"{layer.name}.{name}", factor.T.contiguous(), dtype)
         for name, factor in zip(("up", "down"), layer.low_rank, strict=True)

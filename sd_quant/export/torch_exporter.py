@@ -66,7 +66,7 @@ def converted(module: nn.Module, example: dict[str, Tensor], contract: Contract,
 
 
 def check_axes(shapes: Mapping[str, Iterable], contract: Contract) -> None:
-    """Raise ArtifactError when the tracer specialized a dynamic axis of an input to one size."""
+    """Raise ArtifactError if a traced input shape has a fixed size for an axis that the contract declares dynamic."""
     for name in contract.inputs.keys() & shapes.keys():
         for traced, axis in zip(shapes[name], contract.inputs[name], strict=True):
             if isinstance(axis, str) and str(getattr(traced, "value", traced)).isdecimal():
@@ -100,7 +100,7 @@ def without_idle_autocast() -> Iterator[None]:
 def keep_what_is_changed(program: torch.export.ExportedProgram) -> None:
     """Replace in-place operations, such as ``add_``, by those that return a new tensor, such as ``add``.
 
-    Only tensors whose memory is not shared: results of elementwise operations without views.
+    It does so only for tensors that share no memory: results of elementwise operations of which there are no views.
     """
     order = {node: number for number, node in enumerate(program.graph.nodes)}
     for node in program.graph.nodes:
@@ -131,9 +131,9 @@ def dtypes_agree(program: torch.export.ExportedProgram) -> bool:
 
 @contextmanager
 def torchs_exporter(promotes: bool) -> Iterator[None]:
-    """In the block, let torch's exporter cache its table of translations, and promote types only if ``promotes``.
+    """In the block, let torch's exporter cache its table of translations, and skip type promotion unless ``promotes``.
 
-    Both take time (a fifth and a quarter of a trace), without options in torch. Unknown versions are not patched.
+    These take a fifth and a quarter of a trace, and torch has no options for them. Unknown versions are not patched.
     """
     with ExitStack() as stack:
         with suppress(ImportError, AttributeError):

@@ -182,7 +182,7 @@ def transpose_keys(model: ir.Model) -> None:
 
 
 def sizes_of(reshape: ir.Node, value: ir.Value) -> list[tuple[int, int] | None]:
-    """Return (first, end) axes for each size of a Reshape that is a slice of ``value``'s shape; None otherwise."""
+    """Return, for each part of a Reshape's shape, the axes (first, end) of ``value`` that it copies, otherwise None."""
     concat = reshape.inputs[1].producer()
     sizes: list[tuple[int, int] | None] = []
     for size in concat.inputs if concat is not None and concat.op_type == "Concat" else ():

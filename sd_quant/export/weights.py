@@ -37,8 +37,8 @@ def quantized_weight(
 ) -> ir.Value:
     """Add the quantized weight of ``node``; return it dequantized, [out, in, ...], or [in, out] if ``transposed``.
 
-    It has one scale or one per output channel, of type ``dtype``, or one scale per block and, in some formats, a global
-    scale. Weights in a format that DequantizeLinear cannot decode are stored as fp16, which saves no space.
+    Scales per tensor or output channel have the type ``dtype``, scales per block the format's own; some formats add a
+    global scale. Weights in a format that DequantizeLinear cannot decode are stored as fp16, which saves no space.
     """
     fmt, shape, graph = FORMATS[layer.format], layer.weight_shape, node.graph
     if fmt.block is not None:

@@ -66,7 +66,7 @@ class Calls:
 
 
 def line(known: Sequence[tuple[int, Outputs]], step: int) -> dict[str, Tensor]:
-    """Extrapolate two earlier outputs linearly to ``step``."""
+    """Extrapolate two earlier outputs, ``known`` with the numbers of their steps, linearly to ``step``."""
     (first, a), (second, b) = known
     ahead = (step - second) / (second - first)
     return {name: b[name] + ahead * (b[name] - a[name]) for name in b}

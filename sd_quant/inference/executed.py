@@ -14,13 +14,13 @@ MOST_NAMED = 5  # layers in the warning; the record names all
 
 
 def types_of_layers(products: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return each layer's multiplication type, if ``products`` lists it under one of the layer's ``names``."""
+    """Return the type in which each layer is multiplied: the entry of ``products`` for one of the layer's ``names``."""
     known = {layer: [name for name in aliases if name in products] for layer, aliases in names.items()}
     return {layer: products[found[0]] for layer, found in known.items() if found}
 
 
 def executed_entry(engine: str, types: Mapping[str, str], assignment: Mapping[str, LayerAssignment]) -> dict:
-    """Build the record's ``executed`` entry from the layers' ``types``; warn of layers that run in floating point."""
+    """Build the record's ``executed`` entry from layers' ``types``; warn of quantized layers run in floating point."""
     layers = [layer for layer in assignment.values() if layer.format is not None]
     meant = {layer.name: layer.activation_format for layer in layers if layer.activation_format is not None}
     weights_only = len(layers) - len(meant)

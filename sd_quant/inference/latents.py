@@ -32,7 +32,7 @@ def from_safetensors(path: Path) -> Tensor:
 
 
 def from_torch(path: Path) -> Any:
-    """Load a torch.save file. Raises ValueError for compressed or overlapping records, or a pickle of endless work."""
+    """Load a torch.save file. Raises ValueError for records larger than the file, or a pickle that would take hours."""
     with ZipFile(path) as archive:
         if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
             raise ValueError("its records are larger than the file")
@@ -48,7 +48,7 @@ FILE_READERS: dict[str, Callable[[Path], Any]] = {
 
 
 def read_latents(path: Path, numbers: set[int], rows: int, columns: int) -> Tensor:
-    """Read the tensor in a file, fp32 [N, C, rows, columns], where N is one of ``numbers``.
+    """Read start noise from a file, fp32 [N, C, rows, columns]: N images, one of ``numbers``, with C channels.
 
     Raises ConfigError for an unknown file extension or another shape, and ArtifactError for a damaged file or one
     that holds something other than one tensor of finite floating-point numbers.

@@ -1,4 +1,4 @@
-"""Build the modules, torch engines and pipeline of an opened checkpoint, in which each part is one exported graph."""
+"""Build a checkpoint's modules, engines and pipeline; a part is a network, or a method of one, with a graph."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -53,13 +53,13 @@ def working_bytes(parameters: Parameters, call: PipelineCall) -> dict[str, float
 
 
 def all_open(parameters: Parameters, bytes_each: float, call: PipelineCall) -> dict[str, float]:
-    """Return the bytes of weights, activations and process for a variant with all its parts open."""
+    """Return the bytes of weights, at ``bytes_each`` a weight, activations and process with all parts open."""
     largest = max(activations(parameters, call).values())
     return {"weights": bytes_each * sum(parameters.values()), "activations": largest, "process": PROCESS}
 
 
 def memory_of_variant(parameters: Parameters, call: PipelineCall) -> tuple[dict[str, float], dict[str, float]]:
-    """Return bytes by kind for one variant with all parts open: in memory, and on a GPU (empty for a CPU runtime)."""
+    """Return, for one variant with all parts open, bytes by use: in memory, and on a GPU (empty for a CPU runtime)."""
     gpu = {} if call.runtime.device == "cpu" else all_open(parameters, call.bytes_on_gpu, call)
     return all_open(parameters, call.runtime.bytes_per_parameter, call), gpu
 
@@ -67,9 +67,9 @@ def memory_of_variant(parameters: Parameters, call: PipelineCall) -> tuple[dict[
 def memory_of_variants(
     parameters: Parameters, call: PipelineCall, copies: int = 1
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return bytes by kind for all variants and the simulation together, in memory and on a GPU.
+    """Return bytes by use, in memory and on a GPU, with all variants and the fake-quantized simulation open at once.
 
-    Unquantized parts are shared. ``copies`` is the number of quantized denoisers, each with its own weights.
+    Variants share unquantized parts. ``copies`` is the number of quantized denoisers, each with its own weights.
     """
     largest, every = next(iter(parameters.values())), sum(parameters.values())
     memory, gpu = memory_of_variant(parameters, call)
@@ -99,7 +99,7 @@ def memory_of_calibration(parameters: Parameters, pixels: int) -> float:
 
 
 def fits(memory: Mapping[str, float], what: str, gpu: Mapping[str, float] | None = None) -> bool:
-    """Return whether the bytes of ``memory`` are free, and those of ``gpu`` on the GPU if any; log a shortage."""
+    """Return whether ``memory`` and ``gpu`` (bytes by use) are free in memory and on the GPU; log if not."""
     places = {"memory": (memory, available_memory_bytes())}
     if gpu is not None and (free := available_cuda_memory_bytes()) is not None:
         places["the GPU's memory"] = gpu, free

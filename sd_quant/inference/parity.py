@@ -4,8 +4,8 @@ Errors are relative to the norm of torch's output. Tolerances:
 
 - 1e-3 for a part whose weights are stored in fp32, because sums are added up in another order;
 - 1e-2 for an unquantized part in fp16: its weights are rounded (2^-11 each), on a GPU its activations too, over the
-  depth of the network. 8e-2 where torch or the file is in bf16, eight times as coarse: the shipped parts have up to
-  3e-3 where only weights are bf16, and 3e-2 where all is;
+  depth of the network. 8e-2 where torch or the file is in bf16, eight times as coarse: the shipped parts have errors up
+  to 3e-3 with weights in bf16, and up to 3e-2 with activations in bf16, too;
 - the ``layer_tolerance`` of the weight's format for a quantized layer, and 4e-3 more where its product is in bf16.
 
 A layer's error does not show whether it was quantized at all: INT8 moves an output by as little as 0.15 %. So for each
@@ -20,8 +20,8 @@ layer. Also hidden are scales of blocks that contribute less than a tenth of the
 fp16 sums from subnormal numbers. Inputs are those of a real call, each moved half-way to its quantized value, so that
 no error of fp16 changes the integer to which it is rounded.
 
-Measured on the 150 layers of the shipped checkpoint at level 3, without shifts: the worst correct layer of OpenVINO,
-ONNX Runtime and torch, and in how many layers each fault is caught when the file has it in all layers at once.
+Measured on the 150 layers of the shipped checkpoint at ``quant_level`` 3, inputs of convolutions not shifted. Error and
+leans: worst of the correct layers in OpenVINO, ONNX Runtime and torch. Caught: layers found where all have the fault.
 
 | weights, inputs      | error  | tolerance | lean: input | weight | scale | caught: unquantized | input | one scale |
 |----------------------|--------|-----------|-------------|--------|-------|---------------------|-------|-----------|
@@ -102,7 +102,7 @@ Outputs = Mapping[str, Mapping[str, Tensor]]  # tensors by part and by the outpu
 
 
 def distance(expected: Tensor, actual: Tensor) -> float:
-    """Return the relative error; infinity where it is undefined, as for an output of zeros or NaN."""
+    """Return ||actual - expected|| / ||expected||; infinity where this is not finite, as for an output of zeros."""
     error = relative_error(expected, actual)
     return math.inf if error is None else error
 
@@ -118,7 +118,7 @@ def checked_entry(what: str, error: float, tolerance: float) -> dict[str, float]
 
 
 def part_parity(expected: Outputs, actual: Outputs, contracts: Mapping[str, Contract]) -> dict:
-    """Return each unquantized part's largest error for the record. Raises SdQuantError for one above its tolerance."""
+    """Return the record's entry, with the largest error, by unquantized part. Raises SdQuantError above a tolerance."""
     entries = {}
     for part, contract in contracts.items():
         outputs = expected[part]
@@ -134,7 +134,7 @@ class Simulation:
 
     network: nn.Module  # with the quantizers
     output: Tensor  # of the whole network, as ``joined``
-    inputs: dict[str, Tensor]  # fp16, by quantized layer: a crop of its input, away from where codes change
+    inputs: dict[str, Tensor]  # fp16, by quantized layer: a crop of its input, moved away from rounding boundaries
     attention_inputs: dict[str, tuple[Tensor, ...]]  # fp16, by quantized attention: crops of query, key and value
 
 
@@ -172,8 +172,8 @@ def joined(outputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def some_tokens(heads: Tensor) -> Tensor:
-    """Return at most ``CROP_TOKENS`` tokens of the last sample, [1, heads, tokens, head_width]; evenly spaced, because
-    a joint attention has image tokens first and text tokens last."""
+    """Return ``CROP_TOKENS`` or fewer tokens, evenly spaced, of the last sample of [B, heads, tokens, head_width],
+    because a joint attention has image tokens first and text tokens last."""
     return heads[-1:, :, :: -(-heads.shape[2] // CROP_TOKENS)]
 
 
@@ -224,13 +224,13 @@ def exported_outputs(
 
 
 def rounded_inputs(simulation: Simulation, dtype: torch.dtype) -> Simulation:
-    """Return the simulation with layer inputs rounded to ``dtype``: bf16 can be coarser than INT8's steps."""
+    """Return the simulation with its layers' inputs rounded to ``dtype``, as bf16 can be coarser than INT8's steps."""
     return replace(simulation, inputs={name: crop.to(dtype).half() for name, crop in simulation.inputs.items()})
 
 
 @torch.no_grad()
 def native_outputs(network: nn.Module, simulation: Simulation) -> dict[str, Tensor]:
-    """Return the output of each natively quantized layer for the simulation's inputs; of a linear, without its bias."""
+    """Return outputs of ``network``'s natively quantized layers for the simulation's inputs; linears without bias."""
     outputs = {}
     for name, crop in simulation.inputs.items():
         layer = network.get_submodule(name)
@@ -245,7 +245,7 @@ def native_outputs(network: nn.Module, simulation: Simulation) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """How far an engine's output of one layer or attention is from the simulation's output."""
+    """The difference of an engine's and the simulation's output of one layer or attention."""
 
     relative_error: float
     tolerance: float
@@ -280,7 +280,7 @@ def layer_difference(module: nn.Module, layer: LayerAssignment, x: Tensor, actua
 @full_precision()
 @torch.inference_mode()
 def attention_difference(products: nn.Module, inputs: Sequence[Tensor], actual: Tensor) -> LayerDifference:
-    """Compare an engine's attention output ``actual`` for query, key and value with that of simulated ``products``."""
+    """Compare an engine's output ``actual`` for query, key and value with that of ``products``, simulated attention."""
     query, key, value = (heads.to(next(products.buffers(), heads.float())) for heads in inputs)
     expected = products(query, key, value)
     actual = actual.to(expected)
@@ -291,12 +291,12 @@ def attention_difference(products: nn.Module, inputs: Sequence[Tensor], actual: 
 
 
 def rows(output: Tensor, layer: LayerAssignment) -> Tensor:
-    """Reshape an output of a linear [..., N] or of a convolution [B, N, H, W] to [rows, N]."""
+    """Reshape an output with N channels, [..., N] of a linear or [B, N, H, W] of a convolution, to [rows, N]."""
     return (output if is_linear(layer) else output.movedim(1, -1)).flatten(0, -2)
 
 
 def lean(difference: Tensor, step: Tensor, output: Tensor) -> float | None:
-    """Return <difference, step> / <step, step> for a fault's ``step``; None where the step is too small to judge."""
+    """Return what share of a fault's ``step`` is in ``difference``, by projection; None if it is too small."""
     if not step.norm() >= VISIBLE * output.norm():
         return None
     return ((difference * step).sum() / step.square().sum()).item()
@@ -307,9 +307,9 @@ def scale_lean(
 ) -> tuple[float | None, float]:
     """Return the largest absolute ``lean`` of the weight's visible scales (or None), and the share of hidden scales.
 
-    ``output`` and ``difference`` are [rows, N]. A scale's step is SCALE_FAULT times the contribution of its weights: to
-    the whole output (a scale by tensor), a column (by channel), or a part of a column (by block). A scale is visible
-    where its contribution is at ``least`` this share of the terms and sums that fp16 rounds.
+    ``output`` and ``difference`` are [rows, N], N output channels. A scale's step is SCALE_FAULT times what its weights
+    contribute: to all of the output (one scale per tensor), to a column (per channel), or to a part of a column's sums
+    (per block). A scale is visible if this is at least the share ``least`` of the terms and sums that fp16 rounds.
     """
     inputs, weight = factors(module, layer, x)
     if layer.bias is not None:  # fp16's rounding of it is the same for every row, and no scale's fault
@@ -334,7 +334,7 @@ def scale_lean(
 
 
 def factors(module: Any, layer: LayerAssignment, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dequantized inputs [rows, K] and weight [N, K], rotated as in the file; their product is the output."""
+    """Return dequantized inputs [rows, K] and weight [N, K], rotated as in the file; output is inputs @ weight^T."""
     inputs = rotated(module.input_quantizer(x), layer.rotation)
     weight = rotated(module.weight_quantizer(module.weight).flatten(1), layer.rotation)
     if not is_linear(layer):
@@ -351,10 +351,10 @@ def layer_parity(
     outputs: Mapping[str, Tensor],
     part: str,
 ) -> dict:
-    """Build the record's entries for the quantized layers, the attentions and the whole network.
+    """Build the record's entries for the quantized layers and attentions, and for the whole network, named ``part``.
 
-    ``outputs`` are the engine's outputs of layers and attentions by name; ``full_outputs`` and ``quantized_outputs``
-    the network's, from torch and from the quantized engine. Raises SdQuantError for an error above its tolerance.
+    ``outputs`` are the engine's outputs of single layers and attentions; ``full_outputs`` and ``quantized_outputs`` are
+    the network's, in full precision and from the quantized engine. Raises SdQuantError for an error above a tolerance.
     """
     full_output = joined(full_outputs)
     differences = {
@@ -376,14 +376,14 @@ def layer_parity(
 
 
 def layers_entry(differences: Mapping[str, LayerDifference]) -> dict:
-    """Build ``differences_entry`` of the layers, with the mean share of hidden scales."""
+    """Return ``differences_entry`` of the quantized layers, with the mean share of weight scales that are hidden."""
     entry = differences_entry("layer", differences)
     entry["faults"]["scale"]["hidden_scales"] = statistics.fmean(each.hidden_scales for each in differences.values())
     return entry
 
 
 def differences_entry(kind: str, differences: Mapping[str, LayerDifference]) -> dict[str, Any]:
-    """Return the number of layers, the error with the largest share of its tolerance, and an entry for each fault.
+    """Return the number of layers, the error that is largest relative to its tolerance, and an entry for each fault.
 
     Raises SdQuantError for an error above its tolerance and for a lean above MOST_LEAN.
     """
@@ -394,7 +394,7 @@ def differences_entry(kind: str, differences: Mapping[str, LayerDifference]) -> 
 
 
 def fault_entry(fault: str, differences: Mapping[str, LayerDifference]) -> dict:
-    """Return the layer with the largest lean to a fault, and how many layers can have the fault and how many hide it.
+    """Return the largest lean to a fault, its layer, how many layers can have the fault and in how many it is hidden.
 
     Raises SdQuantError for a lean above MOST_LEAN.
     """

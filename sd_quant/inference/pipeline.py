@@ -41,7 +41,7 @@ ByBatch = Callable[[Sequence[Sequence[int]], Callable[[int], Tensors], Sequence[
 def in_turn(
     batches: Sequence[Sequence[int]], make: Callable[[int], Tensors], also: Sequence[Any] = ()
 ) -> list[Tensors]:
-    """Run ``make`` for all batches in this process, one after the other."""
+    """Return ``make(place)`` for the place of each batch in ``batches``, one after the other in this process."""
     return [make(place) for place in range(len(batches))]
 
 
@@ -59,11 +59,11 @@ class Sampling:
     negative_prompts: list[str] | None = None  # None: the model's own unconditional embedding
     latents: Tensor | None = None  # start noise, fp32 [N, C, h, w]; None: drawn from the seeds
     source: SourceImages | None = None  # images to start from, with noise that is drawn from the seeds
-    sizes: list[tuple[int, int]] | None = None  # (width, height); None: those above
+    sizes: list[tuple[int, int]] | None = None  # (width, height); None: ``width`` and ``height``
     vae_tile: int | None = None  # side of the tiles in which images are decoded, in pixels; None: as a whole
     sampler: str | None = None  # of ``samplers.SAMPLERS``; None: the checkpoint's own
     schedule: str | None = None  # a letter for each step taken, see ``calls``; None: all are computed
-    guidance_until: float | None = None  # noise level, down to which steps are guided; None: all are
+    guidance_until: float | None = None  # noise level down to which steps are guided; None: all steps are
     # Further arguments of the pipeline's call, of the images in turn: numbers, texts, PIL images and lists of these
     arguments: list[dict[str, Any]] | None = None
 
@@ -107,17 +107,17 @@ class Sampling:
         return [same[start : start + count] for same in alike.values() for start in range(0, len(same), count)]
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return the further pipeline arguments of the image with this ``number``."""
+        """Return the entry of ``arguments`` for the image with this ``number``."""
         return self.arguments[number % len(self.arguments)] if self.arguments else {}
 
     def of_one_call(self, number: int) -> Any:
-        """Return a key that is equal for images that one call can make; an image with a list argument is alone."""
+        """Return a key, equal for images that one call can generate; an image with a list as argument has its own."""
         if any(isinstance(value, list) for value in self.row(number).values()):
             return number
         return repr({name: value for name, value in self.row(number).items() if not is_of_each(name, value)})
 
     def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Return the call's arguments for these images: negative prompts, source images, and further arguments."""
+        """Return these images' arguments for one pipeline call: negative prompts, source images, ``arguments``."""
         texts, rows = self.negative_prompts, list(map(self.row, numbers))
         negative = {} if texts is None else {"negative_prompt": [texts[number % len(texts)] for number in numbers]}
         source = {} if self.source is None else self.source.arguments_of(numbers)
@@ -128,7 +128,7 @@ class Sampling:
         return negative | source | further
 
     def texts_of(self, prompts: Sequence[str]) -> list[str]:
-        """Return prompts joined with their further arguments, as text that identifies an image among equal settings."""
+        """Return, for each prompt, a text of the prompt and its entry of ``arguments``, which identifies its image."""
         if self.arguments is None:
             return list(prompts)
         return [f"{prompt}\n{json.dumps(identities(self.row(number)))}" for number, prompt in enumerate(prompts)]
@@ -140,7 +140,7 @@ class Generated:
 
     images: Images | None  # None where latents alone are wanted
     latents: Tensor | list[Tensor]  # fp32 [N, steps, ...], or N of [steps, ...], in the pipeline's own layout
-    decoded: list[Tensor] | None = None  # the decoder's first input of each image, fp32; None where none is for images
+    decoded: list[Tensor] | None = None  # the decoder's first input by image, fp32; None if not one an image
 
 
 def made_with(sampling: Sampling, own: Any) -> Any:
@@ -161,14 +161,14 @@ def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Co
 
 
 def place_of(done: int, sampling: Sampling, pipe: Any) -> int:
-    """Return the denoising step after ``done`` scheduler steps, of which some samplers take several for one."""
+    """Return the index of the denoising step after ``done`` scheduler steps, several of which may make one step."""
     return min(done * sampling.steps // max(1, len(pipe.scheduler.timesteps)), sampling.steps_taken - 1)
 
 
 class Pipeline:
     """A pipeline of any class, whose networks are computed by engines.
 
-    ``parts`` by name; their engines may be a mapping that opens each engine on use and closes the previous one.
+    ``parts`` are the networks' replacements by name; their engines may be opened on use, closing the previous one.
     """
 
     def __init__(self, call: PipelineCall, parts: Mapping[str, AnsweredPart]):
@@ -256,7 +256,7 @@ class Pipeline:
         )
 
     def prepare(self, calls: Sequence[Callable], answers: Sequence[dict[str, list[Tensors]]]) -> None:
-        """Fill ``answers`` with all outputs needed before denoising, one part at a time for all batches."""
+        """Run each batch's call up to denoising, one part at a time; append the parts' outputs to ``answers``."""
         waiting, turn = list(range(len(calls))), list[str]()
         last = {*self.call.denoisers, *self.conditioners, *self.decoders}
         while waiting:
@@ -308,7 +308,7 @@ class Pipeline:
                 )
 
         def settled(pipe: Any, step: int, timestep: Any, values: dict) -> dict:
-            """Replace the kept latents: after the step, the pipeline restores the source outside of the mask."""
+            """Replace the kept latents by those in which the pipeline has restored the source outside of the mask."""
             steps[-1] = latents_of((values["latents"],))
             return values
 
@@ -340,7 +340,7 @@ class Pipeline:
         compute: Callable[[Outputs], Outputs],
         inputs: Outputs,
     ) -> Outputs:
-        """Decode, in tiles of ``tile`` pixels a side if given. Raises SdQuantError for values that are not finite."""
+        """Decode latents by ``compute``, in tiles of ``tile`` pixels if given. Raises SdQuantError for NaN or inf."""
         outputs = in_tiles(compute, inputs, tile)
         if (broken := first_broken(next(iter(outputs.values())), numbers)) is not None:
             raise SdQuantError(
@@ -375,7 +375,7 @@ def packed(answers: Mapping[str, Sequence[Tensors]]) -> Tensors:
 
 
 def unpacked(tensors: Tensors, parts: Iterable[str]) -> dict[str, list[Tensors]]:
-    """Invert ``packed`` for these ``parts``."""
+    """Return the outputs by part and call that ``packed`` has flattened; an empty list for a part without calls."""
     answers: dict[str, list[Tensors]] = {part: [] for part in parts}
     calls = sorted(
         (path.split("/", 3)[1:] for path in tensors if path.startswith("answer/")), key=lambda at: int(at[1])
@@ -396,7 +396,7 @@ def first_broken(values: Tensor, numbers: Sequence[int]) -> int | None:
 
 
 def by_image(steps: Sequence[Tensor], images: int) -> Tensor:
-    """Stack each step's latents [images, ...] to [images, steps, ...]; repeated, where no axis counts images."""
+    """Stack each step's latents to [images, steps, ...]; latents without a batch axis are repeated for each image."""
     alike = [each for each in steps if each.shape == steps[-1].shape]  # some pipelines begin with smaller latents
     stacked = torch.stack(alike) if alike else torch.zeros(1, images, 1)
     return stacked.movedim(1, 0) if stacked.shape[1] == images else stacked[None].expand(images, *stacked.shape)

@@ -1,10 +1,10 @@
 """Choose the denoising steps that multiply unquantized inputs, by the error of each step's quantization in the image.
 
-In a run with all steps precise, one step at a time gets quantized inputs, and the change of the *final* latents is kept
-as a vector. These changes add up nearly linearly, so the error of any choice is the norm of a sum: the error with all
-steps precise, plus the changes by the quantized steps. The vectors' Gram matrix gives this norm without another call,
-and finds errors that cancel. An exchange search finds the best steps; runs of the quantized engines compare them with
-the first and last steps, which published checkpoints keep precise.
+In a run with unquantized inputs (all steps *precise*), one step at a time gets quantized inputs, and the change of the
+final latents is kept as a vector. These changes add up nearly linearly, so the error of any choice is the norm of a
+sum: the error with all steps precise, plus the changes by the quantized steps. The vectors' Gram matrix gives this
+norm without another call, and finds errors that cancel. An exchange search finds the best steps; runs of the quantized
+engines compare them with the first and last steps, which published checkpoints keep precise.
 
 Alternatives not taken: a threshold on the change from step to step, which ignores an error's effect on the image, and a
 search by generated images, hundreds for each number of steps.
@@ -25,7 +25,7 @@ from sd_quant.models.checkpoint import Checkpoint
 def products_of_steps(
     checkpoint: Checkpoint, unquantized: Variant, recipe: Variant, prompts: Sequence[str], sampling: Sampling
 ) -> list[list[float]]:
-    """Return the Gram matrix [1 + steps, 1 + steps] of the error with all steps precise and of each step's change."""
+    """Return the Gram matrix [1 + steps, 1 + steps] of the error with all inputs unquantized and each step's change."""
     known = [Replacement(step, COMPUTED) for step in range(sampling.steps_taken)]
     reference = final_latents(checkpoint, unquantized, prompts, range(len(prompts)), replace(sampling, schedule=None))
     precise, changes = changed_by(checkpoint, recipe, prompts, sampling, known, WEIGHTS_ALONE)
@@ -33,7 +33,7 @@ def products_of_steps(
 
 
 def predicted_gain(products: Tensor, precise: Sequence[int]) -> float:
-    """Return the dB by which the recipe's error falls with these steps precise, if changes add linearly."""
+    """Return by how many dB unquantized inputs in the steps ``precise`` lower the error, if changes add linearly."""
     steps = len(products) - 1
 
     def squared(precise: Sequence[int]) -> float:
@@ -44,9 +44,9 @@ def predicted_gain(products: Tensor, precise: Sequence[int]) -> float:
 
 
 def best_steps(products: Tensor, count: int) -> list[int]:
-    """Return the ``count`` steps, ascending, that lower the predicted error most when they are precise.
+    """Return the ``count`` steps, ascending, that lower the predicted error most if their inputs are not quantized.
 
-    Exchange search from the first steps, the last steps and those with the largest changes; the best result wins.
+    An exchange search starts from the first, the last, and the steps with the largest changes; the best result wins.
     """
     steps = len(products) - 1
 

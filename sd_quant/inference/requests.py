@@ -27,7 +27,7 @@ DECIDED = {  # arguments of a pipeline's call that knobs decide, or that change 
 
 @dataclass(frozen=True)
 class Run:
-    """The prompts and size of one call."""
+    """The name, prompts and image size of one call of a pipeline."""
 
     name: str
     prompts: list[str]
@@ -38,11 +38,11 @@ class Run:
 def request(
     pipe: Any, run: Run, scale: float, steps: int, arguments: Mapping[str, Any], seeds: Sequence[int], style: Style
 ) -> dict[str, Any]:
-    """Build the keyword arguments for a call of ``pipe``, without those that its class does not accept.
+    """Build the keyword arguments, such as the guidance ``scale``, that the class of ``pipe`` accepts, for one call.
 
     Images among ``arguments`` are cropped and resized to the run's size, unless ``style.keeps`` names the argument. One
     image or negative prompt serves all prompts; a list has one for each prompt, or several for a single prompt.
-    Raises ConfigError when a required argument is missing, or ``arguments`` fail ``check_taken``.
+    Raises ConfigError when a required argument is missing, or one of ``arguments`` is unknown or set by a knob.
     """
     known = inspect.signature(type(pipe).__call__).parameters
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -79,7 +79,7 @@ def request(
 
 
 def check_taken(kind: type, where: str, names: Iterable[str]) -> None:
-    """Raise ConfigError for ``names``, stated in ``where``, that the pipeline does not accept or that knobs decide."""
+    """Raise ConfigError if the pipeline class ``kind`` lacks one of the arguments ``names`` or if a knob sets it."""
     known = inspect.signature(kind.__call__).parameters
     if unknown := sorted(set(names) - known.keys()):
         raise ConfigError(

@@ -31,7 +31,7 @@ SMALLEST = 1e-12  # error of latents that are equal
 
 @dataclass(frozen=True, order=True)
 class Replacement:
-    """A step whose output is reused or extrapolated, or computed in another precision, and its letter (``calls``)."""
+    """A denoising step whose output is replaced, and how: a letter of ``calls``, such as ``r`` for a reused output."""
 
     step: int
     letter: str
@@ -44,7 +44,7 @@ def schedule_of(replaced: Sequence[Replacement], steps: int, base: str = COMPUTE
 
 
 def replacements(steps: int) -> list[Replacement]:
-    """Return all possible replacements: every step except first and last; extrapolation needs two steps before it."""
+    """Return all replacements: reuse in any step except first and last, extrapolation also not in the second step."""
     reused = [Replacement(step, REUSED) for step in range(1, steps - 1)]
     return reused + [Replacement(step, EXTRAPOLATED) for step in range(2, steps - 1)]
 
@@ -84,10 +84,10 @@ def best_replacements(known: Sequence[Replacement], products: Tensor, count: int
 
 
 def answers_before(kept: Outputs, denoiser: str, step: int, places: Sequence[int]) -> Answer:
-    """Return a function that looks up a call's output among the ``kept`` outputs of an earlier run, or returns None.
+    """Return a lookup ``(part, number of the call) -> output`` for a run that differs from an earlier one in ``step``.
 
-    Reused are all outputs of other parts, and the denoiser's before ``step``, at which the new run first differs.
-    ``places`` has the step of each denoiser call in a batch. The new run skips ``step``, or uses another engine."""
+    It finds, in the earlier run's outputs ``kept``, all of other parts and the denoiser's before ``step``; None for
+    later calls. ``places`` has the step of each denoiser call in a batch; the new run skips those of ``step``."""
     before, of_a_batch = sum(place < step for place in places), len(places) - places.count(step)
 
     def answer(part: str, number: int) -> Mapping[str, Tensor] | None:
@@ -107,7 +107,7 @@ def changed_by(
     known: Sequence[Replacement],
     base: str = COMPUTED,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the final latents with all steps of letter ``base``, and their change by each ``known`` replacement."""
+    """Return final latents with the letter ``base`` in all steps, and their change by each replacement in ``known``."""
     steps, numbers = sampling.steps_taken, range(len(prompts))
     batches, denoiser = len(sampling.batches(numbers)), engine_of_letter(checkpoint.family.DENOISER, base)
     whole, changes, places = ReplayedVariant(engines), list[Tensor](), list[int]()
@@ -124,13 +124,13 @@ def changed_by(
 
 
 def products_of(errors: Sequence[Tensor]) -> list[list[float]]:
-    """Return the Gram matrix of the errors, computed in fp64."""
+    """Return the Gram matrix of the errors, as flat vectors, in fp64."""
     flat = torch.stack([each.double().flatten() for each in errors])
     return (flat @ flat.T).tolist()
 
 
 def candidates(products: Sequence[Sequence[float]], steps: int, saved: int) -> list[str]:
-    """Return schedules that save ``saved`` calls: best reuse, best reuse or extrapolation, evenly spread reuse."""
+    """Return schedules that save ``saved`` calls: best reuse, best of reuse and extrapolation, evenly spread reuse."""
     known, all_of_them = replacements(steps), torch.tensor(products, dtype=torch.float64)
     reused = [number for number, each in enumerate(known) if each.letter == REUSED]
     found = [
@@ -152,8 +152,8 @@ def choose_schedule(
 ) -> dict[str, Any]:
     """Choose the schedule among ``found`` with the least error of the recipe; return the record's ``levers.chosen``.
 
-    The first ``half`` prompts choose. On the remaining prompts the choice is compared with the evenly spread schedule
-    (the last of ``found``), and with the same sampler at so few steps that the calls are as many. Extrapolation
+    The first ``half`` prompts decide. On the remaining prompts the chosen schedule is compared with the evenly spread
+    one (the last of ``found``), and with fewer steps of the same sampler, as many as computed calls. Extrapolation
     amplifies quantization errors of the last two outputs, so the best schedule depends on the recipe.
     """
     steps, saved = sampling.steps_taken, len(found[-1]) - found[-1].count(COMPUTED)
@@ -182,13 +182,13 @@ def final_latents(
     sampling: Sampling,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Tensor:
-    """Return the last latents [N, ...] of the prompts with these ``numbers``; ``on_step`` is called with each step."""
+    """Return the last latents [N, ...] of the N prompts with these ``numbers``; call ``on_step`` with each step."""
     made = pipeline_of(checkpoint, variant)(prompts, sampling, numbers=numbers, decode=(), on_step=on_step)
     return torch.stack([each[-1] for each in made.latents])
 
 
 def typical_error(reference: Tensor, latents: Tensor) -> float:
-    """Return the geometric mean of the images' relative errors, which few images of new composition cannot dominate."""
+    """Return the geometric mean of the images' relative errors, which a few large errors cannot dominate."""
     return 10 ** (errors_in_db(reference, latents).mean().item() / 20)
 
 

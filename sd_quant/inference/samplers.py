@@ -22,7 +22,7 @@ MULTISTEP_FLOW: Settings = {"use_flow_sigmas": True, "prediction_type": "flow_pr
 
 @dataclass(frozen=True)
 class Sampler:
-    """The scheduler class for each kind of model (None: not available), and its settings."""
+    """Scheduler classes for noise prediction, flow matching and EDM (None: not available), and their settings."""
 
     noise: str
     flow: str | None = None
@@ -86,12 +86,12 @@ def engine_of_letter(part: str, letter: str) -> str:
 
 
 def most_saved(steps: int) -> int:
-    """Return the most steps that can be saved: no two adjacent, and neither the first nor the last."""
+    """Return how many steps can reuse an output at most: no two adjacent, and neither the first nor the last."""
     return max(0, (steps - 1) // 2)
 
 
 def model_of(own: Any) -> str:
-    """Return the kind of model by the checkpoint's ``own`` scheduler: "noise", "flow" or "edm"."""
+    """Return what the model with the scheduler ``own`` is trained for: "noise", "flow" (matching) or "edm"."""
     names = [kind.__name__ for kind in type(own).__mro__]
     if any(name.startswith("FlowMatch") for name in names) or own.config.get("use_flow_sigmas"):
         return "flow"
@@ -104,7 +104,7 @@ def samplers_for(own: Any) -> list[str]:
 
 
 def sampler_for(name: str, own: Any) -> Any:
-    """Build the sampler with the noise levels of the ``own`` scheduler. Raises ConfigError where it does not fit."""
+    """Build the sampler with the noise levels of the scheduler ``own``. Raises ConfigError if it does not fit."""
     import diffusers
 
     entries, reason = carried(name, own)
@@ -117,7 +117,7 @@ def sampler_for(name: str, own: Any) -> Any:
 
 
 def carried(name: str, own: Any) -> tuple[Settings, str | None]:
-    """Return the sampler's config entries for the model of the ``own`` scheduler, and why it does not fit, or None."""
+    """Return the sampler's config for a model with the scheduler ``own``, and why it does not fit, or None."""
     import diffusers
 
     sampler, model = SAMPLERS[name], model_of(own)
@@ -150,7 +150,7 @@ def carried(name: str, own: Any) -> tuple[Settings, str | None]:
 
 
 def why_not_reused(scheduler: Any) -> str | None:
-    """Return why outputs cannot be reused with this scheduler, or None where they can."""
+    """Return why a step cannot reuse the denoiser's last output with this scheduler, or None where it can."""
     config = scheduler.config
     if not {kind.__name__ for kind in type(scheduler).__mro__} & set(FIRST_ORDER) or config.get("stochastic_sampling"):
         return f"under {type(scheduler).__name__} an output that is used again is no step of the same sampler"

@@ -37,7 +37,7 @@ class SourceImages:
         return replace(self, images=self.images.repeat(times, axis=0), masks=masks)
 
     def arguments_of(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Return the arguments of a pipeline's call for the prompts with these ``numbers``."""
+        """Return pipeline arguments (strength, images, masks) for the prompts with these ``numbers``."""
         given = {"image": self.images} | ({} if self.masks is None else {"mask_image": self.masks})
         return {"strength": self.strength} | {
             name: [Image.fromarray(each[number % len(each)]) for number in numbers] for name, each in given.items()
@@ -49,7 +49,7 @@ def read_source(
 ) -> SourceImages:
     """Read images and masks, cropped and resized to ``width`` by ``height`` pixels.
 
-    Raises ConfigError for a mask whose size differs from its image's, and what ``read_fitted`` raises.
+    Raises ConfigError for too many pixels or a mask of another size than its image, ArtifactError for a damaged file.
     """
     fit, fit_masks = list[np.ndarray](), list[np.ndarray]()
     for path, of_mask in zip(images, masks or [None] * len(images), strict=True):

@@ -19,7 +19,7 @@ Through = Callable[[Callable[..., Outputs], Outputs], Outputs]  # (compute, inpu
 
 
 class Reached(BaseException):
-    """Raised to end a pipeline's call before a part that must wait; no ``Exception``, which some pipelines catch."""
+    """Raised to end a pipeline's call before a part that must not run yet; some pipelines catch any ``Exception``."""
 
     def __init__(self, part: str, inputs: Tensors):
         super().__init__(part)
@@ -29,8 +29,8 @@ class Reached(BaseException):
 class AnsweredPart:
     """One part of the model as its pipeline calls it, for one batch of images.
 
-    Calls are answered from ``answers``, in order. A further call is computed and appended, or raises ``Reached`` where
-    the part ``waits``. ``on_call`` runs before each computation; ``through(compute, inputs)``, if set, wraps it.
+    Calls return the known ``answers``, in order. A further call is computed and appended, or raises ``Reached`` if the
+    part ``waits``. ``on_call()`` runs before a computation; ``through(compute, inputs)``, if set, wraps it.
     """
 
     def __init__(self, engines: Mapping[str, Engine], name: str, part: Part):
@@ -59,7 +59,7 @@ class AnsweredPart:
         return self.part.answer({name: output.clone() for name, output in answer.items()})  # pipelines change them
 
     def computed(self, inputs: Outputs, letter: str = COMPUTED) -> Outputs:
-        """Compute the outputs with the engine of ``letter``; an unquantized part has one engine for all letters."""
+        """Compute the outputs with the engine of a schedule's ``letter``; unquantized parts have one for all."""
         own = engine_of_letter(self.name, letter)
         return self.engines[own if own in self.engines else self.name](**inputs)
 

@@ -19,7 +19,7 @@ STEP = 0.75  # from a tile to the next one, as a share of its side
 def in_tiles(
     compute: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], inputs: Mapping[str, Tensor], tile: int | None
 ) -> Mapping[str, Tensor]:
-    """Compute a decoder's outputs, as a whole or in tiles of ``tile`` pixels a side (input z, output dec)."""
+    """Compute a decoder's output ``dec`` of its input ``z``, as a whole or in tiles of ``tile`` pixels a side."""
     return compute(inputs) if tile is None else {"dec": decode(lambda z: compute({"z": z})["dec"], inputs["z"], tile)}
 
 

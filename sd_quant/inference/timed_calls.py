@@ -3,10 +3,10 @@
 A part is called with random inputs, because latency does not depend on their values. Alternative not taken: timing the
 calls within a pipeline, which include its copies between devices and dtypes.
 
-Variants of a model differ in the denoiser alone, so the speed-up of an image follows from the speed-up of one denoiser
-call and the *rest*: an image's time outside the denoiser divided by its time inside, a ratio that a slow machine hardly
-changes. A hundred short calls of each engine can be interleaved while the machine changes little. Alternative not
-taken: whole images alone, of which only a few take as long; a few are timed to check that both ways agree.
+Variants of a model, such as quantized ones, differ in the denoiser alone, so an image's speed-up follows from that of a
+denoiser call and the *rest*: an image's time outside the denoiser divided by its time inside, a ratio that a slow
+machine hardly changes. A hundred short calls of each engine can be interleaved while the machine changes little.
+Alternative not taken: timing whole images only, of which few fit into the time; some are timed as a check.
 """
 
 import statistics
@@ -54,11 +54,11 @@ class ImageTimes:
 
     totals: list[float]  # milliseconds
     rest: float  # the time outside the denoisers as a share of the time inside
-    rounds: Rounds | None = None  # None where nothing was made: see ``image_of_parts``
+    rounds: Rounds | None = None  # None for the estimate of ``image_of_parts``
 
 
 class Stopwatch:
-    """Engines whose call times are summed in ``milliseconds``; ``rests`` has the ratio outside / inside by image."""
+    """Engines whose call times are summed; ``rests`` has each image's time outside of them over the time inside."""
 
     def __init__(self, engines: Mapping[str, Engine]):
         self.engines = {name: self.watched(engine) for name, engine in engines.items()}
@@ -92,7 +92,7 @@ def image_times(
     samplings: Mapping[str, Sampling],
     stopping: Stopping,
 ) -> dict[str, ImageTimes]:
-    """Time batches of images of each variant in interleaved rounds, after WARMUP_IMAGES that do not count."""
+    """Time images in rounds, each with a batch of every variant, after WARMUP_IMAGES that do not count."""
     others = checkpoint.parts().keys() - {*denoisers_of(checkpoint)}
     watches = {
         name: Stopwatch({each: engine for each, engine in engines.items() if each not in others})
@@ -110,18 +110,18 @@ def image_times(
 
 
 def calls_in_image(checkpoint: Checkpoint, sampling: Sampling, counted: Mapping[str, int] = {}) -> dict[str, int]:
-    """Return the calls of each denoiser per image: one a step; with several denoisers, the numbers ``counted``."""
+    """Return calls per image by denoiser: one call a step, or ``counted`` (by denoiser) if there are several."""
     first, *others = denoisers_of(checkpoint)
     return {part: counted[part] for part in (first, *others)} if others and counted else {first: sampling.steps_taken}
 
 
 def calls_beside(checkpoint: Checkpoint, part: str, calls: Mapping[str, int]) -> int:
-    """Return how often an image calls a part other than the denoisers, which have these ``calls`` each."""
+    """Return how often an image calls a part that is no denoiser; ``calls`` are those of the denoisers."""
     return sum(calls.values()) if checkpoint.parts()[part].in_steps else 1
 
 
 def image_of_parts(checkpoint: Checkpoint, medians: Mapping[str, float], calls: Mapping[str, int]) -> ImageTimes:
-    """Estimate an image's time from its parts' ``medians`` (ms) and ``calls``, where memory cannot hold all parts."""
+    """Estimate an image's time from its parts' median times (ms) and its denoisers' ``calls``, if memory is short."""
     denoising = sum(count * medians[part] for part, count in calls.items())
     others = medians.keys() - calls.keys()
     rest = sum(medians[part] * calls_beside(checkpoint, part, calls) for part in others)

@@ -1,4 +1,4 @@
-"""Check a pipeline's further arguments by a trial call, in which networks without weights check their inputs.
+"""Check a user's further arguments of a pipeline by a trial call, in which networks without weights check shapes.
 
 Alternative not taken: a list, for each pipeline class, of the arguments that cannot change the exported graphs.
 """
@@ -68,7 +68,7 @@ def steps_of(checkpoint: Any, sampling: Sampling) -> int:
 def check_arguments(checkpoint: Any, samplings: Iterable[Sampling]) -> None:
     """Check that the checkpoint's further ``arguments`` agree with its exported graphs and with the knobs.
 
-    Raises ConfigError when a knob decides one of them, or when with them the pipeline's call fails, calls a network in
+    Raises ConfigError if a knob sets one of the arguments, or if the pipeline's call with them fails, uses a network in
     shapes that its graph lacks, or takes another number of steps.
     """
     plain, given = replace(checkpoint, arguments={}), checkpoint.arguments

@@ -16,7 +16,7 @@ Answer = Callable[[str, int], Tensors | None]  # the output of a part's n-th cal
 
 
 class WatchedEngine:
-    """A wrapper that calls ``call(inputs)`` first; outputs that it returns are used, otherwise ``engine`` computes."""
+    """An engine that returns ``call(inputs)`` unless that is None; then it computes by the wrapped ``engine``."""
 
     name: str
     inputs: dict[str, torch.dtype]
@@ -36,10 +36,10 @@ class WatchedEngine:
 
 
 class WatchedVariant(OnDemand[Engine]):
-    """A variant's engines by part; copies of the inputs of selected calls are kept in ``seen``."""
+    """The engines of one variant (precision) of the model, by part; ``seen`` keeps the inputs of selected calls."""
 
     def __init__(self, variant: Mapping[str, Engine], calls: Mapping[str, Collection[int]]):
-        """``calls`` gives, by part, the numbers of the calls to keep; by default call 0."""
+        """``calls`` has, by part, the numbers of the calls whose inputs are kept, from 0; by default the first."""
         super().__init__(variant, lambda part: WatchedEngine(variant[part], partial(self.remember, part)))
         self.wanted = dict.fromkeys(variant, (0,)) | calls
         self.count = dict.fromkeys(variant, 0)  # of the calls so far
@@ -55,7 +55,7 @@ class WatchedVariant(OnDemand[Engine]):
 
 
 class ReplayedVariant(dict[str, Engine]):
-    """A variant's engines by part; all outputs are kept, and outputs that ``answer`` returns are not computed."""
+    """A variant's engines by part; ``outputs`` keeps all outputs, and those that ``answer`` knows are not computed."""
 
     def __init__(self, variant: Mapping[str, Engine], answer: Answer = lambda part, number: None):
         super().__init__({part: ReplayedEngine(self, part) for part in variant})

@@ -1,6 +1,6 @@
 """Metrics of a run: the fidelity of its images to full precision, latency and memory.
 
-``SCORES`` is the table of image scores, which the record, the closing table, the summary of a sweep and the report use.
+``SCORES`` has the image scores, which the record, a job's printed table, a sweep's summary and the report use.
 ``NAMED`` lists optional scores, most of them from the add-on ``scores``. To add a score, write a function as described
 in ``Against`` in ``sd_quant/metrics/<name>.py``, and an entry of ``SCORES``. Functions are imported at the first call,
 so the table can be read without torch.
@@ -75,7 +75,7 @@ class Score:
         return Interval(found.value, *ends) if found.known else found
 
     def compute(self, *arguments):
-        """Compute the score from the arguments that ``Against`` lists; a score by a network, with ``score_images``."""
+        """Compute the score from the arguments that ``Against`` lists; scores with ``weights`` by ``score_images``."""
         if self.weights:
             return pkgutil.resolve_name("sd_quant.metrics.network_scores:score_images")(self, *arguments)
         return pkgutil.resolve_name(self.function)(*arguments)
@@ -135,5 +135,5 @@ def scoring(key: str) -> Iterator[Score]:
 
 
 def fidelity_scores() -> list[Score]:
-    """Return the scores of the record's ``fidelity``: against images and against latents of full precision."""
+    """Return the scores of the record's ``fidelity``, which compare images or latents with full precision's."""
     return scores_against(Against.IMAGES, Against.LATENTS)

@@ -48,7 +48,7 @@ def by_category(
 
 
 def of_prompts(prompts: Sequence[str], places: Sequence[int], values: Values) -> list[float]:
-    """Return the mean value of each distinct prompt among the images at these ``places``, without None."""
+    """Return, for each distinct prompt, the mean of its values that are not None, over the images at ``places``."""
     return means_of_groups([values[place] for place in places], [prompts[place] for place in places])
 
 

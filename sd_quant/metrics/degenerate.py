@@ -62,7 +62,7 @@ def tiles_of(images: Images) -> np.ndarray:
 
 
 def as_another(index: int, tiles: np.ndarray, reference: Images, images: Images) -> str | None:
-    """Return, in words, the first image that nearly equals image ``index`` though their references differ; or None."""
+    """Return, in words, another image that nearly equals image ``index`` although their references differ, or None."""
     near = np.sqrt(np.square(tiles - tiles[index]).mean(axis=1)) <= SAME + 1  # tiles are rounded
     for other in np.flatnonzero(near):
         if other == index or images[other].shape != images[index].shape:

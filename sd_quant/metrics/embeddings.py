@@ -14,7 +14,7 @@ from sd_quant.numbers import relative_error
 
 
 def moved(full: Tensor, quantized: Tensor) -> dict[str, Any]:
-    """Build the record's ``Moved`` for one output of the encoder, in full precision and quantized.
+    """Build the record's entry ``Moved``: relative error and cosines of ``quantized`` outputs against ``full`` ones.
 
     Outputs [B, T, C] are tokens, of which zero vectors are padding and left out; [B, C] is one vector for each text.
     Outputs of other shapes, such as pixels, get no cosines.

@@ -69,7 +69,7 @@ def exactly(value: float) -> Interval:
 
 
 def recorded(value: float, ends: Sequence[float | None] | Mapping | None) -> Interval:
-    """Build the Interval of a value from a record's ``ends``; unknown if these are missing, None or a reason."""
+    """Build an Interval from a record's ``ends``; it is unknown if these are None, or a mapping with a reason."""
     known = isinstance(ends, list | tuple) and len(ends) == 2 and None not in ends
     return Interval(value, *ends) if known else Interval(value, -math.inf, math.inf)
 
@@ -108,7 +108,7 @@ def means_of_groups(values: Iterable[float | None], groups: Iterable[Hashable]) 
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Correct p-values for multiple tests by Holm's procedure, in the given order; None is not counted."""
+    """Return p-values corrected for multiple tests by Holm's procedure, in the given order; None stays, uncounted."""
     adjusted: list[float | None] = [None] * len(values)
     known = sorted((value, place) for place, value in enumerate(values) if value is not None)
     most = 0.0
@@ -151,7 +151,7 @@ def ratio_interval(
 
 
 def in_batches(ends: Sequence[int], most: int = BATCHES_OF_OPENINGS) -> list[int]:
-    """Merge adjacent segments with these ``ends`` into at most ``most`` batches of similar size; return the ends."""
+    """Merge neighbouring openings, with ``ends`` in rounds, into at most ``most`` batches; return their ends."""
     batches = min(most, len(ends) - 1)
     return [ends[number * (len(ends) - 1) // batches] for number in range(batches + 1)]
 
@@ -163,7 +163,7 @@ def medians(values: Sequence[float], ends: Sequence[int]) -> list[float]:
 def deviation_of_openings(engines: Sequence[Sequence[float]], ends: Sequence[int]) -> tuple[float, int]:
     """Estimate the standard deviation of one engine's log latency between openings, and its degrees of freedom.
 
-    Changes that all engines share are attributed to the machine, and removed.
+    ``ends`` are indices of rounds. Changes that all engines share are attributed to the machine, and removed.
     """
     logs = [[math.log(each) for each in rounds] for rounds in engines]
     common = [statistics.fmean(each) for each in zip(*logs, strict=True)]  # of a round
@@ -187,7 +187,7 @@ def sum_of(a: Interval, b: Interval) -> Interval:
 
 
 def deviation_of_occasions(engines: Iterable[Sequence[tuple[float, float]]]) -> float:
-    """Estimate the standard deviation of an engine's value between occasions, without its error within an occasion.
+    """Estimate an engine's standard deviation between occasions (hours apart), without the error within one.
 
     ``engines`` has, for each engine, the value and its error variance on two or more occasions.
     """
@@ -200,7 +200,7 @@ def deviation_of_occasions(engines: Iterable[Sequence[tuple[float, float]]]) -> 
 
 
 def apart(deviation: float, degrees: int, confidence: float) -> Interval:
-    """Return the expected change of a logarithm from one occasion to another: 0, with its interval."""
+    """Return 0, the expected change of a logarithm between two occasions, with an interval from their ``deviation``."""
     half = min(LARGEST, t_quantile(degrees, confidence) * math.sqrt(2) * deviation)
     return Interval(0.0, -half, half)
 

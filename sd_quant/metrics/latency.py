@@ -87,7 +87,7 @@ class Stopping:
     fewest: int  # rounds that are always made
     half_width: float  # of a narrow interval, as a share of the ratio
     budget_s: float  # seconds after which no further round starts
-    most: int = 5000
+    most: int = 5000  # rounds
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class Rounds:
     """The measurements of all rounds of ``measure_together``."""
 
     samples: dict[str, list[float]]  # milliseconds of each round, by the call's name
-    clocks: dict[str, str]  # name of the clock, by the call's
+    clocks: dict[str, str]  # the clock's name, by the call's name
     warmup: int  # calls after each opening, which do not count
     stopped: str  # NARROW, BUDGET or CEILING
     machine: dict[str, float | None]  # see ``neighbours.used_by_others``
-    openings: list[int] = field(default_factory=list)  # the number of rounds of each; empty where there was one
+    openings: list[int] = field(default_factory=list)  # rounds after each opening; empty if engines opened once
     probes: list[Reading] = field(default_factory=list)  # of the machine, before, between and after the rounds
 
     def statistics(self, name: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def statistics_of(samples: list[float], warmup: int, clock: str) -> dict[str, An
 
 
 def judged(timing: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-    """Return ``timing``; its median becomes None with a ``reason``, the given one or because samples spread too far."""
+    """Return ``timing``, its median None with a ``reason`` if that is given or if the samples spread too far."""
     samples = timing["samples_ms"]
     if reason is None:
         if len(samples) < FEWEST_ROUNDS or spread(samples) <= MOST_SPREAD:
@@ -129,7 +129,7 @@ def judged(timing: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
 
 
 def measure(call: Call, warmup: int, repeats: int, clock: Clock = wall_clock) -> dict[str, Any]:
-    """Time one call ``repeats`` times and return ``statistics_of`` its latencies."""
+    """Time one call ``repeats`` times, after ``warmup`` calls, and return the latencies' ``statistics_of``."""
     return measure_together({"": call}, warmup, Stopping(repeats, 1, 0), {"": clock}).statistics("")
 
 
@@ -198,7 +198,7 @@ def measure_together(
 def enough(
     samples: Sequence[Sequence[float]], stopping: Stopping, seconds: float, openings: Sequence[int]
 ) -> str | None:
-    """Return the reason to stop after ``seconds``, or None to make another round."""
+    """Return why to stop after ``seconds`` (intervals narrow, budget spent, too many rounds), or None to go on."""
     reference, *others = samples
     if len(reference) < stopping.fewest:
         return None

@@ -32,7 +32,7 @@ SECONDS_BETWEEN_SAMPLES = 0.1
 
 
 def children(process: int) -> list[int]:
-    """Return the running child processes of ``process``, and their children."""
+    """Return the ids of the running children of ``process``, of their children, and so on."""
     found: list[int] = []
     try:
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -53,7 +53,7 @@ def resident_bytes(process: int) -> int:
 
 
 class FamilyPeak:
-    """A ``with`` block that samples the memory of this process and its children: ``peak_bytes``, 0 without children."""
+    """A ``with`` block that samples ``peak_bytes``, the memory of this process and its children; 0 without children."""
 
     def __init__(self) -> None:
         self.peak_bytes, self.stopped = 0, threading.Event()
@@ -135,7 +135,7 @@ def cuda_peak_bytes() -> int:
 
 
 def used() -> str:
-    """Return the peaks of memory so far, as part of a sentence."""
+    """Return the process's and the GPU's peak memory so far, as part of a sentence."""
     peak, cuda = peak_memory_bytes() / 1e9, peak_cuda_memory_bytes()
     return f"{peak:.2f} GB of memory" + ("" if cuda is None else f" and {cuda / 1e9:.2f} GB of the GPU's")
 

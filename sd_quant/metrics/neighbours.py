@@ -55,7 +55,7 @@ def used_by_others(before: ProcessorTimes | None, after: ProcessorTimes | None) 
 
 
 def busy(others: float | None, steal: float | None, spread: float | None) -> str | None:
-    """Return why the machine was busy, as part of a sentence, or None; ``spread`` is the spread of the reference."""
+    """Return why the machine was busy, in words, or None; ``spread`` is that of the reference engine's latency."""
     told = (
         (others, MOST_OTHERS, "other processes took {:.0%} of the processors' time"),
         (steal, MOST_STEAL, "a hypervisor took {:.0%} of the processors' time"),
@@ -65,9 +65,9 @@ def busy(others: float | None, steal: float | None, spread: float | None) -> str
 
 
 def slowed(readings: Sequence[Mapping[str, Any]], shown: Mapping[str, Any] | None) -> str | None:
-    """Return, in words, the probe result that fell most, below the best result ``shown`` before or within ``readings``.
+    """Return, in words, by how much the machine slowed down, or None if by no more than MOST_FALL.
 
-    Returns None where no result fell by more than MOST_FALL.
+    This is the largest fall of a probe's result: within ``readings``, or below the best ``shown`` in earlier runs.
     """
     falls = [(0.0, "")]
     for figure in dict.fromkeys(name for reading in readings for name in reading):

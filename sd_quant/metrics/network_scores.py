@@ -35,7 +35,7 @@ Opener = Callable[[], Opened]
 
 
 def score_images(score: Score, images: Images, beside: Sequence[Any], weights: Path) -> dict:
-    """Score uint8 images by the network in ``weights``: ``{value, reason, values, images}`` and the network's facts.
+    """Score uint8 images by the network in ``weights``; return ``{value, reason, values, images}`` and facts about it.
 
     ``beside`` has what each image is compared with, its prompt or another image. ``value`` is the mean, clipped to the
     score's minimum, or None with a ``reason`` where the network fails or a value is not finite.

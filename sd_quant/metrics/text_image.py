@@ -134,7 +134,7 @@ def _positive(eigenvalues: Tensor) -> Tensor:
 
 
 def open_clip_folder(weights: Path) -> tuple[Any, Callable, Callable]:
-    """Load a CLIPModel and the functions that convert images [H, W, 3] to its pixels and prompts to its tokens."""
+    """Load a CLIPModel, with functions that convert images [H, W, 3] to its pixels and prompts to its tokens."""
     from transformers import CLIPModel, CLIPProcessor
 
     advice = "save it again"

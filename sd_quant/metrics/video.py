@@ -15,7 +15,7 @@ from sd_quant.metrics.intervals import mean_interval
 
 
 def video_scores(reference: Images, videos: Images, width: int) -> dict:
-    """Build the record's ``video`` for videos uint8 [N, H, frames * width, 3] with frames side by side.
+    """Build the record's ``video`` for N videos, uint8 [N, H, frames * width, 3], whose frames are side by side.
 
     With d the difference of neighbouring frames, ``flicker`` is the root mean square of d - d(full precision), in
     levels from 0 to 255, and ``change`` is mean(|d|) / mean(|d(full precision)|).

@@ -214,7 +214,7 @@ def _build(trt: ModuleType, builder, network, config):
 
 
 def _targets(trt: ModuleType, library: str, names: Sequence[str]) -> list[str]:
-    """Return ``names`` without repetition, or this GPU if empty. Raises ConfigError for targets it cannot build for."""
+    """Return the targets ``names`` without repetition, if empty this GPU. Raises ConfigError for an unsupported one."""
     if not names:
         return [device_target()]
     if library != "tensorrt_rtx":

@@ -33,7 +33,7 @@ def runtime_module(library: str) -> ModuleType:
 
 @cache
 def library_logger(library: str):
-    """Return the library's only logger (TensorRT keeps a process's first); ``errors`` has the last eight errors."""
+    """Return the library's only logger, as TensorRT ignores a second one; ``errors`` has the last eight errors."""
     trt = runtime_module(library)
 
     class Logger(trt.ILogger):  # type: ignore[name-defined]  # the base is only known at run time
@@ -134,7 +134,7 @@ def execution_context(trt: ModuleType, engine):
 
 
 def _dtypes(trt: ModuleType) -> dict:
-    """Map the dtypes of this version of TensorRT to torch's."""
+    """Return the torch dtype of each TensorRT dtype that this version of TensorRT has."""
     names = {
         "HALF": torch.float16, "FLOAT": torch.float32, "BF16": torch.bfloat16, "INT8": torch.int8,
         "UINT8": torch.uint8, "INT32": torch.int32, "INT64": torch.int64, "BOOL": torch.bool,
@@ -210,7 +210,7 @@ def products(engine: TensorRtEngine, path: Path) -> dict[str, str]:
 
 
 def products_in(information: str) -> dict[str, str]:
-    """Parse ``products`` from the inspector's JSON, in which a layer names the ONNX nodes that were fused into it.
+    """Return ``products`` from the engine inspector's JSON, where a layer names the ONNX nodes that were fused into it.
 
     A layer's type is that of its first input, the activations: floating point where quantized values are dequantized
     first. A plan without details has only names of layers.
