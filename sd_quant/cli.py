@@ -161,7 +161,7 @@ def hydra_main(command: Command) -> Callable[[], object]:
 
 
 def search_path(arguments: Namespace) -> list[str]:
-    """Translate ``--config-dir`` into ``hydra.searchpath=``. Raises ConfigError for both, or a missing folder."""
+    """Translate ``--config-dir`` into ``hydra.searchpath=``. Raises ConfigError if both are given, or for no folder."""
     if arguments.config_dir is None:
         return []
     folder = Path(arguments.config_dir).expanduser().absolute()
@@ -173,7 +173,7 @@ def search_path(arguments: Namespace) -> list[str]:
 
 
 def check_command(command: Command, overrides: list[str], plain: DictConfig) -> None:
-    """Check a single run, writing nothing; ``plain`` has no knobs of several values. Raises SdQuantError if invalid."""
+    """Check a single run, writing nothing; ``plain``: knobs without those of several values. Raises SdQuantError."""
     parsed = sweep.parse(overrides)
     varies = any(override.is_sweep_override() for override in parsed)  # which Hydra refuses
     config = compose(command.name, overrides, return_hydra_config=True) if varies else plain

@@ -95,7 +95,7 @@ _utils.get_yaml_loader = bounded_loader
 
 
 def job_of(job: type, config: DictConfig):
-    """Read a composed configuration as the dataclass ``job``, its knobs and files checked. Raises SdQuantError."""
+    """Read a composed configuration as the dataclass ``job`` and check it. Raises SdQuantError if it is invalid."""
     hydra = config.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
     if hydra is not None:
         use_groups(hydra.runtime.config_sources)
@@ -123,7 +123,7 @@ def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> Quantiz
 
 
 def settled(knobs: DictConfig) -> dict[str, Any]:
-    """Return a job's knobs, references resolved; ``model`` is an earlier run's if there is one. Raises SdQuantError."""
+    """Return a job's knobs, references resolved; ``model`` is that of ``run``, if given. Raises SdQuantError."""
     if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
         knobs.model = sweep.in_texts(without_interpolation, model)  # before the size and the prompts are taken from it
     knobs = sweep.with_literal_texts(knobs)
@@ -151,7 +151,7 @@ def use_groups(sources: Iterable) -> None:
 
 @contextmanager
 def composing(config_name: str) -> Iterator[None]:
-    """Let Hydra compose in the block; its errors are raised as SdQuantError."""
+    """Let Hydra compose in the block; its errors become SdQuantError. ``config_name``: the command, for messages."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield

@@ -59,7 +59,7 @@ def printed(config: DictConfig, package: str | None) -> str:
 
 
 def knobs_of_job(job: type, path: str = "", narrowed: Collection[Only] = ()) -> Iterator[tuple[str, str, str]]:
-    """Yield command-line name, full name, and meaning with values of each knob; ``narrowed``: limits in this job."""
+    """Yield name on the command line, full name and meaning of each knob; ``narrowed``: stricter limits of knobs."""
     for name, (kind, stated) in fields_of(job).items():
         if dataclasses.is_dataclass(kind):
             yield from knobs_of_job(typing.cast(type, kind), f"{path}{name}.", only_of(stated))

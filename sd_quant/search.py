@@ -37,7 +37,7 @@ MOST_REPEATED = 5  # proposals of known jobs in a row, then a random one
 
 @dataclass(frozen=True)
 class Outcome:
-    """A job's measurements, as the search compares them with its target."""
+    """A job's measured fidelity, and how far its speed-up is from the target of the search."""
 
     fidelity: float  # mean over images of PSNR in dB, at most the rule's ``enough_db``
     shortfall: float  # log(wanted speed-up / low end of the measured interval); above 0 the target is missed
@@ -64,7 +64,7 @@ def planned(plan: dict, search: float) -> dict:
 
 
 def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], count: int, seed: int = 0) -> list[str]:
-    """Return the names of up to ``count`` jobs to do next; ``known``: outcomes of finished jobs, None for a failure."""
+    """Return the names of up to ``count`` jobs of ``grid`` to do next; ``known``: outcomes by name, None if failed."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -103,7 +103,7 @@ def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], cou
 
 
 def space_of(grid: Sequence[PlannedJob]) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
-    """Return Optuna's distribution of each knob, over indices of its values, and by a job's name its indices."""
+    """Return Optuna's distribution of each knob and each job's point by its name, both over indices of values."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     axes = {knob: axis([job["varied"][knob] for job in grid]) for knob in grid[0]["varied"]}
@@ -170,7 +170,7 @@ def next_jobs(directory: Path, at_once: int) -> list[dict]:
 
 @contextmanager
 def proposing() -> Iterator[None]:
-    """Let Hydra's basic sweeper search in the block. Alternative not taken: a plugin, which every start imports."""
+    """Let Hydra's basic sweeper propose jobs in the block. Alternative not taken: a plugin, which all starts import."""
     sweeper = import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper  # Hydra has loaded it anew
     usual, sweeper.sweep = sweeper.sweep, sweep_by_proposals
     try:

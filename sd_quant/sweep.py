@@ -189,7 +189,7 @@ def candidates_of(jobs: Sequence[Any]) -> list[dict]:
 
 
 def result_of(job: Any) -> str:
-    """Return a text that is equal for jobs that must quantize all layers alike, whatever the names of their presets."""
+    """Return a text that is equal for jobs whose results must be equal, whatever the names of their presets."""
     knobs = deciding(job)
     if "quantize" in knobs:
         knobs["quantize"] |= unheeded_knobs(job.quantize) | dict.fromkeys(("format", "exp_name", "attention"))

@@ -158,7 +158,7 @@ def names_here() -> list[str]:
 
 
 def report_of(rows: Sequence[dict[str, Any]], rehearsal: bool) -> dict[str, Any]:
-    """Build the report, an object for JSON, and check it against its schema."""
+    """Build the report, an object for JSON, from a row for each job, and check it against its schema."""
     name, capability, driver, memory = NO_GPU if rehearsal else next(iter(listed_gpus()))
     report = {
         "schema": SCHEMA, "made_by": "sd-quant gpu-report", "day": datetime.now(UTC).date().isoformat(),

@@ -30,7 +30,7 @@ BLOCK = re.compile(r"[^.]+(?:\.\d+)?")  # the part of a layer's name that a para
 def entries_in(path: str) -> tuple[dict[str, str], dict[str, float | str]]:
     """Read an assignment file: return each layer's label (preset or fp16), and the alpha of each layer that has one.
 
-    Raises ConfigError for a file that cannot be read, and for an entry of another form than above.
+    Raises ConfigError for a file that cannot be read, and for an entry of another form.
     """
     file = existing_file("assignment", path)
     expected = "a mapping from names of layers to presets or fp16, or to {preset: ..., alpha: ...}"

@@ -18,7 +18,7 @@ WAYS = (RUNTIME, BATCH, THREADS, ISA, "fp32", "fp16", "bf16")
 
 @dataclass(slots=True)
 class Timing:
-    """When timing ends; a round times all engines that are compared, and at least ``infer.num_timed_runs`` are done."""
+    """When timing ends, after at least ``infer.num_timed_runs`` rounds, each of which times all compared engines."""
 
     half_width: Annotated[
         float, SHARE, "half the width of a speed-up's interval, as a share of it, at which timing may end"

@@ -207,7 +207,7 @@ class Infer:
 
     @property
     def precise_letters(self) -> set[str]:
-        """Letters of the schedule (h, f) whose steps need an engine of their own; both if steps are to be chosen."""
+        """Letters of steps that need their own engine: h (inputs unquantized), f (full precision); both if chosen."""
         if self.chooses_precise:  # which compares the times of both
             return {WEIGHTS_ALONE, FULL}
         return set(self.given_schedule or "") - NOT_COMPUTED - {COMPUTED}
@@ -218,7 +218,7 @@ class Infer:
         return round((self.reuse or 0) * self.recipe_steps)
 
     def check_schedule(self) -> None:
-        """Raise ConfigError for a schedule of wrong length or e too early, or a ``reuse`` of 0 or too many steps."""
+        """Raise ConfigError for a schedule whose length or first e is wrong, or a ``reuse`` of 0 or too many steps."""
         steps = self.recipe_steps
         if self.schedule is not None:
             expected = f"one for each of the {steps} steps, and it has {len(self.schedule)}"
@@ -246,11 +246,11 @@ class Infer:
         check(int(steps * strength) > 0, knob, steps, expected)
 
     def inputs(self) -> dict[str, Path]:
-        """Return the files that images are made from (noise, sources, masks, table), by names as in a record."""
+        """Return the files that images are made from (noise, sources, masks, table), by name in a run's record."""
         return inputs_of_images("infer.", self, "latents")
 
     def prompt_list(self) -> list[str]:
-        """Return each image's prompt, repeated if there are more source images. Raises ConfigError for a bad file."""
+        """Return a prompt for each image; source images take the prompts in turn. Raises ConfigError for a bad file."""
         return [prompt.text for prompt in self.prompt_of_each_image()]
 
     def categories(self) -> list[str] | None:
@@ -264,7 +264,7 @@ class Infer:
         return [prompts[index % len(prompts)] for index in range(count) for _ in range(self.num_samples)]
 
     def prompts_in_turn(self, prompts: Sequence[Prompt]) -> int:
-        """Count the prompts, with repeats to one per source image. Raises ConfigError above MOST_IMAGES images."""
+        """Return the number of prompts, or of source images if more. Raises ConfigError above MOST_IMAGES images."""
         given = [("infer.image", self.image)] if self.image else [("infer.control", path) for path in self.control]
         count = max(len(prompts), *(len(image_files(knob, input_path(path))) for knob, path in given), 0)
         expected = f"at most {MOST_IMAGES // count}: {MOST_IMAGES} images of {count} prompts"

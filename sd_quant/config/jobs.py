@@ -1,4 +1,4 @@
-"""The jobs (knobs) of all commands except ``quantize``, which begin with an earlier run, files or a checkpoint."""
+"""The jobs (knobs) of all commands except ``quantize``; these commands use an earlier run, files or a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -227,7 +227,7 @@ def given_as(part: str) -> str:
 
 
 def check_out_path(path: str | None, written: Mapping[str, bytes]) -> None:
-    """Raise ConfigError for an unwritable folder, or one with a file that begins unlike its pattern in ``written``."""
+    """Raise ConfigError for an unwritable folder, or a file there that is in ``written`` and begins otherwise."""
     if path is None:
         return
     check_writable(output_path(path), "infer.out_path")

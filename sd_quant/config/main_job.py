@@ -33,7 +33,7 @@ DECIDE_NOTHING = (("infer", "chosen_because"), ("model", "observed"), ("trt", "t
 
 @dataclass(slots=True)
 class RecipeJob:
-    """The sections that decide how each layer is quantized, and the cache of calibration statistics."""
+    """The sections of knobs that decide how each layer is quantized, and the cache of calibration statistics."""
 
     model: Model
     quantize: Quantize
@@ -146,7 +146,7 @@ class QuantizeJob(RecipeJob):
         self.model.encoder |= self.infer.image is not None
 
     def check_precise(self) -> None:
-        """Raise ConfigError for precise steps if no input is quantized, or chosen by time if no engine is timed."""
+        """Raise ConfigError for steps h if no input is quantized, or for a choice by time if no engine is timed."""
         infer, formats = self.infer, self.formats()
         knob = "schedule" if infer.schedule is not None else "precise_steps"
         value, precise = getattr(infer, knob), infer.precise
@@ -189,7 +189,7 @@ def makes_calibration_images(quantize: Quantize, infer: Infer) -> bool:
 
 
 def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
-    """Raise ConfigError for a ``given`` knob without effect, in a single run; in a sweep, equal jobs run once."""
+    """Raise ConfigError for a ``given`` knob without effect in a single run. (In a sweep, equal jobs run once.)"""
     linear = {f"{prefix}{name}" for name in unheeded_knobs(job.quantize) for prefix in ("", "quantize.")}
     for name in given:
         if name in linear:

@@ -31,7 +31,7 @@ class PreciseSteps:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the knob is ``auto``: steps are precise only if they gain more than controls that take equal time."""
+        """Whether the knob is ``auto``: steps are precise only if the same time, spent otherwise, gains less."""
         return self == PreciseSteps()
 
     @property

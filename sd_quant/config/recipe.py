@@ -226,11 +226,11 @@ class Quantize(Recipe):
 
     @property
     def mixes(self) -> bool:
-        """Whether layers may have different presets, by a limit or a file."""
+        """Whether layers may have different presets, by a limit of bytes or the file ``assignment``."""
         return self.chooses_bits or self.assignment is not None
 
     def offered(self) -> dict[str, Recipe]:
-        """Return the recipes that a layer may have, by preset: this section's, or several under a limit or from a file.
+        """Return the recipes that a layer may have, by preset: this section's, or several by a limit or ``assignment``.
 
         ``quant_level``, ``batch_size`` and attention are always this section's. Under a limit, a preset that
         differs in unquantized inputs alone is left out: with as many bytes and less error, every layer would get it.
@@ -265,7 +265,7 @@ class Quantize(Recipe):
         }
 
     def beside(self, preset: str) -> Recipe:
-        """Return another preset's recipe for the same denoiser, with this section's ``quant_level`` and batch size."""
+        """Return another preset's recipe without attention, with this section's ``quant_level`` and ``batch_size``."""
         own = own_recipe(preset)
         assert own is not None  # it was checked
         enable = dataclasses.replace(own.enable, attention=None)
@@ -352,7 +352,7 @@ def unused_knobs(quantize: Quantize) -> list[Unused]:
 
 
 def check_hessian(quantize: Quantize) -> None:
-    """Raise ConfigError unless the block size of GPTQ's Hessian is a multiple of the rotation's and each format's."""
+    """Raise ConfigError unless GPTQ's Hessian has blocks of a multiple of the rotation's and weight formats' blocks."""
     weights = {quantize.enable.conv.weight, quantize.enable.linear.weight}
     groups = {f"quantize.rotation={quantize.rotation} rotates as many inputs together": quantize.rotation}
     groups |= {f"{name} has blocks of as many inputs": FORMATS[name].block or 0 for name in sorted(weights)}

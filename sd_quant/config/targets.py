@@ -20,7 +20,7 @@ from sd_quant.quantization.recipe import Recipe
 
 
 def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping[str, Callable[[ForeignFormat], bool]]:
-    """Return checks of a target by phrase, such as for one of the formats ``weights``; ``conv``: of convolutions."""
+    """Return checks of a target by what they demand: a format of ``weights``, for convolutions ``conv``, and so on."""
     linear, inputs = recipe.enable.linear.weight, recipe.enable.linear.activation
     return {
         f"weights in {' or '.join(sorted(weights))}": lambda target: bool(set(weights) & target.formats.keys()),
@@ -77,7 +77,7 @@ def check_targets(
 
 
 def inputs_held(target: ForeignFormat, recipe: Recipe) -> str | None:
-    """Return how a target's tool computes linears' inputs, as in ``ForeignFormat``; None if it cannot hold them."""
+    """Return how a target's tool computes linears' inputs, see ``ForeignFormat``; None if it cannot hold a recipe."""
     linear = recipe.enable.linear.weight
     if linear not in target.formats or not all(holds(target) for holds in needs({linear}, None, recipe).values()):
         return None
