@@ -61,13 +61,13 @@ LIBRARIES = 1.3e9  # bytes of address space that the imports of a job take
 
 
 def check_no_run(job: object, directory: Path, given: list[str]) -> None:
-    """Raises ConfigError when a command other than ``quantize`` would write into the folder of a finished run."""
+    """Raise ConfigError when a command other than ``quantize`` would write into the folder of a finished run."""
     if is_finished_run(directory):
         raise ConfigError(f"hydra.run.dir is {shown(directory)}, which holds a finished run; choose a new folder")
 
 
 def check_no_others(job: object, directory: Path, given: list[str]) -> None:
-    """Raises ConfigError for a finished run's folder, and for files of which no command has written any."""
+    """Raise ConfigError if ``directory`` is a finished run's, or has files and no record of a command."""
     check_no_run(job, directory, given)
     found = sorted(os.listdir(directory)) if os.access(directory, os.R_OK) else []
     if found and not {".hydra", RECORD} & {*found}:
@@ -161,7 +161,7 @@ def hydra_main(command: Command) -> Callable[[], object]:
 
 
 def search_path(arguments: Namespace) -> list[str]:
-    """Translate ``--config-dir`` into an override. Raises ConfigError if both are given, and for a missing folder."""
+    """Translate ``--config-dir`` into ``hydra.searchpath=``. Raises ConfigError if both are given, or for no folder."""
     if arguments.config_dir is None:
         return []
     folder = Path(arguments.config_dir).expanduser().absolute()
@@ -173,7 +173,7 @@ def search_path(arguments: Namespace) -> list[str]:
 
 
 def check_command(command: Command, overrides: list[str], plain: DictConfig) -> None:
-    """Check a single run, writing nothing; ``plain``: the configuration without swept knobs. Raises SdQuantError."""
+    """Check a single run, writing nothing; ``plain``: knobs without those of several values. Raises SdQuantError."""
     parsed = sweep.parse(overrides)
     varies = any(override.is_sweep_override() for override in parsed)  # which Hydra refuses
     config = compose(command.name, overrides, return_hydra_config=True) if varies else plain
@@ -258,7 +258,7 @@ def importing() -> Iterator[None]:
 def recording_failure(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
     """Wrap ``task``: announce a job of a sweep, and write the reason of a failure into the job's folder.
 
-    A refusal of a single run ends the process here, before Hydra prints a line of its own; a sweep goes on.
+    An SdQuantError ends the process of a single run here, before Hydra prints a line of its own; a sweep goes on.
     """
 
     @functools.wraps(task)

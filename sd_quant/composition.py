@@ -55,7 +55,7 @@ def given(value: object, preset: object) -> object:
 
 
 def own(knob: str, usual: object) -> object:
-    """Return the value of a ``model`` knob that the checkpoint states, once a job starts; ``usual`` before that."""
+    """Return the value that the checkpoint states for a ``model`` knob; ``usual``, a default, before a job starts."""
     return own_knob(knob, list(usual) if isinstance(usual, ListConfig) else usual)
 
 
@@ -95,7 +95,7 @@ _utils.get_yaml_loader = bounded_loader
 
 
 def job_of(job: type, config: DictConfig):
-    """Read a composed configuration as the dataclass ``job``, its knobs and files checked. Raises SdQuantError."""
+    """Read a composed configuration as the dataclass ``job`` and check it. Raises SdQuantError if it is invalid."""
     hydra = config.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
     if hydra is not None:
         use_groups(hydra.runtime.config_sources)
@@ -105,7 +105,7 @@ def job_of(job: type, config: DictConfig):
 
 
 def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> QuantizeJob:
-    """Return the checked job of ``quantize``, even in a program that uses Hydra. Raises SdQuantError if invalid."""
+    """Return the checked job of ``quantize``, even inside a program that uses Hydra. Raises SdQuantError if invalid."""
     outside = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -123,7 +123,7 @@ def job_with(presets: Mapping[str, str], knobs: Mapping[str, object]) -> Quantiz
 
 
 def settled(knobs: DictConfig) -> dict[str, Any]:
-    """Return a job's knobs with references resolved, by its earlier run and its checkpoint. Raises SdQuantError."""
+    """Return a job's knobs, references resolved; ``model`` is that of ``run``, if given. Raises SdQuantError."""
     if "model" in knobs and knobs.get("run") and (model := run_model(knobs.run)):
         knobs.model = sweep.in_texts(without_interpolation, model)  # before the size and the prompts are taken from it
     knobs = sweep.with_literal_texts(knobs)
@@ -136,7 +136,7 @@ def settled(knobs: DictConfig) -> dict[str, Any]:
 
 
 def use_groups(sources: Iterable) -> None:
-    """Look for presets in Hydra's folders. Raises ConfigError for a preset that two of the folders contain."""
+    """Set GROUPS, where presets are looked up, to Hydra's folders. Raises ConfigError for a preset in two of them."""
     GROUPS[:] = [Path(source.path) for source in sources if source.schema == "file"]
     ours = [folder.name for folder in CONF.iterdir() if folder.is_dir()]
     first: dict[Path, Path] = {}
@@ -151,7 +151,7 @@ def use_groups(sources: Iterable) -> None:
 
 @contextmanager
 def composing(config_name: str) -> Iterator[None]:
-    """Let Hydra compose in the block; its errors are raised as SdQuantError."""
+    """Let Hydra compose in the block; its errors become SdQuantError. ``config_name``: the command, for messages."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             yield
@@ -160,7 +160,7 @@ def composing(config_name: str) -> Iterator[None]:
 
 
 def check_assigned(words: Sequence[str]) -> None:
-    """Raises ConfigError for a word that takes minutes to parse, or is no ``name=value``, as of an unquoted value."""
+    """Raise ConfigError for an argument that is too long to parse, or no ``name=value``, as after a missing quote."""
     for number, word in enumerate(words):
         if len(word) > LONGEST_ARGUMENT or word.count(",") > MOST_ITEMS:
             raise ConfigError(

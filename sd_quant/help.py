@@ -46,7 +46,7 @@ def resolved(node: Any) -> Any:
 
 
 def printed(config: DictConfig, package: str | None) -> str:
-    """Return a job's resolved knobs as YAML, all or one ``package``. Raises ConfigError for an unknown package."""
+    """Return a job's resolved knobs as YAML, all or those of ``package``. Raises ConfigError for an unknown package."""
     values = resolved(sweep.with_literal_texts(config))
     section = values.get("quantize", {})  # whose values the shorthands give, where they give some
     values |= {name: section[name] for name in values if values[name] is None and name in section}
@@ -59,7 +59,7 @@ def printed(config: DictConfig, package: str | None) -> str:
 
 
 def knobs_of_job(job: type, path: str = "", narrowed: Collection[Only] = ()) -> Iterator[tuple[str, str, str]]:
-    """Yield each knob of ``job``: its name on the command line, its full name, and its meaning with allowed values."""
+    """Yield name on the command line, full name and meaning of each knob; ``narrowed``: stricter limits of knobs."""
     for name, (kind, stated) in fields_of(job).items():
         if dataclasses.is_dataclass(kind):
             yield from knobs_of_job(typing.cast(type, kind), f"{path}{name}.", only_of(stated))
@@ -72,7 +72,7 @@ def knobs_of_job(job: type, path: str = "", narrowed: Collection[Only] = ()) -> 
 
 
 def presets_of(config_name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each group of a command's configuration, and the presets that the command accepts."""
+    """Yield each group (folder of presets) of a command's configuration, and the presets that the command accepts."""
     plain = lambda path: yaml.safe_load(path.read_text(encoding="utf-8"))  # noqa: E731
     defaults, sections = plain(CONF / f"{config_name}.yaml")["defaults"], fields_of(JOBS[config_name])
     for group in [name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry]:
@@ -83,7 +83,7 @@ def presets_of(config_name: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def written(value: Any) -> str:
-    """Return a default as it is given on the command line, without the empty entries of a group."""
+    """Return a default value as text for the command line; empty lists of a mapping are left out."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {written(each)}' for name, each in value.items() if each != [])}}}"
     return f"[{','.join(map(written, value))}]" if isinstance(value, list) else sweep.written(value)
@@ -94,7 +94,7 @@ def default_of(values: Any, path: str) -> str:
 
 
 def line(name: str, default: str, meaning: str) -> str:
-    """Return a knob on one line, with as many clauses of its meaning as fit; a mark says where some are left out."""
+    """Return a knob on one line, with as many clauses of its meaning as fit; ``…`` stands for the others."""
     start = f"  {one_line(f'{name}={default}', LONGEST):{MEANING - 4}}  "
     meaning, _, takes = meaning.rpartition(" (") if meaning.endswith(")") else (meaning, "", "")
     room = WIDTH - len(start)
@@ -106,7 +106,7 @@ def line(name: str, default: str, meaning: str) -> str:
 
 
 def listed(job: type, values: Any) -> str:
-    """Return the lines of all knobs of a job, grouped by section."""
+    """Return a line for each knob of a job, grouped by section; ``values``: the defaults by section and name."""
     sections: dict[str, list[str]] = {}
     for name, path, text in knobs_of_job(job):
         section = path.partition(".")[0] if "." in path else "the job"
@@ -115,7 +115,7 @@ def listed(job: type, values: Any) -> str:
 
 
 def explained(job: type, values: Any, names: Sequence[str]) -> str:
-    """Return the whole meaning of each knob or section in ``names``. Raises ConfigError for an unknown name."""
+    """Return the full descriptions of the knobs or sections ``names``. Raises ConfigError for an unknown name."""
     every, found = list(knobs_of_job(job)), []
     for wanted in names:
         known = [each for each in every if wanted in each[:2] or each[1].startswith(f"{wanted}.")]
@@ -130,7 +130,7 @@ def wrapped(text: str) -> str:
 
 
 def help_of(name: str, config: DictConfig, knobs: Sequence[str]) -> str:
-    """Return the help of the command ``name`` by the template ``hydra.help``, or the whole meanings of ``knobs``."""
+    """Return the help of the command ``name`` by Hydra's help template, or the full descriptions of ``knobs``."""
     own = OmegaConf.masked_copy(config, [each for each in config if each != "hydra"])
     values, job = resolved(sweep.with_literal_texts(own)), JOBS[name]
     if knobs:

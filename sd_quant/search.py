@@ -37,17 +37,17 @@ MOST_REPEATED = 5  # proposals of known jobs in a row, then a random one
 
 @dataclass(frozen=True)
 class Outcome:
-    """A job's measurements, as the search compares them with its target."""
+    """A job's measured fidelity, and how far its speed-up is from the target of the search."""
 
-    fidelity: float  # PSNR in dB, no more than is enough
-    shortfall: float  # logarithm of the wanted speed-up over the least that the job surely has; above 0 it falls short
-    passes: bool = True  # the verdict's floor
+    fidelity: float  # mean over images of PSNR in dB, at most the rule's ``enough_db``
+    shortfall: float  # log(wanted speed-up / low end of the measured interval); above 0 the target is missed
+    passes: bool = True  # whether images are as good as the verdict's rule demands
 
 
 def planned(plan: dict, search: float) -> dict:
-    """Return the plan of a search in a grid, without jobs yet; ``search`` is the number or share of jobs to do.
+    """Turn a sweep's plan into that of a search over its jobs, none begun; ``search``: number or share of jobs to do.
 
-    Raises ConfigError for more jobs than the grid has, ResourceError without Optuna.
+    Raises ConfigError for more jobs than the sweep has, ResourceError without Optuna.
     """
     if find_spec("optuna") is None:
         install = "pip install 'sd-quant[search]'"
@@ -64,7 +64,7 @@ def planned(plan: dict, search: float) -> dict:
 
 
 def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], count: int, seed: int = 0) -> list[str]:
-    """Return the names of up to ``count`` jobs to do next; ``known``: outcomes of finished jobs, None for a failure."""
+    """Return the names of up to ``count`` jobs of ``grid`` to do next; ``known``: outcomes by name, None if failed."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -103,7 +103,7 @@ def propose(grid: Sequence[PlannedJob], known: Mapping[str, Outcome | None], cou
 
 
 def space_of(grid: Sequence[PlannedJob]) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
-    """Return Optuna's distribution for each knob, over indices of its values, and each job's indices by its name."""
+    """Return Optuna's distribution of each knob and each job's point by its name, both over indices of values."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     axes = {knob: axis([job["varied"][knob] for job in grid]) for knob in grid[0]["varied"]}
@@ -152,7 +152,7 @@ def outcome_of(option: Option, rule: Rule) -> Outcome | None:
 
 
 def next_jobs(directory: Path, at_once: int) -> list[dict]:
-    """Add the next proposed jobs to a search's plan in ``directory`` and return them; [] when the search has ended."""
+    """Propose up to ``at_once`` jobs, add them to the plan in ``directory`` and return them; [] if all are done."""
     plan = read_plan(directory)
     search, rule = plan["search"], rule_of(plan["verdict"])
     left = search["jobs"] - sum(job.get("proposed_for") == search["target"] for job in plan["jobs"])
@@ -170,7 +170,7 @@ def next_jobs(directory: Path, at_once: int) -> list[dict]:
 
 @contextmanager
 def proposing() -> Iterator[None]:
-    """Make Hydra's basic sweeper search in the block. Alternative not taken: a plugin, imported at every start."""
+    """Let Hydra's basic sweeper propose jobs in the block. Alternative not taken: a plugin, which all starts import."""
     sweeper = import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper  # Hydra has loaded it anew
     usual, sweeper.sweep = sweeper.sweep, sweep_by_proposals
     try:
@@ -180,7 +180,7 @@ def proposing() -> Iterator[None]:
 
 
 def sweep_by_proposals(self: Any, arguments: list[str]) -> list:
-    """Launch the jobs that the search began in an earlier process, and then the jobs that it proposes.
+    """Launch the jobs that the search began in an earlier process, then those that it proposes, by Hydra's sweeper.
 
     ``hydra.sweeper.max_batch_size``, else the launcher's ``n_jobs``, is how many are proposed at a time; default: 1.
     """

@@ -52,7 +52,7 @@ TEXTS = {  # knobs with texts for networks, and a pattern of the values that are
     "model.arguments": r"\$\{[\w.]+\}",
 }
 BARE = re.compile(r"(?<!\\)((?:\\\\)*)\$\{")  # an interpolation that is not escaped
-MOST_JOBS = 1000  # each is composed and checked before the first starts, and stands in the report
+MOST_JOBS = 1000  # each is composed and checked before the first starts, and has a row in the report
 
 
 def is_sweep(plain: DictConfig, multirun: bool) -> bool:
@@ -124,7 +124,7 @@ def plan_of(
 ) -> tuple[dict, str, list[Any]]:
     """Return the content of ``sweep.json``, the folder's name without its time, and the jobs, checked by ``job_of``.
 
-    If a job must give an earlier one's assignment, ``same_as`` names it. Raises ConfigError for an invalid job.
+    A job with the same result as an earlier one names it in ``same_as``. Raises ConfigError for an invalid job.
     """
     varied, overridden = expand(config_name, arguments)
     varied = [name.lstrip("+") for name in varied]
@@ -189,7 +189,7 @@ def candidates_of(jobs: Sequence[Any]) -> list[dict]:
 
 
 def result_of(job: Any) -> str:
-    """Return a text that is equal for jobs that must give the same assignment, whatever the names of their presets."""
+    """Return a text that is equal for jobs whose results must be equal, whatever the names of their presets."""
     knobs = deciding(job)
     if "quantize" in knobs:
         knobs["quantize"] |= unheeded_knobs(job.quantize) | dict.fromkeys(("format", "exp_name", "attention"))
@@ -249,7 +249,7 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
 
 
 def begun_jobs(directory: Path, jobs: Sequence[dict], grid: Sequence[dict]) -> list[dict]:
-    """Return the jobs of an earlier search that have a folder and are in the new grid, with the grid's entries."""
+    """Return the jobs of an earlier search that have a folder and are in ``grid``, updated by the entries there."""
     by_name = {job["name"]: job for job in grid}
     return [job | by_name[name] for job in jobs if (name := job["name"]) in by_name and (directory / name).is_dir()]
 
@@ -327,12 +327,12 @@ def left(sweep: Sweep) -> str:
 
 
 def folder_of(directory: Path, number: int) -> str:
-    """Return the name of a job's folder. Where ``check_shared`` will refuse the job, it is the job's number."""
+    """Return the name of a job's folder; its number if there is no plan, so that ``check_shared`` refuses the job."""
     return entry(directory, number)["name"] if (directory / SWEEP).exists() else str(number)
 
 
 def check_shared(directory: Path) -> None:
-    """Raises ResourceError on a machine that does not share the sweep's folder with the command that started it."""
+    """Raise ResourceError on a machine that does not share the sweep's folder with the command that started it."""
     if not (directory / SWEEP).exists():
         raise ResourceError(
             f"{directory} has no {SWEEP} on {socket.gethostname()}, which was to do a job, expected the one that the "
@@ -343,7 +343,7 @@ def check_shared(directory: Path) -> None:
 def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str]:
     """Return the exit code of a sweep and the sentence about its jobs that are not done.
 
-    ``ended_with`` is the launcher's error if some jobs have neither succeeded nor failed, else a job's own.
+    ``ended_with`` is the error that ended the sweep: the launcher's if some jobs have no result, else a job's.
     """
     bad = [job for job in sweep.jobs if job.status != DONE]
     unproposed = jobs_in_all(sweep) - len(sweep.names) if ended_with is not None else 0

@@ -3,7 +3,7 @@
 Nothing heavy is imported: packages are read from their metadata, GPUs from nvidia-smi, and a package that is installed
 and does not load goes unnoticed. Modules that read YAML or requirements may be missing, so they are imported where they
 are used. No path is printed: paths hold names of people. Alternative not taken: to import torch and every runtime,
-which takes ten seconds and ends with the first that is broken.
+which takes ten seconds and ends with the first broken package.
 """
 
 import argparse
@@ -35,7 +35,7 @@ Lines = Iterator[tuple[str, str]]
 
 
 def main() -> None:
-    """Print every section."""
+    """Print every section of the report."""
     argparse.ArgumentParser("sd-quant doctor", description=__doc__.splitlines()[0]).parse_args()
     for title, section in SECTIONS.items():
         print(title)
@@ -99,7 +99,7 @@ def fault_of(wanted) -> str | None:
 
 
 def torch_build() -> str:
-    """Return what torch was built for, CUDA and its version or the processor, from torch's own file."""
+    """Return what torch was built for, CUDA with its version or the processor, as read from torch's version.py."""
     try:
         [folder] = find_spec("torch").submodule_search_locations
         text = (Path(folder) / "version.py").read_text(encoding="utf-8")
@@ -110,7 +110,7 @@ def torch_build() -> str:
 
 
 def machine() -> Lines:
-    """Yield the processor, GPUs, limits and disks."""
+    """Yield the processor, GPUs, memory, limits of this process and free disk space."""
     processor = provenance.processor()
     yield "processor", f"{processor['cpu'] or platform.machine()}, {cores()} of {os.cpu_count()} cores"
     products = ", ".join(processor["cpu_int8"])
@@ -168,7 +168,7 @@ def runtimes() -> Lines:
 
 
 def why_not_here(name: str, gpu: str | None, used: Collection[str] = ()) -> str | None:
-    """Return why a runtime computes nothing on this machine, or nothing in the formats ``used``; else None."""
+    """Return why a runtime cannot compute here, on ``gpu`` (such as SM89) in the formats ``used``; None if it can."""
     from sd_quant.config.plans import NO_GPU, no_plan_runs
 
     if (missing := not_installed(name)) or RUNTIMES[name].device != "cuda":
@@ -187,7 +187,7 @@ def formats() -> Lines:
 
 
 def run_by(recipe: Recipe, gpu: str | None) -> str:
-    """Return in words the engines that execute a recipe, ``infer=auto``'s choice first, or why a run simulates it."""
+    """Return in words which engines execute a recipe here, that of ``infer=auto`` first, or why it is simulated."""
     from sd_quant.config.main_job import torch_multiplies
     from sd_quant.config.targets import executed_by
 

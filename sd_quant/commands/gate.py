@@ -1,6 +1,6 @@
-"""Pass or fail a finished run by bars that were fixed before, for CI: ``gate run=<folder> min_psnr=35``.
+"""Pass or fail a finished run by thresholds that were fixed before, for CI: ``gate run=<folder> min_psnr=35``.
 
-Knobs have the same form as in other commands, and Hydra does not read them: so a gate writes no folder and no log,
+Knobs are written as for other commands, except that Hydra does not read them: so a gate writes no folder and no log,
 starts in a third of a second, and accepts the folder of a sweep's job, which has = in its name, without quotes.
 """
 
@@ -63,7 +63,7 @@ class GateJob:
         check(known, "output", self.output, f"a file that ends with {' or '.join(KINDS)}")
 
     def bars(self) -> dict[str, float]:
-        """Return the values of the given criteria, by knob."""
+        """Return the thresholds that were given, by knob."""
         values = {name: getattr(self, name) for name in fields_of(GateJob) if name not in NOT_BARS}
         return {name: value for name, value in values.items() if value is not None}
 

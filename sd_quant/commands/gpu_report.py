@@ -1,10 +1,10 @@
-"""Run plans and torch's engines on this machine's GPU, and write what they reach to one JSON file, to be sent as it is.
+"""Run plans and torch's engines on this machine's GPU, and write their figures to one JSON file, to be sent as it is.
 
 Runs ``quantize`` on the shipped checkpoint and on SDXL at full size with random weights, in every format that this GPU
 multiplies, on every engine that is installed. A run is a process of its own, because a crash in a GPU's library ends
-its process; the report names it with its reason and goes on. A repeated command goes on where it was.
+its process; the report has the reason of each failure. A repeated command goes on where the last one stopped.
 
-An hour with TensorRT, of which building plans of the full size takes most; a quarter of an hour with torch alone. Needs
+Takes an hour with TensorRT, mostly to build plans of the full size; a quarter of an hour with torch alone. Needs
 40 GB of disk, 7 of them for the random checkpoint.
 """
 
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def done(job: Job, out: Path, gpu: str | None) -> dict[str, Any]:
-    """Run a job and return its figures, or the reason why it has no figures."""
+    """Run a job in the folder ``out`` and return its measurements, or the reason why it has none."""
     if (reason := unable(job, gpu)) is not None:
         return {"ended": NOT_RUN, "reason": without_names(reason, ())}
     reason = None
@@ -133,7 +133,7 @@ def unable(job: Job, gpu: str | None) -> str | None:
 
 
 def failure_of(out: Path, name: str, module: str, *words: str) -> str | None:
-    """Run a module in the folder ``out``, with its output in a log of this name; return why it failed, or None."""
+    """Run ``python -m module words`` in ``out``, with output in ``<name>.log``; return why it failed, or None."""
     log = out / f"{name}.log"
     with log.open("w", encoding="utf-8") as file:
         code = subprocess.run(
@@ -158,7 +158,7 @@ def names_here() -> list[str]:
 
 
 def report_of(rows: Sequence[dict[str, Any]], rehearsal: bool) -> dict[str, Any]:
-    """Build the report, an object for JSON, and check it against its schema."""
+    """Build the report, an object for JSON, from a row for each job, and check it against its schema."""
     name, capability, driver, memory = NO_GPU if rehearsal else next(iter(listed_gpus()))
     report = {
         "schema": SCHEMA, "made_by": "sd-quant gpu-report", "day": datetime.now(UTC).date().isoformat(),
@@ -181,7 +181,7 @@ def clocks() -> Iterator[tuple[str, str]]:
 
 
 def in_words(row: dict[str, Any]) -> str:
-    """Return one line of text on how a row ended, with its latency and speed-up if it has them."""
+    """Return one line of text on how a job ended, with its latency and speed-up if they were measured."""
     if row["ended"] != DONE:
         return f"{row['ended']}, {row['reason']}"
     over = row["denoiser"]["over_compiled"] or row["denoiser"]["over_full_precision"]

@@ -28,7 +28,7 @@ def task(job: QuantizeJob, directory: Path) -> float | None:
 
 
 def check_before_run(job: QuantizeJob, directory: Path, given: list[str]) -> None:
-    """Raises ConfigError for a knob without effect, and for a folder with another finished run."""
+    """Raise ConfigError for ``search``, which needs a sweep, a knob without effect, or another finished run there."""
     if job.search is not None:
         raise ConfigError(
             f"search is {job.search:g} and proposes jobs of a sweep, and this is a single run; add -m and the values "
@@ -39,7 +39,7 @@ def check_before_run(job: QuantizeJob, directory: Path, given: list[str]) -> Non
 
 
 def check_before_sweep(job: QuantizeJob) -> None:
-    """Raises SdQuantError for a third-party checkpoint that cannot be read, before hours of other work."""
+    """Raise SdQuantError for a third-party checkpoint that cannot be read, before hours of other work."""
     if job.judge.candidates:
         with importing():
             from sd_quant.stages.judge import check_candidates

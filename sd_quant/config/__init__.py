@@ -1,10 +1,10 @@
 # ruff: noqa: F401
-"""All knobs, as dataclasses that are checked before anything heavy is imported (no torch here).
+"""All knobs (settings of the command line), as dataclasses that are checked without importing torch.
 
 Hydra composes YAML into a plain mapping, and ``sd_quant.knobs.read`` turns it into a job, a dataclass of sections. A
 knob is declared once, at its field. The ``check_...`` functions check knobs against each other, and the method
-``check_files`` of a job checks files without loading them. Sections are declared in ``model``, ``recipe``, ``images``,
-``plans`` and ``comparison``, that of the verdict in ``sd_quant.report.rule``, jobs in ``main_job`` and ``jobs``.
+``check_files`` of a job checks files without loading them. Jobs are declared in ``main_job`` and ``jobs``, the section
+``verdict`` in ``sd_quant.report.rule``, other sections in ``model``, ``recipe``, ``images``, ``plans``, ``comparison``.
 """
 
 from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing

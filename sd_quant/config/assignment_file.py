@@ -4,8 +4,8 @@
     down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q: int8
     down_blocks.1.attentions.0.transformer_blocks.0.ff.net.2: {preset: int8, alpha: 0.7}
 
-The file maps a layer's name to a preset or ``fp16``, with an alpha where it differs from the preset's, so a change
-edits one line. Alternative not taken: to list layers by preset, where a change cuts and pastes a layer.
+The file maps a layer's name to a preset or ``fp16``, with an alpha (SmoothQuant's exponent) where it differs from the
+preset's, so a change edits one line. Alternative not taken: to list layers by preset, where a change moves a line.
 """
 
 import re
@@ -28,9 +28,9 @@ BLOCK = re.compile(r"[^.]+(?:\.\d+)?")  # the part of a layer's name that a para
 
 
 def entries_in(path: str) -> tuple[dict[str, str], dict[str, float | str]]:
-    """Return two mappings of the file at ``path``: each layer's label (preset or fp16), and the alphas that it states.
+    """Read an assignment file: return each layer's label (preset or fp16), and the alpha of each layer that has one.
 
-    Raises ConfigError for a file that cannot be read, and for an entry that is neither a text nor preset and alpha.
+    Raises ConfigError for a file that cannot be read, and for an entry of another form.
     """
     file = existing_file("assignment", path)
     expected = "a mapping from names of layers to presets or fp16, or to {preset: ..., alpha: ...}"
@@ -54,7 +54,7 @@ def entries_in(path: str) -> tuple[dict[str, str], dict[str, float | str]]:
 
 
 def text_of(labels: Mapping[str, str], alphas: Mapping[str, float | str], knobs: Iterable[str]) -> str:
-    """Return the file's text: a header with the command (``knobs``) that reads it, and a paragraph per block."""
+    """Return an assignment file's text: comments with the command (arguments ``knobs``) that reads it, and layers."""
     return "\n".join([
         "# The preset of each layer of the denoiser, or fp16. Edit it and give it back: nothing is measured then.",
         f"#   python quantize.py {' '.join(knobs)} assignment=<this file>",
@@ -69,7 +69,7 @@ def text_of(labels: Mapping[str, str], alphas: Mapping[str, float | str], knobs:
 
 
 def paragraphs(labels: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each layer, and an empty one in front of each block of the network."""
+    """Yield a line for each layer, and an empty line before each block of the network."""
     for _, names in groupby(labels, lambda name: found[0] if (found := BLOCK.match(name)) else name):
         yield ""
         yield from (f"{name}: {labels[name]}" for name in names)

@@ -1,4 +1,4 @@
-"""The sections about comparing results (timing, third-party checkpoints, scores), and the cache."""
+"""Sections of knobs: ``timing``, ``judge`` (third-party checkpoints), ``metrics`` (scores of images) and ``cache``."""
 
 import os
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ WAYS = (RUNTIME, BATCH, THREADS, ISA, "fp32", "fp16", "bf16")
 
 @dataclass(slots=True)
 class Timing:
-    """How long latencies are compared: at least ``infer.num_timed_runs`` rounds, each of which times all engines."""
+    """When timing ends, after at least ``infer.num_timed_runs`` rounds, each of which times all compared engines."""
 
     half_width: Annotated[
         float, SHARE, "half the width of a speed-up's interval, as a share of it, at which timing may end"
@@ -30,7 +30,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Judge:
-    """How third-party checkpoints are judged, see ``sd_quant.interchange``."""
+    """How third-party quantized checkpoints (candidates) are compared, see ``sd_quant.interchange``."""
 
     candidates: Annotated[list[str], Called("candidates"), "files and folders of third-party checkpoints, or our runs"]
     layers: Annotated[int, FROM_0, "layers of each, by their errors, that are put into the network one at a time"]
@@ -39,7 +39,7 @@ class Judge:
     confidence: Annotated[float, CONFIDENCE, "at which candidates are told apart, for all of them together"]
 
     def named(self) -> dict[str, Path]:
-        """Return the paths of the candidates by name; tables and result folders use these names.
+        """Return the path of each candidate by a unique name, which tables and result folders use.
 
         A name is the last part of the path. If two are equal, all get the parent folder in front, then a number too.
         """
@@ -52,11 +52,11 @@ class Judge:
         return dict(zip(names, paths, strict=True))
 
     def planned(self) -> list[dict]:
-        """Return the candidates as entries of ``sweep.json``, the list of a sweep's jobs."""
+        """Return an entry of ``sweep.json``, the list of a sweep's jobs, for each candidate."""
         return [{"name": name, "varied": {CANDIDATE: name}} for name in self.named()]
 
     def check_files(self) -> None:
-        """Raises ConfigError for a candidate that is missing, is a pipe or a device, or is listed twice."""
+        """Raise ConfigError for a candidate that is missing, is a pipe or a device, or is listed twice."""
         for path in self.candidates:
             found = existing("candidates", path, "existing files and folders")
             check(found.is_file() or found.is_dir(), "candidates", path, "files and folders, and no pipe or device")
@@ -66,7 +66,7 @@ class Judge:
 
 @dataclass(slots=True)
 class CacheFolder:
-    """Results that runs share: statistics, graphs, unquantized parts, their plans, full-precision images."""
+    """A folder of results that runs share: statistics, graphs, unquantized parts and plans, full-precision images."""
 
     dir: Annotated[str | None, "where it is kept; null: nothing is kept or reused"]
     limit_gb: Annotated[float, between(0, 1e9), "above it the least recently used entries are removed; statistics stay"]
@@ -78,7 +78,7 @@ class CacheFolder:
 
 @dataclass(slots=True)
 class Metrics:
-    """Files that no package installs; a score is computed only if its files are named, or it is switched on."""
+    """Optional scores: each is computed only if its files, which no package installs, are named or its switch is on."""
 
     clip_weights: Annotated[str | None, "for CLIP scores: a folder of transformers' CLIPModel"]
     pickscore_weights: Annotated[str | None, "for PickScore: a folder with PickScore_v1"]
@@ -89,7 +89,7 @@ class Metrics:
     ocr: Annotated[bool, "whether words that prompts ask for in quotes are read in the images"]
 
     def check_sizes(self, sizes: object) -> None:
-        """Raises ConfigError if CLIP scores or FID, which need images of one size, are given beside ``sizes``."""
+        """Raise ConfigError for CLIP scores or FID, which need images of one size, unless ``sizes`` is None."""
         because = "this score needs images of one size, and infer.sizes is given"
         check_unused(self, "metrics.", (sizes is not None, dict.fromkeys(("clip_weights", "fid_references")), because))
 

@@ -1,4 +1,4 @@
-"""Read the knobs that earlier runs of this version have kept in their ``config.yaml``."""
+"""Read the knobs of an earlier run of this version from the ``config.yaml`` in its folder."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,19 +31,19 @@ def is_finished_run(path: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is the folder of a run of quantize.py: it has all ``MARKS``, or all but one."""
+    """Whether ``path`` is taken for the folder of a run of quantize.py: at most one file of ``MARKS`` is missing."""
     return sum((path / name).is_file() for name in MARKS) >= len(MARKS) - 1
 
 
 def run_job(run: str) -> QuantizeJob:
-    """Read the job of a trusted finished run. Raises ConfigError for any other folder, ArtifactError if damaged."""
+    """Read all knobs of a finished run that is trusted. Raises ConfigError if unfinished, ArtifactError if damaged."""
     return read(QuantizeJob, knobs_of_run(run))
 
 
 def recipe_of_run(run: str, cache: CacheFolder) -> RecipeJob:
     """Read the recipe of a finished run, even an untrusted one: knobs that choose devices, folders or plans are reset.
 
-    ``cache`` replaces the run's. Raises ConfigError for a folder without a finished run, ArtifactError if damaged.
+    ``cache`` replaces the run's own. Raises ConfigError for a folder without a finished run, ArtifactError if damaged.
     """
     knobs = knobs_of_run(run)
     described: dict[str, Any] = {name: knobs.get(name) for name in DESCRIBE}
@@ -73,7 +73,7 @@ def knobs_of_run(run: str) -> dict:
 
 
 def run_model(run: str) -> dict | None:
-    """Read the section ``model`` of an earlier run, None without one. Raises ArtifactError for damaged knobs."""
+    """Read the section ``model`` of an earlier run; None without ``config.yaml``. Raises ArtifactError if damaged."""
     file = input_path(run) / "config.yaml"
     if not file.is_file():
         return None
@@ -82,7 +82,7 @@ def run_model(run: str) -> dict | None:
 
 
 def plain_knobs(file: Path, select: Callable[[dict], dict], advice: str) -> dict:
-    """Return ``select(knobs)`` for the knobs in a ``config.yaml``. Raises ArtifactError for a file of another form."""
+    """Read a ``config.yaml`` and return ``select`` of its knobs. Raises ArtifactError, with ``advice``, if unusable."""
     try:
         knobs = load_yaml(read_regular(file, MAX_TEXT))
         if not isinstance(knobs, dict):
@@ -93,6 +93,6 @@ def plain_knobs(file: Path, select: Callable[[dict], dict], advice: str) -> dict
 
 
 def artifact(run: Path, kind: str, part: str, suffix: str = "") -> Path:
-    """Return the path of a part's file in a run; suffix PRECISE: the file for steps with unquantized inputs."""
+    """Return a part's file of ``kind`` onnx or plan in a run; suffix PRECISE: for steps with unquantized inputs."""
     name = f"{part}{suffix}.{kind}"
     return run / "onnx" / part / name if kind == "onnx" else run / "plan" / name

@@ -168,7 +168,7 @@ class Infer:
         ]  # fmt: skip
 
     def with_engine(self, choose: Callable[[], tuple[str, str]]) -> "Infer":
-        """Return the section with ``auto`` replaced by the engine and reason of ``choose``; else the section itself."""
+        """Return the section; an engine of ``auto`` is replaced by the engine and reason that ``choose()`` returns."""
         if self.engine != AUTO:
             return self
         engine, because = choose()
@@ -176,12 +176,12 @@ class Infer:
 
     @property
     def pulls_levers(self) -> bool:
-        """Whether a knob of LEVERS is set, so that the recipe's images and the reference's differ in denoiser calls."""
+        """Whether a knob of LEVERS is set: quantized and reference images then differ in their denoiser calls."""
         return any(getattr(self, name) is not None for name in LEVERS)
 
     @property
     def recipe_steps(self) -> int:
-        """Number of denoising steps of an image by the recipe; the share ``strength`` of them with a source image."""
+        """Number of denoising steps of a quantized model's image; with a source image, ``strength`` times as many."""
         steps = self.sampler_steps or self.steps
         return steps if self.image is None else int(steps * self.strength_with(self.mask))
 
@@ -197,17 +197,17 @@ class Infer:
 
     @property
     def given_schedule(self) -> str | None:
-        """The schedule that the knobs state, a letter a step; None if all steps are alike, or the run has to choose."""
+        """The schedule in the knobs, a letter per step; None if all steps are computed alike or a run chooses them."""
         return self.schedule if self.precise is None else self.precise.schedule(self.recipe_steps)
 
     @property
     def chooses_precise(self) -> bool:
-        """Whether the run has to choose the precise steps: the knob is a number, a gain, a time or auto."""
+        """Whether the run chooses the steps of higher precision: ``precise_steps`` is a number, gain, time or auto."""
         return self.precise is not None and self.given_schedule is None
 
     @property
     def precise_letters(self) -> set[str]:
-        """Letters of the schedule (h, f) whose steps need an engine of their own; both if steps are to be chosen."""
+        """Letters of steps that need their own engine: h (inputs unquantized), f (full precision); both if chosen."""
         if self.chooses_precise:  # which compares the times of both
             return {WEIGHTS_ALONE, FULL}
         return set(self.given_schedule or "") - NOT_COMPUTED - {COMPUTED}
@@ -218,7 +218,7 @@ class Infer:
         return round((self.reuse or 0) * self.recipe_steps)
 
     def check_schedule(self) -> None:
-        """Raises ConfigError for a schedule that does not fit the steps, or a ``reuse`` of no step or too many."""
+        """Raise ConfigError for a schedule whose length or first e is wrong, or a ``reuse`` of 0 or too many steps."""
         steps = self.recipe_steps
         if self.schedule is not None:
             expected = f"one for each of the {steps} steps, and it has {len(self.schedule)}"
@@ -240,7 +240,7 @@ class Infer:
         return self.strength or (0.6 if mask is None else 1.0)
 
     def check_strength(self, mask: str | None, steps: int, knob: str) -> None:
-        """Raises ConfigError if ``strength_with(mask)`` of ``steps``, the value of ``knob``, is less than one step."""
+        """Raise ConfigError if ``strength_with(mask)`` times ``steps``, the value of ``knob``, is below one step."""
         strength = self.strength_with(mask)
         expected = f"at least {math.ceil(1 / strength)}, because infer.strength={strength:g} is the share that is taken"
         check(int(steps * strength) > 0, knob, steps, expected)
@@ -250,7 +250,7 @@ class Infer:
         return inputs_of_images("infer.", self, "latents")
 
     def prompt_list(self) -> list[str]:
-        """Return each image's prompt; prompts repeat if source images are more. Raises ConfigError for a bad file."""
+        """Return a prompt for each image; source images take the prompts in turn. Raises ConfigError for a bad file."""
         return [prompt.text for prompt in self.prompt_of_each_image()]
 
     def categories(self) -> list[str] | None:
@@ -264,7 +264,7 @@ class Infer:
         return [prompts[index % len(prompts)] for index in range(count) for _ in range(self.num_samples)]
 
     def prompts_in_turn(self, prompts: Sequence[Prompt]) -> int:
-        """Count the prompts, repeated up to one per source image. Raises ConfigError above MOST_IMAGES images."""
+        """Return the number of prompts, or of source images if more. Raises ConfigError above MOST_IMAGES images."""
         given = [("infer.image", self.image)] if self.image else [("infer.control", path) for path in self.control]
         count = max(len(prompts), *(len(image_files(knob, input_path(path))) for knob, path in given), 0)
         expected = f"at most {MOST_IMAGES // count}: {MOST_IMAGES} images of {count} prompts"
@@ -272,7 +272,7 @@ class Infer:
         return count
 
     def distinct_prompts(self) -> list[Prompt]:
-        """Return prompts before repeats, of table, list or file, or drawn at random. Raises ConfigError if too few."""
+        """Return the prompts of table, list or file, or a random draw of the file's. Raises ConfigError if too few."""
         if rows := self.rows():
             return list(map(Prompt, prompts_of(rows)))
         if not isinstance(self.prompts, str):
@@ -291,12 +291,12 @@ class Infer:
         return [] if self.table is None else read_rows(TABLE, input_path(self.table))
 
     def negative_prompts(self, samples: int = 1) -> list[str] | None:
-        """Return the negative prompts, which prompts use in turn, each ``samples`` times; None if there are none."""
+        """Return the negative prompts, each ``samples`` times in a row; images use them in turn. None without any."""
         texts = [self.negative_prompt] if isinstance(self.negative_prompt, str) else self.negative_prompt
         return None if texts is None else [text for text in texts for _ in range(samples)]
 
     def check_files(self) -> None:
-        """Raises ConfigError for unusable files, and if listed negative prompts and prompts differ in number."""
+        """Raise ConfigError for unusable files, and if listed negative prompts and prompts differ in number."""
         if self.latents is not None:
             existing_file("infer.latents", self.latents)
         check_source_files("infer.", self.image, self.mask, self.control)
@@ -311,7 +311,7 @@ class Infer:
 
 
 def engines(able: Callable[[Runtime], bool]) -> Only:
-    """Return the restriction of ``infer.engine``, for one job, to auto and the runtimes for which ``able`` is true."""
+    """Return an annotation that limits a job's ``infer.engine`` to auto and the runtimes for which ``able`` is true."""
     return Only("engine", one_of(lambda: [AUTO, *(name for name, runtime in RUNTIMES.items() if able(runtime))]))
 
 

@@ -1,4 +1,4 @@
-"""The jobs of all commands except ``quantize``; they start from an earlier run, files or a checkpoint."""
+"""The jobs (knobs) of all commands except ``quantize``; these commands use an earlier run, files or a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -79,7 +79,7 @@ class InferJob:
         self.model.calibration_table = self.infer.table or self.model.calibration_table  # whose columns are observed
 
     def check_files(self) -> None:
-        """Choose the engine for ``infer=auto`` by the files, then raise SdQuantError for what is missing or damaged."""
+        """Choose the engine for ``infer=auto`` by the files. Raises SdQuantError for a missing or damaged file."""
         self.infer = self.infer.with_engine(lambda: engine_of(part_paths(self, "plan"), part_paths(self, "onnx")))
         check_dtype(self.model, self.infer.engine)
         self.infer.check_files()
@@ -156,7 +156,7 @@ class InspectJob:
 
 
 def part_names(job: ExportJob | InferJob) -> list[str]:
-    """Return the model's parts; export_trt has those of the run's model, or PART_NAMES and the parts of given files."""
+    """Return the model's parts, as a run or ``job.model`` states them; else PART_NAMES and those of given files."""
     model = run_model(job.run) if job.run else None
     if model and model["family"] == OBSERVED:  # its parts were found when the run recorded the pipeline
         return sorted(path.name for path in (input_path(job.run or "") / "onnx").iterdir())
@@ -167,7 +167,7 @@ def part_names(job: ExportJob | InferJob) -> list[str]:
 
 
 def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
-    """Return each part's file, given or of the run, in the model's order. Raises ConfigError for an unknown part."""
+    """Return each part's file, given or of ``kind`` (onnx, plan) in the run. Raises ConfigError for an unknown part."""
     run = existing("run", job.run, "the folder of an earlier run") if job.run else None
     names = part_names(job)
     paths = {}
@@ -182,7 +182,7 @@ def part_paths(job: ExportJob | InferJob, kind: str) -> dict[str, Path]:
 
 
 def precise_paths(job: InferJob) -> dict[str, Path]:
-    """Return a run's files for the precise steps, by engine name. Raises ConfigError for a missing file."""
+    """Return a run's denoisers for steps of higher precision (h, f), by engine name. Raises ConfigError if missing."""
     run, kind = input_path(job.run or ""), RUNTIMES[job.infer.engine].file
     denoiser = at(read_object(run / RECORD), "denoiser", "part") if job.run and job.variant == "quantized" else None
     paths = {}
@@ -206,7 +206,7 @@ def unquantized_parts(job: ExportJob | InferJob) -> set[str]:
 
 
 def check_parts(job: ExportJob | InferJob, kind: str) -> None:
-    """Raises ConfigError for missing files: infer needs one of each part, export_trt at least one."""
+    """Raise ConfigError for missing files of ``kind``: infer needs a file of each part, export_trt of any part."""
     paths = part_paths(job, kind)
     missing = [part for part in part_names(job) if part not in paths]
     if missing and (isinstance(job, InferJob) or not paths):
@@ -227,7 +227,7 @@ def given_as(part: str) -> str:
 
 
 def check_out_path(path: str | None, written: Mapping[str, bytes]) -> None:
-    """Raises ConfigError for an unwritable folder, and for files in ``written`` that begin unlike their pattern."""
+    """Raise ConfigError for an unwritable folder, or a file there that is in ``written`` and begins otherwise."""
     if path is None:
         return
     check_writable(output_path(path), "infer.out_path")

@@ -33,7 +33,7 @@ DECIDE_NOTHING = (("infer", "chosen_because"), ("model", "observed"), ("trt", "t
 
 @dataclass(slots=True)
 class RecipeJob:
-    """The sections that decide how each layer is quantized, and the cache of calibration statistics."""
+    """The sections of knobs that decide how each layer is quantized, and the cache of calibration statistics."""
 
     model: Model
     quantize: Quantize
@@ -66,7 +66,7 @@ class RecipeJob:
         return used | {"attention": attention}
 
     def calibration_rows(self) -> list[Row]:
-        """Return ``calib_size`` calibration calls, the first or drawn by ``seed``. Raises ConfigError for too few."""
+        """Return ``calib_size`` calls to calibrate on, the first or a random draw. Raises ConfigError if too few."""
         rows, size, table = self.model.calibration_rows(), self.quantize.calib_size, self.model.calibration_table
         found = "prompts of the prompt file" if table is None else f"rows of {CALIBRATION_TABLE}"
         check(size <= len(rows), "calib_size", size, f"at most the {len(rows)} {found}")
@@ -74,7 +74,7 @@ class RecipeJob:
         return draw_prompts(rows, size, self.quantize.seed) if drawn else rows[:size]
 
     def choosing_rows(self, count: int) -> list[Row]:
-        """Return up to ``count`` calls of the calibration file to choose steps by: unused ones first, then the used."""
+        """Return up to ``count`` calibration calls to choose steps by; those that statistics do not use come first."""
         seen, rows = self.calibration_rows(), self.model.calibration_rows()
         if self.model.calibration_table is not None:
             return [*rows[len(seen) :], *seen][:count]
@@ -146,7 +146,7 @@ class QuantizeJob(RecipeJob):
         self.model.encoder |= self.infer.image is not None
 
     def check_precise(self) -> None:
-        """Raises ConfigError for precise steps if no input is quantized, or chosen by time if no engine is timed."""
+        """Raise ConfigError for steps h if no input is quantized, or for a choice by time if no engine is timed."""
         infer, formats = self.infer, self.formats()
         knob = "schedule" if infer.schedule is not None else "precise_steps"
         value, precise = getattr(infer, knob), infer.precise
@@ -158,12 +158,12 @@ class QuantizeJob(RecipeJob):
             check(False, f"infer.{knob}", value, expected)
 
     def why_no_plans(self) -> str | None:
-        """Return why no library builds plans of the recipe, attention aside; None if one does."""
+        """Return why no TensorRT library builds plans with the recipe's input formats; None if one does."""
         reasons = [why_not(name, {"inputs": self.formats()["inputs"]}) for name in PLAN_BUILDERS]
         return reasons[0] if all(reasons) else None
 
     def check_files(self) -> None:
-        """Raises SdQuantError for files and packages that are missing or unusable, without loading any."""
+        """Raise SdQuantError for files and packages that are missing or unusable, without loading any."""
         self.model.check_files()
         if makes_calibration_images(self.quantize, self.infer):
             self.calibration_rows()
@@ -189,7 +189,7 @@ def makes_calibration_images(quantize: Quantize, infer: Infer) -> bool:
 
 
 def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
-    """Raise ConfigError for a ``given`` knob without effect, except one that a sweep varies: equal jobs run once."""
+    """Raise ConfigError for a ``given`` knob without effect in a single run. (In a sweep, equal jobs run once.)"""
     linear = {f"{prefix}{name}" for name in unheeded_knobs(job.quantize) for prefix in ("", "quantize.")}
     for name in given:
         if name in linear:
@@ -217,7 +217,7 @@ def deciding(job: Any) -> dict[str, Any]:
 
 
 def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
-    """Raises ConfigError unless ``engine`` can execute the recipe, and ``trt`` builds the plans that it needs."""
+    """Raise ConfigError if ``engine`` cannot execute the recipe, or runs plans that ``trt`` does not build."""
     runtime = RUNTIMES[engine]
     expected = "an engine for the quantized model, such as infer=openvino, because torch is every job's baseline"
     check(runtime.quantized, "infer.engine", engine, expected)
@@ -246,7 +246,7 @@ def same_codes(pair: Pair) -> bool:
 
 
 def torch_multiplies(enable: Enable) -> bool:
-    """Whether torch can multiply all quantized weights and inputs as such, and decode weights with fp16 inputs."""
+    """Whether torch can multiply quantized weights and inputs directly, and decode weights of unquantized inputs."""
     return all(
         (pair.activation is None and FORMATS[pair.weight].onnx_type != "")
         or (FORMATS[pair.weight].torch_compute_capability is not None and same_codes(pair))

@@ -106,7 +106,7 @@ class Model:
             check_parts_named(self.dtype, parts_of(self.parts, True, self.controlnets))
 
     def check_sides(self, section: str, width: int | None, height: int | None, sizes: list[str] | None) -> None:
-        """Raises ConfigError for image sides in ``section`` that the family does not have: no multiples of GRAIN."""
+        """Raise ConfigError for image sides in ``section`` that are no multiples of GRAIN; family OBSERVED has any."""
         if self.family == OBSERVED:
             return
         expected = f"a multiple of {GRAIN} from {GRAIN} to 4096, as this family's images have"
@@ -143,7 +143,7 @@ class Model:
         return [(input_path(path), scale) for path, scale in map(weighted, self.controlnets)]
 
     def inputs(self) -> dict[str, Path]:
-        """Return the files of the weights and of the pipeline's arguments, by name in a run's record."""
+        """Return the files of the weights and of the pipeline's arguments, by their names in a run's record."""
         others = {VAE: input_path(self.vae)} if self.vae else {}
         for index, (path, scale) in enumerate(self.opened_controlnets(), 1):
             others[f"{CONTROLNET}{index} at {scale!r}"] = path
@@ -152,7 +152,7 @@ class Model:
         return {"checkpoint": input_path(self.path), **others, **named_files("argument", self.given_arguments())}
 
     def calibration_inputs(self) -> dict[str, Path]:
-        """Return the files that calibration images are made from, by name in a run's record."""
+        """Return the files that calibration images are made from, by their names in a run's record."""
         prompts = ["calibration_prompts"] if self.calibration_table is None else []
         return inputs_of_images("model.calibration_", self, *prompts)
 
@@ -169,7 +169,7 @@ class Model:
         }
 
     def check_files(self) -> None:
-        """Raises SdQuantError for a missing file, a checkpoint of another model family or a broken archive."""
+        """Raise SdQuantError for a missing file, a checkpoint of another model family or a broken archive."""
         check_checkpoint(self.path, self.family)
         if self.vae is not None:
             file = existing("model.vae", self.vae, "the path of an autoencoder's folder or .safetensors file, or null")
@@ -195,12 +195,12 @@ def size_of(stated: str) -> tuple[int, int]:
 
 
 def sizes_of(knobs: Any) -> list[tuple[int, int]]:
-    """Return the widths and heights in pixels that the images of a section take in turn."""
+    """Return the (width, height) in pixels that images take in turn; ``knobs`` is a section with these knobs."""
     return [(knobs.width, knobs.height)] if knobs.sizes is None else list(map(size_of, knobs.sizes))
 
 
 def is_size(stated: str) -> bool:
-    """Whether a text is a size that an image may have."""
+    """Whether a text such as 832x1216 is a size that an image may have."""
     with suppress(ValueError):
         width, height = size_of(stated)
         return stated == f"{width}x{height}" and SIDE.holds(width) and SIDE.holds(height)
@@ -213,7 +213,7 @@ def prompts_of(rows: Sequence[Row]) -> list[str]:
 
 
 def check_parts_named(dtypes: Dtypes, parts: Collection[str]) -> None:
-    """Raises ConfigError if ``export.dtype`` names a part that is not in ``parts``."""
+    """Raise ConfigError if ``export.dtype`` names a part that is not in ``parts``."""
     for part in dtypes if isinstance(dtypes, Mapping) else ():
         check(part in parts, "export.dtype", f"of {part}", f"of a part of the model: {', '.join(parts)}")
 
@@ -238,13 +238,13 @@ def lora_of(stated: str) -> Lora[str]:
 
 
 def weighted(stated: str) -> tuple[str, float]:
-    """Split ``path:number``; the number is 1 where none is given. Raises ValueError for a text in its place."""
+    """Split ``path:number``; without a number it is 1. Raises ValueError if the text after the colon is no number."""
     path, colon, number = stated.rpartition(":")
     return (path, float(number)) if colon and not stated.lower().endswith(".safetensors") else (stated, 1.0)
 
 
 def is_weighted(stated: str, split: Callable[[str], tuple]) -> bool:
-    """Whether ``split`` finds a path and a finite number in the value of a knob."""
+    """Whether ``split``, such as ``weighted``, finds a path and a finite number in the text ``stated``."""
     with suppress(ValueError):
         path, number, *_ = split(stated)
         return bool(path) and math.isfinite(number)
@@ -254,7 +254,7 @@ def is_weighted(stated: str, split: Callable[[str], tuple]) -> bool:
 def inputs_of_images(knobs: str, section: object, *others: str) -> dict[str, Path]:
     """Return the files that a section's image knobs (image, mask, control, table) and ``others`` name.
 
-    Keys are their names in a run's record; ``knobs`` is the common prefix of the knobs' full names.
+    Keys are their names in a run's record; ``knobs`` is the prefix of the knobs' names, such as ``infer.``.
     """
     prefix = knobs.partition(".")[2]
     given = {name: path for name in (*others, f"{prefix}image", f"{prefix}mask") if (path := getattr(section, name))}
@@ -264,7 +264,7 @@ def inputs_of_images(knobs: str, section: object, *others: str) -> dict[str, Pat
 
 
 def check_source_files(knobs: str, image: str | None, mask: str | None, control: Sequence[str]) -> None:
-    """Raises ConfigError for missing images, and for images without masks; knobs' full names begin with ``knobs``."""
+    """Raise ConfigError for a missing image or mask; ``knobs`` is the prefix of the knobs' names, as ``infer.``."""
     for path in control:
         image_files(f"{knobs}control", existing(f"{knobs}control", path, "an existing image or a folder of images"))
     for knob, path in {f"{knobs}image": image, f"{knobs}mask": mask}.items():
@@ -277,7 +277,7 @@ def check_source_files(knobs: str, image: str | None, mask: str | None, control:
 
 
 def check_checkpoint(path: str, family: str) -> None:
-    """Raises SdQuantError for a checkpoint that is missing, of another family, or a broken archive without gzip."""
+    """Raise SdQuantError for a checkpoint that is missing, of another family, or a broken uncompressed archive."""
     expected = "the path of an existing file or folder: nothing is fetched from a hub, so download a model first"
     checkpoint = existing("model.path", path, expected)
     check_kind(checkpoint, family)
@@ -286,5 +286,5 @@ def check_checkpoint(path: str, family: str) -> None:
 
 
 def parts_of(parts: list[str], encoder: bool, controlnets: list[str]) -> list[str]:
-    """Return the names of the exported parts, the encoder and the ControlNets last."""
+    """Return the names of the exported parts: ``parts``, the VAE's encoder if ``encoder``, and the ControlNets."""
     return [*parts, *([VAE_ENCODER] if encoder else []), *controlnet_names(len(controlnets))]

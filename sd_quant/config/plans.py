@@ -1,4 +1,4 @@
-"""The section ``trt``: how plans are built and for which sizes of images; and the engine of ``infer=auto``.
+"""The section ``trt``: how plans (TensorRT's engine files) are built; and the engine of ``infer=auto``.
 
 ``infer=auto`` is the runtime of the plans if they run on this machine's GPU, else OpenVINO, by facts that are known
 before anything is built. Alternative not taken: to build plans and see whether they load, which takes minutes.
@@ -28,7 +28,7 @@ NO_GPU = "there is no NVIDIA GPU that torch can use"
 
 @dataclass(slots=True)
 class Trt:
-    """How plans are built."""
+    """How plans (TensorRT's engine files) are built: by which library, for which GPUs, batches and image sizes."""
 
     library: Annotated[
         str,
@@ -65,7 +65,7 @@ def plan_library(trt: Trt) -> str:
 def targets_for(trt: Trt, formats: set[str]) -> list[str]:
     """Return the GPUs to build plans for, such as SM89; by default USUAL_TARGETS and this GPU if they have ``formats``.
 
-    Raises ConfigError for an entry of ``trt.targets`` that lacks a format.
+    Raises ConfigError for a GPU in ``trt.targets`` that lacks a format.
     """
     least = min_compute_capability(formats)
     able = [target for target in RTX_TARGETS if compute_capability(target) >= least]
@@ -79,7 +79,7 @@ def targets_for(trt: Trt, formats: set[str]) -> list[str]:
 
 
 def check_dtype(model: Model, engine: str | None = None, trt: Trt | None = None) -> None:
-    """Raises ConfigError if ``export.dtype`` may be bf16 and ``engine`` or a target of ``trt`` cannot execute it."""
+    """Raise ConfigError if ``export.dtype`` may be bf16 and ``engine`` or a target of ``trt`` cannot execute it."""
     if not may_be_bf16(model.dtype):
         return
     lacks = RUNTIMES[engine].lacks_bf16 if engine else None
@@ -95,7 +95,7 @@ def compute_capability(target: str) -> int:
 
 @dataclass(slots=True)
 class ExportShape:
-    """The section ``infer`` of the command export_trt, where NeMo has these knobs."""
+    """The folder, image size and batch of export_trt's plans: its section ``infer``, where NeMo has these knobs."""
 
     out_path: Annotated[str | None, "folder that gets plan/<part>.plan; null: this command's own"]
     width: Annotated[int, SIDE, "pixels across the images that plans are tuned for"]
@@ -104,14 +104,14 @@ class ExportShape:
 
 
 def check_batch(trt: Trt, infer: Infer | ExportShape) -> None:
-    """Raises ConfigError unless the plans accept batches of ``infer.batch_size``."""
+    """Raise ConfigError unless the plans accept batches of ``infer.batch_size``."""
     fits = trt.library == "none" or trt.min_batch_size <= infer.batch_size <= trt.max_batch_size
     expected = f"from trt.min_batch_size={trt.min_batch_size} to trt.max_batch_size={trt.max_batch_size}"
     check(fits, "infer.batch_size", infer.batch_size, expected)
 
 
 def check_plan_size(trt: Trt, infer: Infer | ExportShape) -> None:
-    """Raises ConfigError unless ``trt.sizes`` spans the size that plans are tuned for and the sizes of the images."""
+    """Raise ConfigError unless ``trt.sizes`` spans the size that plans are tuned for and the sizes of the images."""
     if trt.library == "none":
         return
     sizes = [(infer.width, infer.height)] if trt.sizes is None else list(map(size_of, trt.sizes))
@@ -128,7 +128,7 @@ def check_plan_size(trt: Trt, infer: Infer | ExportShape) -> None:
 
 
 def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, str]:
-    """Choose the engine for a job that builds plans; return it and the reason. ``formats`` is from ``formats_used``."""
+    """Return the engine for a job that builds plans, and the reason; ``formats`` is of the form of ``formats_used``."""
     found = gpu.current_gpu()
     if found is None:
         return WITHOUT_A_GPU, NO_GPU
@@ -145,7 +145,7 @@ def engine_for(trt: Trt, formats: Mapping[str, Collection[str]]) -> tuple[str, s
 
 
 def no_plan_runs(library: str, found: str, used: Collection[str], targets: Collection[str] = ()) -> str | None:
-    """Return why the GPU ``found`` runs no plan of ``library`` for ``targets`` in formats ``used``; None if it does."""
+    """Return why GPU ``found`` cannot run a plan of ``library`` for ``targets`` in formats ``used``; None if it can."""
     able = [target for target in RTX_TARGETS if target != NO_FP32] if RUNTIMES[library].ahead_of_time else [found]
     if find_spec(RUNTIMES[library].package) is None:
         return f"the package {RUNTIMES[library].package} is not installed, which runs plans"
@@ -156,7 +156,7 @@ def no_plan_runs(library: str, found: str, used: Collection[str], targets: Colle
 
 
 def engine_of(plans: Mapping[str, Path], others: Mapping[str, Path]) -> tuple[str, str]:
-    """Choose the engine for existing files by part, ``plans`` or ``others`` (ONNX); return it and the reason.
+    """Return the engine for existing files, ``plans`` or ``others`` (ONNX), each by part; and the reason.
 
     Raises ArtifactError for a plan that cannot be read, has no record of its build, or is of an unknown library.
     """

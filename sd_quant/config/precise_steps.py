@@ -21,7 +21,7 @@ PRECISE = Limit(
 
 @dataclass(frozen=True)
 class PreciseSteps:
-    """Places of precise steps, or the number, gain or time by which a run chooses them; all None for ``auto``."""
+    """Places of steps with unquantized inputs, or their number, gain or time if a run chooses; None for ``auto``."""
 
     first: int | None = None
     last: int | None = None
@@ -31,16 +31,16 @@ class PreciseSteps:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the knob is ``auto``: steps are precise only if this gains more than the controls in equal time."""
+        """Whether the knob is ``auto``: steps are precise only if the same time, spent otherwise, gains less."""
         return self == PreciseSteps()
 
     @property
     def by_time(self) -> bool:
-        """Whether the choice needs latencies."""
+        """Whether the choice of steps needs latencies, as for ``auto`` and a share of the time."""
         return self.is_auto or self.percent is not None
 
     def schedule(self, steps: int) -> str | None:
-        """Return the schedule with precise steps at the stated places; None where a run has to choose them."""
+        """Return the schedule, a letter per step, with precise steps at the stated places; None if a run chooses."""
         if self.first is None and self.last is None:
             return None
         return with_ends(self.first or 0, self.last or 0, steps)

@@ -1,4 +1,4 @@
-"""The section ``quantize``: NeMo's knobs and ours, and which of them go together."""
+"""The section ``quantize``: the knobs of NeMo's script and further knobs, and checks of their combinations."""
 
 import dataclasses
 import re
@@ -44,7 +44,7 @@ def bytes_in(size: int | str) -> int | None:
 
 
 def content_of(preset: str) -> dict[str, Any]:
-    """Return the knobs in the file of a preset, as they are written."""
+    """Return the knobs in the file of a preset, with references such as ``${smoothing}`` unresolved."""
     return yaml.safe_load(presets()[preset].read_text(encoding="utf-8"))
 
 
@@ -67,9 +67,9 @@ def recipe_in(text: str) -> Recipe | None:
 
 
 def part_recipe(preset: str) -> Recipe | None:
-    """Return a preset's recipe for a part other than the denoiser, without attention; None where ``own_recipe`` is.
+    """Return a preset's recipe for a part other than the denoiser, attention unquantized; None for an invalid preset.
 
-    If it smooths and quantizes inputs, ``alpha`` is ``auto`` and factors are folded into norms and values alone.
+    A preset that smooths and quantizes inputs gets ``alpha=auto`` and ``smoothing=folded``; others do not smooth.
     """
     own = own_recipe(preset)
     if own is None:
@@ -100,7 +100,7 @@ def part_presets() -> list[str]:
 
 
 def check_preset(knob: str, name: str, other: str = "") -> None:
-    """Raises ConfigError unless ``name`` is a readable preset; ``other`` begins the message's list of values."""
+    """Raise ConfigError for ``knob`` unless ``name`` is a readable preset; ``other``: more values, for the message."""
     known = part_presets()
     having = [each for each in known if (own := own_recipe(each)) and name in formats_used(own.enable, 3.0)["weights"]]
     hint = f"; {name} is a format, of {' and '.join(having)}" if having else ""
@@ -110,7 +110,7 @@ def check_preset(knob: str, name: str, other: str = "") -> None:
 
 
 class OfPresets(Limit):
-    """A limit: each item names a preset that can be read, see ``check_preset``."""
+    """A limit of a knob: each item of its value names a preset that can be read, see ``check_preset``."""
 
     def check(self, knob: str, value: object) -> None:
         for name in value if isinstance(value, list) else [value]:
@@ -128,7 +128,7 @@ OF_PARTS = Limit(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Recipe):
-    """The recipe, and the calibration that it is derived from; knobs that NeMo has keep its names and defaults."""
+    """The recipe and its calibration; knobs that NeMo's script has keep their names and defaults."""
 
     exp_name: Annotated[str, "a label, which stands in the record"]
     format: Annotated[str, one_of(presets), "what tables call the recipe: the name of its preset"]
@@ -226,14 +226,14 @@ class Quantize(Recipe):
 
     @property
     def mixes(self) -> bool:
-        """Whether layers may have different presets, by a limit or a file."""
+        """Whether layers may have different presets, by a limit of bytes or the file ``assignment``."""
         return self.chooses_bits or self.assignment is not None
 
     def offered(self) -> dict[str, Recipe]:
-        """Return the recipes that a layer may have, by preset: this section's, or several under a limit or from a file.
+        """Return the recipes that a layer may have, by preset: this section's, or several by a limit or ``assignment``.
 
-        ``quant_level``, ``batch_size`` and attention are always this section's. Under a limit, a preset with equal
-        weights and unquantized inputs is left out: as many bytes, a smaller error, so every layer would get it.
+        ``quant_level``, ``batch_size`` and attention are always this section's. Under a limit, a preset that
+        differs in unquantized inputs alone is left out: with as many bytes and less error, every layer would get it.
         Raises ConfigError for a file that cannot be read, or that quantizes nothing.
         """
         labels = [self.format]
@@ -265,7 +265,7 @@ class Quantize(Recipe):
         }
 
     def beside(self, preset: str) -> Recipe:
-        """Return another preset's recipe for the same denoiser, with this section's ``quant_level`` and batch size."""
+        """Return another preset's recipe without attention, with this section's ``quant_level`` and ``batch_size``."""
         own = own_recipe(preset)
         assert own is not None  # it was checked
         enable = dataclasses.replace(own.enable, attention=None)
@@ -273,7 +273,7 @@ class Quantize(Recipe):
 
 
 def with_own_name(quantize: Quantize) -> Quantize:
-    """Return the section with ``format`` set to ``nemo`` where it is NeMo's own name, that of a number format."""
+    """Return the section; a recipe of NeMo's, whose ``format`` names a number format, is called ``nemo``."""
     nemos = quantize.percentile_calibrator == "modelopt" and quantize.enable.attention is None
     named = nemos and quantize.format == quantize.enable.linear.weight
     return dataclasses.replace(quantize, format="nemo") if named else quantize
@@ -287,7 +287,7 @@ def with_attention(quantize: Quantize) -> Quantize:
 
 
 def check_recipe(quantize: Quantize) -> None:
-    """Raises ConfigError when the knobs of a recipe do not go together, or one of them has no effect."""
+    """Raise ConfigError if knobs of a recipe contradict each other, or one of them has no effect."""
     enable, label, steps = quantize.enable, quantize.format, quantize.n_steps
     if enable.conv.activation is not None:  # blocks lie along a linear's input
         STATIC.check("quantize.enable.conv.activation", enable.conv.activation)
@@ -352,7 +352,7 @@ def unused_knobs(quantize: Quantize) -> list[Unused]:
 
 
 def check_hessian(quantize: Quantize) -> None:
-    """Raises ConfigError unless the Hessian's block size is a multiple of the rotation's and of each format's."""
+    """Raise ConfigError unless GPTQ's Hessian has blocks of a multiple of the rotation's and weight formats' blocks."""
     weights = {quantize.enable.conv.weight, quantize.enable.linear.weight}
     groups = {f"quantize.rotation={quantize.rotation} rotates as many inputs together": quantize.rotation}
     groups |= {f"{name} has blocks of as many inputs": FORMATS[name].block or 0 for name in sorted(weights)}
@@ -362,7 +362,7 @@ def check_hessian(quantize: Quantize) -> None:
 
 
 def check_observers(quantize: Quantize) -> None:
-    """Raises ConfigError for an observer that has no quantization range to choose, or does not suit the formats."""
+    """Raise ConfigError for an observer (it chooses a clipping range) without a range or with unsuitable formats."""
     enable, label = quantize.enable, quantize.format
     linear = None if quantize.per_token else enable.linear.activation  # an input scaled per token has a range of 1
     activations = [FORMATS[name] for name in (enable.conv.activation, linear) if name is not None]

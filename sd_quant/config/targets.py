@@ -1,6 +1,6 @@
 """Checks that the targets of ``hand_over`` (other tools' file formats) can store a recipe, before anything is computed.
 
-They need its knobs alone; which layers a target can store is decided later, layer by layer, in ``interchange.holding``.
+Knobs suffice for these checks; which layers a target can store is decided later, by layer, in ``interchange.holding``.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +20,7 @@ from sd_quant.quantization.recipe import Recipe
 
 
 def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping[str, Callable[[ForeignFormat], bool]]:
-    """Return a recipe's requirements as phrases with a check of a target each; ``conv``: format of convolutions."""
+    """Return checks of a target by what they demand: a format of ``weights``, for convolutions ``conv``, and so on."""
     linear, inputs = recipe.enable.linear.weight, recipe.enable.linear.activation
     return {
         f"weights in {' or '.join(sorted(weights))}": lambda target: bool(set(weights) & target.formats.keys()),
@@ -41,9 +41,9 @@ def needs(weights: Collection[str], conv: str | None, recipe: Recipe) -> Mapping
 def check_targets(
     knob: str, targets: Collection[str], model: Model, recipe: Quantize, weights: Collection[str]
 ) -> None:
-    """Raises ConfigError for a target that cannot store the result of a recipe; ``weights`` are its weight formats.
+    """Raise ConfigError for a target that cannot store the result of a recipe; ``weights`` are its weight formats.
 
-    Where layers may have several recipes, the target has to store one; layers with another stay in high precision.
+    Where layers may have several recipes, the target has to store one; layers with the others stay in high precision.
     LoRAs beside the weights and quantized ControlNets are refused, because the tools add both themselves.
     """
     family, conv = model.family, model.family in UNETS  # transformers have linears
@@ -77,7 +77,7 @@ def check_targets(
 
 
 def inputs_held(target: ForeignFormat, recipe: Recipe) -> str | None:
-    """Return how a target's tool quantizes linears' inputs, see ``ForeignFormat.formats``; None if it cannot at all."""
+    """Return how a target's tool computes linears' inputs, see ``ForeignFormat``; None if it cannot hold a recipe."""
     linear = recipe.enable.linear.weight
     if linear not in target.formats or not all(holds(target) for holds in needs({linear}, None, recipe).values()):
         return None
@@ -88,7 +88,7 @@ def inputs_held(target: ForeignFormat, recipe: Recipe) -> str | None:
 
 
 def executed_by(recipe: Recipe) -> list[str]:
-    """Return the targets without graphs whose tool stores a recipe and quantizes inputs where the recipe does."""
+    """Return the targets, except graphs for a runtime, whose tool holds the recipe and quantizes inputs if it does."""
     wanted = (None, FP16) if recipe.enable.linear.activation is not None else (None,)
     return [
         name for name, target in TARGETS.items() if target.runtime is None and inputs_held(target, recipe) not in wanted
@@ -96,7 +96,7 @@ def executed_by(recipe: Recipe) -> list[str]:
 
 
 def check_consumers(targets: list[str]) -> None:
-    """Raises ResourceError for a missing package of a target, ConfigError for a version that cannot open the result."""
+    """Raise ResourceError for a missing package of a target, ConfigError for a version that cannot open the result."""
     for target in map(TARGETS.__getitem__, targets):
         if target.package is not None and find_spec(target.package) is None:
             raise ResourceError(

@@ -25,7 +25,7 @@ class Result:
     """One recipe's images and their scores against full precision."""
 
     quantized: Quantized
-    images: Images  # uint8 [N, H, W, 3], or a list where their sizes differ
+    images: Images  # uint8 [images, height, width, 3], or a list where their sizes differ
     scores: Mapping[str, Any]  # against full precision, as ``fidelity`` in metrics.json: psnr, ssim, lpips, ...
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class Comparison:
     """Images and scores of several recipes on the same prompts and seeds, made by ``sd_quant.compare``."""
 
     prompts: list[str]
-    full_precision: Images  # images, uint8 [N, H, W, 3], or a list where their sizes differ
+    full_precision: Images  # uint8 [images, height, width, 3], or a list where their sizes differ
     results: list[Result]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks of the prompts and knobs that a caller of the interface gives, and the source text of calls."""
+"""Checks of the prompts and knobs that a caller of the Python interface passes, and the source text of calls."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -9,7 +9,7 @@ UNUSED = {"calib_size": 1}  # where nothing is calibrated, so that a short table
 
 
 def with_prompts(prompts: str | Sequence[str] | None, knobs: Mapping[str, object]) -> Mapping[str, object]:
-    """Return ``knobs`` with the prompts, unless ``table`` has them. Raises ConfigError for both, or for neither."""
+    """Return ``knobs`` with ``prompts`` added, which ``table`` can replace. Raises ConfigError for both or neither."""
     if "table" not in knobs:
         return {"prompts": texts_of([] if prompts is None else prompts), **knobs}
     check(prompts is None, "prompts", f"{prompts!r:.100}", "None, because table has the prompts of the images")
@@ -26,7 +26,7 @@ def texts_of(prompts: str | Sequence[str]) -> list[str]:
 
 
 def check_used(knobs: Iterable[str], unused: Collection[str], method: str, remedy: str, when: str = "") -> None:
-    """Raises ConfigError for a knob in ``unused``, the knobs that have no effect in ``method``."""
+    """Raise ConfigError for a knob that is in ``unused``: no effect in ``method``; ``remedy`` ends the message."""
     for name in knobs:
         if name.partition(".")[0] in unused:
             raise ConfigError(f"{method} does not use {name}{when}; {remedy}")

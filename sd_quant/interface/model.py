@@ -87,7 +87,7 @@ class Model:
     def calibrate(
         self, prompts: str | Sequence[str] | None = None, preset: str | None = None, **knobs: object
     ) -> Statistics:
-        """Collect calibration statistics, ranges and samples of all layers' inputs, from which recipes are derived.
+        """Collect calibration statistics (ranges and samples of each layer's inputs), from which recipes are derived.
 
         Args:
             prompts: one or more texts for calibration images; None: ``calib_size`` of the calibration prompts.
@@ -146,9 +146,9 @@ class Model:
         return Quantized(self, label, job, loaded, assignment, knobs, parts)
 
     def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
-        """Generate full-precision images of ``prompts``, uint8 [N, H, W, 3]; knobs as for ``compare``.
+        """Generate full-precision images of ``prompts``, uint8 [images, height, width, 3]; knobs as for ``compare``.
 
-        If the images have several ``sizes``, the result is a list of arrays [H, W, 3].
+        If the images have several ``sizes``, the result is a list of arrays [height, width, 3].
         """
         return self.generate(prompts, knobs).images
 
@@ -159,7 +159,7 @@ class Model:
         assignments: Assignments | None = None,
         sampling: Callable[[Infer], Sampling] = recipe_sampling,
     ) -> Generated:
-        """Generate images and latents with torch; parts in ``assignments`` are quantized, others in full precision."""
+        """Generate images and latents in torch, parts in ``assignments`` quantized; ``sampling`` gives the settings."""
         session, infer = self.to_generate(prompts, knobs, simulated=bool(assignments))
         variant = torch_variant(session, infer, assignments or {})
         try:
@@ -171,7 +171,7 @@ class Model:
     def to_generate(
         self, prompts: str | Sequence[str] | None, knobs: Mapping[str, object], simulated: bool
     ) -> tuple[Session, Infer]:
-        """Return the session and the section ``infer`` for images. Raises SdQuantError if they cannot be made."""
+        """Return the open checkpoint and the section ``infer``. Raises SdQuantError if such images cannot be made."""
         job = self.job(None, UNUSED, with_prompts(prompts, knobs))
         because = "quantize.py chooses the steps; its record has them, for infer.schedule"
         check_unused(job.infer, "infer.", (True, {"reuse": None}, because))
@@ -184,7 +184,7 @@ class Model:
         return session, job.infer
 
     def job(self, preset: str | None, recipe: Mapping[str, object], infer: Mapping[str, object] = {}) -> QuantizeJob:
-        """Compose and check the job of ``quantize`` with these knobs. Raises SdQuantError for an invalid one."""
+        """Return the checked job of ``quantize``; ``recipe``, ``infer``: knobs. Raises SdQuantError if invalid."""
         presets = {"model": self.preset, "export_trt": "none"} | ({"quantize": preset} if preset else {})
         of_images = {f"infer.{name}": value for name, value in infer.items()}
         of_recipe = {f"{'infer' if name == 'scale' else 'quantize'}.{name}": value for name, value in recipe.items()}

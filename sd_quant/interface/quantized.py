@@ -66,7 +66,7 @@ class Quantized:
         return self.weight_bytes / (HALF * sum(self.loaded.parameters[part] for part in self.loaded.denoisers))
 
     def images(self, prompts: str | Sequence[str] | None, **knobs: object) -> Images:
-        """Generate the quantized model's images, uint8 [N, H, W, 3], simulated in torch; arguments: see ``compare``."""
+        """Generate images, uint8 [images, height, width, 3], simulated in torch; arguments as for ``compare``."""
         return self.model.generate(prompts, knobs, self.assignments).images
 
     def export(self, folder: str | Path) -> dict[str, Path]:
@@ -90,15 +90,15 @@ class Quantized:
     def hand_over(
         self, target: str, folder: str | Path, prompts: str | Sequence[str] | None = None, **knobs: object
     ) -> Path:
-        """Write the model in another tool's format; ``docs/hand_over.md`` says what each can store and how to open it.
+        """Write the model in another tool's format; ``docs/hand_over.md`` says what each tool can store.
 
-        As with the command, a README says what the folder is, what of the recipe was lost, and how to open it.
+        A README in the folder says what the folder is, what of the recipe was lost, and how to open it.
 
         Args:
             target: ``comfyui``, ``diffusers_modelopt``, ``diffusers_torchao``, ``diffusers_sdnq``,
                 ``diffusers_autoround``, ``diffusers_bfl``, ``diffusers_nunchaku_lite``, ``nunchaku``, ``gguf``,
                 ``openvino``, ``onnx``, ``modelopt_export``, ``vllm_int8`` or ``sglang_fp8``.
-            folder: a new one, or an empty one.
+            folder: a new or empty folder.
             prompts: one or more texts; the README then says how far images as the tool computes them are from full
                 precision. None: no images are made.
             knobs: with ``prompts``, as for ``compare``.
@@ -147,8 +147,8 @@ class Quantized:
             mto.restore(pipeline.unet, "quantized_unet.pt")  # which holds fp32
             pipeline.unet.to(torch.float16)
 
-        A run leaves the same file as ``quantized_unet.pt``. ``pipeline`` is that of the checkpoint; ``sd-quant
-        convert`` makes a folder of a ``.nemo``.
+        A run writes the same file as ``quantized_unet.pt``. ``pipeline`` has to be of the same checkpoint; ``sd-quant
+        convert`` converts a ``.nemo`` to a diffusers folder.
 
         Raises:
             ConfigError: ModelOpt cannot restore the recipe; it restores INT8 and FP8 up to ``quant_level=3``.
