@@ -44,9 +44,9 @@ def predicted_gain(products: Tensor, precise: Sequence[int]) -> float:
 
 
 def best_steps(products: Tensor, count: int) -> list[int]:
-    """Return the ``count`` steps, ascending, that lower the predicted error most if their inputs are not quantized.
+    """Return the ``count`` steps, ascending, that lower the predicted error most with unquantized layer inputs.
 
-    An exchange search starts from the first, the last, and the steps with the largest changes; the best result wins.
+    The best of three exchange searches: from the first steps, the last ones, and those with the largest changes.
     """
     steps = len(products) - 1
 

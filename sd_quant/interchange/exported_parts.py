@@ -262,11 +262,11 @@ def write_folder(
 def simulate_graph(
     denoiser: nn.Module, assignment: Mapping[str, LayerAssignment], dtype: torch.dtype = torch.float16
 ) -> None:
-    """Change ``denoiser``, in place, to ModelOpt's simulation of its exported graph.
+    """Change ``denoiser``, in place, to compute what its exported ONNX file does, by ModelOpt's quantizers.
 
-    Unquantized weights are rounded to ``dtype``; weights with static scales are dequantized from the file's integer
-    codes, as ModelOpt multiplies by 1 / scale, which rounds ties differently. Alternative not taken: running the
-    file, as runtimes saturate sums on some processors and call the network otherwise.
+    Unquantized weights are rounded to ``dtype``; weights with static scales are dequantized from the codes of the
+    export, because ModelOpt multiplies by 1 / scale and rounds some ties otherwise. Alternative not taken: running the
+    file; runtimes saturate sums on some processors, and take other arguments than the module.
     """
     stored = denoiser.state_dict()
     for name, buffer in denoiser.named_buffers():

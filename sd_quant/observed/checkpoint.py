@@ -84,7 +84,7 @@ class ObservedFamily(Observed):
 
     @property
     def layers(self) -> ObservedLayers:
-        """Layers of the denoiser ``DENOISER``, which ``InPlace`` may change; of the original one for other networks."""
+        """Layers of the network ``DENOISER``, which ``InPlace`` sets to one denoiser of several; else the first's."""
         return self.by_denoiser.get(self.DENOISER, self.by_denoiser[self.own])
 
     def layer_roles(self, denoiser: nn.Module) -> dict[str, str]:

@@ -106,7 +106,7 @@ class Shared:
     def measure_of(
         self, assignment: Mapping[str, LayerAssignment], calls: Mapping[str, Tensor], guidance_scale: float
     ) -> Measure:
-        """Return ``measured`` with the cache key of the network's errors by ``assignment`` on inputs ``calls``."""
+        """Return the method ``measured`` with the cache key of errors by ``assignment`` on the inputs ``calls``."""
         origin = self.made_of("simulation.sensitivity", "stages.open_parts") | {
             "modelopt": self.facts["versions"].get("nvidia-modelopt"),
             "assignment": assignment_digest(assignment),
