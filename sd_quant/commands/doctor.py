@@ -140,12 +140,17 @@ def listed_gpus() -> list[list[str]]:
     return [row for line in told.splitlines() if len(row := line.split(", ")) == 4]
 
 
-def usable_gpu() -> str | None:
-    """Return the compute capability, such as SM89, of the GPU that torch would use; None if it can use no GPU."""
+def gpu_in_use() -> list[str] | None:
+    """Return the row of ``listed_gpus`` of the GPU that torch would use; None if it can use no GPU."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     index = int(first) if first.isdigit() else 0  # else it is a GPU's identifier
     hidden = first in ("", "-1") or index >= len(listed_gpus()) or not torch_build().startswith("CUDA")
-    return None if hidden else f"SM{listed_gpus()[index][1].replace('.', '')}"
+    return None if hidden else listed_gpus()[index]
+
+
+def usable_gpu() -> str | None:
+    """Return the compute capability of ``gpu_in_use``, such as SM89."""
+    return None if (found := gpu_in_use()) is None else f"SM{found[1].replace('.', '')}"
 
 
 def free_disk(folder: Path) -> str:

@@ -3,14 +3,11 @@
 Runs ``quantize`` on the shipped checkpoint and on SDXL at full size with random weights, in every format that this GPU
 multiplies, on every engine that is installed. A run is a process of its own, because a crash in a GPU's library ends
 its process; the report has the reason of each failure. A repeated command goes on where the last one stopped.
-
-Takes an hour with TensorRT, mostly to build plans of the full size; a quarter of an hour with torch alone. Needs
-40 GB of disk, 7 of them for the random checkpoint.
 """
 
 import argparse
-import getpass
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -21,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sd_quant.commands.doctor import listed_gpus, usable_gpu, why_not_here
+from sd_quant.commands.doctor import gpu_in_use, usable_gpu, why_not_here
 from sd_quant.config.recipe import presets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, WITHOUT_A_GPU, why_not
 from sd_quant.errors import ResourceError, SdQuantError
@@ -70,9 +67,7 @@ class Job:
 def main() -> None:
     """Do all jobs and write the report. Raises SdQuantError, after the report is written, where a job failed."""
     parser = argparse.ArgumentParser("sd-quant gpu-report", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", default="outputs/gpu_report", help="folder of the report and of the runs (%(default)s)"
-    )
+    parser.add_argument("--out", default="outputs/gpu_report", help="folder of report and runs (%(default)s)")
     parser.add_argument("--checkpoints", nargs="+", choices=CHECKPOINTS, default=[*CHECKPOINTS], help="(both)")
     parser.add_argument("--formats", nargs="+", choices=PRESETS, default=PRESETS, help="(those that this GPU can)")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: OpenVINO stands in for the engines")
@@ -121,9 +116,8 @@ def done(job: Job, out: Path, gpu: str | None) -> dict[str, Any]:
 
 def unable(job: Job, gpu: str | None) -> str | None:
     """Return why the job's engine cannot multiply numbers of its format on this machine; None if it can."""
-    reason = why_not_here(job.engine, gpu, {job.fmt}) or why_not(
-        job.engine, dict.fromkeys(("weights", "inputs"), [job.fmt])
-    )
+    used = dict.fromkeys(("weights", "inputs"), [job.fmt])
+    reason = why_not_here(job.engine, gpu, {job.fmt}) or why_not(job.engine, used)
     if reason or RUNTIMES[job.engine].file is not None:
         return reason
     needed = FORMATS[job.fmt].torch_compute_capability
@@ -134,12 +128,9 @@ def unable(job: Job, gpu: str | None) -> str | None:
 
 def failure_of(out: Path, name: str, module: str, *words: str) -> str | None:
     """Run ``python -m module words`` in ``out``, with output in ``<name>.log``; return why it failed, or None."""
-    log = out / f"{name}.log"
+    log, command = out / f"{name}.log", [sys.executable, "-m", module, *words]
     with log.open("w", encoding="utf-8") as file:
-        code = subprocess.run(
-            [sys.executable, "-m", module, *words], cwd=out, stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT,
-        ).returncode  # fmt: skip
+        code = subprocess.run(command, cwd=out, stdin=subprocess.DEVNULL, stdout=file, stderr=file).returncode
     if code == 0:
         return None
     if code == -2 or code == 130:
@@ -150,22 +141,19 @@ def failure_of(out: Path, name: str, module: str, *words: str) -> str | None:
 
 
 def names_here() -> list[str]:
-    """Return the names of the user and the host, which are removed from the report."""
-    user = ""
-    with suppress(OSError, KeyError):  # of a user without an entry
-        user = getpass.getuser()
-    return [platform.node(), user]
+    """Return the names of the host, the user and the home folder, which are removed from the report."""
+    return [platform.node(), os.environ.get("USER", ""), os.path.basename(os.path.expanduser("~"))]
 
 
 def report_of(rows: Sequence[dict[str, Any]], rehearsal: bool) -> dict[str, Any]:
     """Build the report, an object for JSON, from a row for each job, and check it against its schema."""
-    name, capability, driver, memory = NO_GPU if rehearsal else next(iter(listed_gpus()))
+    name, capability, driver, memory = NO_GPU if rehearsal else gpu_in_use() or NO_GPU
     report = {
         "schema": SCHEMA, "made_by": "sd-quant gpu-report", "day": datetime.now(UTC).date().isoformat(),
         "rehearsal": rehearsal, "rows": rows,
         "gpu": {"name": name, "compute_capability": capability, "memory": memory, "driver": driver,
                 "clocks": {} if rehearsal else dict(clocks())},
-        "processor": provenance.processor()["cpu"] or platform.machine(), "cores": cores(),
+        "processor": without_names(provenance.processor()["cpu"] or platform.machine(), names_here()), "cores": cores(),
         "versions": provenance.versions(*provenance.PACKAGES),
     }  # fmt: skip
     GpuReport.model_validate(report)
@@ -173,11 +161,13 @@ def report_of(rows: Sequence[dict[str, Any]], rehearsal: bool) -> dict[str, Any]
 
 
 def clocks() -> Iterator[tuple[str, str]]:
-    """Yield the GPU's clocks and power limit as nvidia-smi prints them."""
-    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
+    """Yield the clocks and power limit of the GPU in use, as nvidia-smi prints them, where it knows them."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    command = ["nvidia-smi", "-i", first, f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         printed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-        yield from zip(CLOCKS, printed.strip().split(", "), strict=False)
+        found = zip(CLOCKS, printed.strip().split(", "), strict=False)
+        yield from ((name, value) for name, value in found if "N/A" not in value)
 
 
 def in_words(row: dict[str, Any]) -> str:

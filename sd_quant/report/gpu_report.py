@@ -20,7 +20,7 @@ from sd_quant.text import one_line
 SCHEMA = "sd-quant gpu report 1"
 MOST_BYTES = 1_000_000
 AGREEMENT = 0.1  # share by which the quotient of two medians may lie outside of the interval, which is of rounds
-PATHS = re.compile(r"\S*[/\\~@]\S*")
+PATHS = re.compile(r"\S*[/\\~]\S*|\S+@\S+")
 
 
 def without_paths(text: str) -> str:
@@ -31,6 +31,7 @@ def without_paths(text: str) -> str:
 
 
 Text = Annotated[str, Field(max_length=400), AfterValidator(without_paths)]
+Name = Annotated[str, Field(max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+-]*$")]  # part of README's table
 Milliseconds = Annotated[float, Field(gt=0)]
 
 
@@ -85,13 +86,19 @@ class Parity(Closed):
     relative_error: float
     tolerance: float
 
+    @model_validator(mode="after")
+    def within_its_tolerance(self) -> "Parity":
+        if self.relative_error > self.tolerance:
+            raise ValueError(f"{self.what} has an error of {self.relative_error:g}, more than {self.tolerance:g}")
+        return self
+
 
 class Row(Closed):
     """Results of one run: a checkpoint in one number format on one engine."""
 
     checkpoint: Literal["mini", "full"]  # the shipped one, or SDXL at full size with random weights
-    engine: Text
-    format: Text
+    engine: Name
+    format: Name
     ended: Literal["done", "failed", "not run"]
     reason: Text | None = None  # why it is not done
     denoiser: Latency | None = None
@@ -117,7 +124,7 @@ class Row(Closed):
 class Gpu(Closed):
     """The GPU as nvidia-smi describes it."""
 
-    name: Text
+    name: Name
     compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
     memory: Text
     driver: Text
@@ -158,7 +165,7 @@ def read_report(content: bytes, name: str) -> GpuReport:
 def contradiction_of(row: Mapping[str, Any]) -> str | None:
     """Return the first violation of the schema by ``row``, a result of ``row_of``, or None if it is valid."""
     try:
-        Row.model_validate({"checkpoint": "mini", "engine": "", "format": "", **row})
+        Row.model_validate({"checkpoint": "mini", "engine": "any", "format": "any", **row})
     except ValidationError as error:
         return first_of(error)
     return None

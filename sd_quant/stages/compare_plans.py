@@ -11,6 +11,7 @@ leaves layers unquantized: for those see ``parity`` and ``executed`` in the run'
 import argparse
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import onnx
@@ -37,20 +38,17 @@ def inputs_of(onnx_path: Path, part: str, size: tuple[int, int]) -> dict[str, Te
         shape = tuple(likely[value.name])
         kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         if kind.kind == "i" and len(shape) > 1:
-            tensor = torch.randint(TOKENS, shape, generator=random)
+            found[value.name] = torch.randint(TOKENS, shape, generator=random)
         else:
-            tensor = torch.full(shape, TIMESTEP) if len(shape) == 1 else torch.randn(shape, generator=random)
-        found[value.name] = tensor
+            drawn = torch.randn(shape, generator=random)
+            found[value.name] = torch.full(shape, TIMESTEP) if len(shape) == 1 else drawn
     return found
 
 
 def computed(engine: str, path: Path, inputs: dict[str, Tensor]) -> Tensor:
     """Run the file at ``path`` by ``engine`` once; return its first output, fp32 on the CPU."""
-    opened = load_engine(engine, path)
-    try:
+    with closing(load_engine(engine, path)) as opened:
         return first_output(opened(**inputs))[0].float().cpu()
-    finally:
-        opened.close()
 
 
 def compare(run: Path, engine: str) -> Iterator[dict]:
