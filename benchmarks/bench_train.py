@@ -8,7 +8,8 @@ pictures, networks, what the network predicts, how long it learnt, and whether t
 channels that are a hundred times as large as the others, as SDXL's has (MixDQ, Zhao et al. 2024). Autoencoder and text
 encoders are those of ``sdxl_mini`` throughout, so that a step trains the denoiser alone.
 
-A training resumes where it was stopped. ``checkpoints.json`` beside the folders says which are whole, by their hashes.
+A training resumes where it was stopped; the denoisers of benchmarks/checkpoints are shipped and not trained again.
+``checkpoints.json`` beside the folders says which are whole, by their hashes.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import diffusers
 import torch
 import transformers
 from bench import FOLDER, MANIFEST, TOKENS
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -38,6 +40,8 @@ from sd_quant.report.provenance import fingerprint
 
 PICTURES, BATCH = 1600, 64
 T5_WIDTH = 192
+SHIPPED = Path(__file__).parent / "checkpoints"
+State = Mapping[str, Tensor]
 NOISE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
 CROSS, PLAIN = "CrossAttnDownBlock2D", "DownBlock2D"
 
@@ -217,9 +221,24 @@ class TrainDenoiser(Trained):
         return ((output - target).square().mean(dim=(1, 2, 3)) * weight).mean()
 
 
+def trained(name: str, folder: Path, pipeline: Any, network: nn.Module, latents: Tensor, captions: list[str]) -> State:
+    """Train the row's denoiser on normalized ``latents`` [picture, 4, 8, 8]; returns the average of its weights."""
+    row = BENCH[name]
+    parts = [conditions(pipeline, row.family, captions[start : start + 100]) for start in range(0, PICTURES, 100)]
+    told = {name: torch.cat([part[name] for part in parts]).clone() for name in parts[0]}
+    empty = {name: value.clone() for name, value in of_no_caption(pipeline, row.family).items()}
+    alphas = diffusers.DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012).alphas_cumprod
+    module = TrainDenoiser(
+        network, row, list(told), empty, alphas,
+        steps=row.steps, decay=row.steps // 3, learning_rate=1e-3, curve=folder / f"training/{name}/loss.csv",
+    )  # fmt: skip
+    fit(module, TensorDataset(latents.clone(), *told.values()), BATCH, name, folder / "training", row.seed)
+    return average_of(name, folder / "training")
+
+
 def make(name: str, folder: Path) -> None:
-    """Train the row and write its pipeline in fp16, with its captions beside it."""
-    row, written = BENCH[name], folder / name
+    """Write the row's pipeline in fp16, its denoiser shipped or trained, with its captions beside it."""
+    row, written, shipped = BENCH[name], folder / name, SHIPPED / f"{name}.safetensors"
     captions, shown = bench_pictures.drawn(row.pictures, PICTURES, row.seed)
     pipeline, network = pipeline_of(row)
     images = torch.from_numpy(shown).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -228,17 +247,9 @@ def make(name: str, folder: Path) -> None:
     factors = normalization(latents) if row.family == "sd3" else {"scaling_factor": round(1 / latents.std().item(), 5)}
     pipeline.vae.register_to_config(**factors)
     normal = (latents - factors.get("shift_factor", 0.0)) * factors["scaling_factor"]
-    parts = [conditions(pipeline, row.family, captions[start : start + 100]) for start in range(0, PICTURES, 100)]
-    told = {name: torch.cat([part[name] for part in parts]).clone() for name in parts[0]}
-    empty = {name: value.clone() for name, value in of_no_caption(pipeline, row.family).items()}
-    alphas = diffusers.DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012).alphas_cumprod
-    module = TrainDenoiser(
-        getattr(pipeline, network), row, list(told), empty, alphas,
-        steps=row.steps, decay=row.steps // 3, learning_rate=1e-3, curve=folder / f"training/{name}/loss.csv",
-    )  # fmt: skip
-    data = TensorDataset(normal.clone(), *told.values())
-    fit(module, data, BATCH, name, folder / "training", row.seed)
-    getattr(pipeline, network).load_state_dict(average_of(name, folder / "training"))
+    denoiser = getattr(pipeline, network)
+    state = load_file(shipped) if shipped.exists() else trained(name, folder, pipeline, denoiser, normal, captions)
+    denoiser.load_state_dict(state)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.half()

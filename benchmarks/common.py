@@ -1,6 +1,7 @@
 """Shared by the benchmarks: a checkpoint with its calibration prompts, a comparison of images, options and reports."""
 
 import argparse
+import dataclasses
 import json
 import math
 import time
@@ -39,6 +40,11 @@ from sd_quant.quantization.recipe import Recipe, excluded
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import fingerprint, machine
 from sd_quant.simulation.modelopt import quantizer_configs
+from sd_quant.stages.assign import assign
+from sd_quant.stages.calibrate import denoiser_hessians
+from sd_quant.stages.load import with_recipe
+from sd_quant.stages.open_parts import open_simulated
+from sd_quant.stages.session import Session
 
 MODEL, PROMPTS = "sdxl_mini", Path(__file__).parent / "prompts"
 GUIDANCE, SEED = 5.0, 42  # of the main job's calibration
@@ -68,6 +74,7 @@ class Subject:
     prompts: list[str]
     size: int
     path: Path
+    family: str
 
     @property
     def denoiser(self) -> str:
@@ -103,6 +110,22 @@ class Subject:
             family.shared_inputs(linears), {**recipes, **dict.fromkeys(kept, "kept"), **excluded(self.roles, exclude)},
             family.attentions(self.model.denoiser), lambda name: weights.get(f"{name}.bias"),
         )  # fmt: skip
+
+
+def simulated(subject: Subject, job_of_row: Callable[[str], QuantizeJob], steps: int) -> Callable[[str, Path], Engine]:
+    """The function that quantizes the denoiser in torch by the job of a row; one calibration serves equal Hessians."""
+    checkpoint, found = subject.model.checkpoint, dict[Hessians, Statistics]()
+
+    def denoiser_of(row: str, folder: Path) -> Engine:
+        job = job_of_row(row)
+        model = dataclasses.replace(job.model, family=subject.family)
+        loaded = with_recipe(Session(checkpoint), model, job.infer, job.quantize)
+        summed = denoiser_hessians(checkpoint, loaded.roles, job.quantize)
+        if summed not in found:
+            found[summed] = subject.statistics(steps, summed)
+        return open_simulated(checkpoint, assign(loaded, found[summed]))
+
+    return denoiser_of
 
 
 class FullPrecision:
@@ -159,7 +182,7 @@ def open_subject(path: Path | None, prompts: Path | None, count: int, model: str
     if count > len(given):
         raise SystemExit(f"{count} prompts are more than the {len(given)} of {prompts}; ask for fewer")
     roles = checkpoint.family.layer_roles(opened.denoiser)
-    return Subject(opened, roles, given[:count], known["width"], path)
+    return Subject(opened, roles, given[:count], known["width"], path, known["family"])
 
 
 def image_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:

@@ -16,24 +16,14 @@ continues with the others. Variants were chosen on other prompts than those that
         --recipes int4_w4a4 rotated_w4a4 "rotated_w4a4 quantize.rank=32" --out outputs/benchmarks/four_bits/sd3
 """
 
-from pathlib import Path
-
-from common import job_with, recipe_of, recipe_parser, reference_of, subject_of
+from common import job_with, recipe_of, recipe_parser, reference_of, simulated, subject_of
 from quality import table
 
 from sd_quant.config import QuantizeJob
-from sd_quant.engines.base import Engine
 from sd_quant.errors import ConfigError
 from sd_quant.files import write_text
 from sd_quant.places import CONF
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.hessians import Hessians
-from sd_quant.quantization.statistics import Statistics
-from sd_quant.stages.assign import assign
-from sd_quant.stages.calibrate import denoiser_hessians
-from sd_quant.stages.load import with_recipe
-from sd_quant.stages.open_parts import open_simulated
-from sd_quant.stages.session import Session
 
 LEVEL = "quant_level=3"
 AS_BEFORE = ["quantize.branch_rounds=0", "quantize.rounding=nearest", "quantize.scale_search=false"]
@@ -64,18 +54,8 @@ def main() -> None:
     tables = [[(preset, name, VARIANTS[name]) for name in options.variants] for preset in options.presets]
     if options.recipes:
         tables = [[(text.split()[0], text, text.split()[1:]) for text in options.recipes]]
-    subject = subject_of(options)
-    checkpoint, jobs, lines = subject.model.checkpoint, dict[str, QuantizeJob](), []
-    reference, found = reference_of(subject, options), dict[Hessians, Statistics]()
-
-    def simulated(row: str, folder: Path) -> Engine:
-        job = jobs[row]
-        loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
-        summed = denoiser_hessians(checkpoint, loaded.roles, job.quantize)
-        if summed not in found:
-            found[summed] = subject.statistics(options.steps, summed)
-        return open_simulated(checkpoint, assign(loaded, found[summed]))
-
+    subject, jobs, lines = subject_of(options), dict[str, QuantizeJob](), []
+    reference, denoiser_of = reference_of(subject, options), simulated(subject, jobs.__getitem__, options.steps)
     for rows in tables:
         jobs.clear()
         for preset, name, knobs in rows:
@@ -86,7 +66,7 @@ def main() -> None:
                 if options.recipes:
                     raise
                 print(f"{row}: left out, {error}")
-        lines.append(table(reference.of_rows(dict.fromkeys(jobs, {}), simulated, options.out)))
+        lines.append(table(reference.of_rows(dict.fromkeys(jobs, {}), denoiser_of, options.out)))
         write_text(options.out / "four_bits.md", "\n".join(lines))
     print("\n".join(lines))
 

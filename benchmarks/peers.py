@@ -1,12 +1,13 @@
-"""Compares the fidelity of other quantizers on the same UNet, with everything else held equal.
+"""Compares the fidelity of other quantizers on the same denoisers, with everything else held equal.
 
-All peers get the same checkpoint, recorded UNet inputs to calibrate on, evaluation prompts, seeds and layers: weights
-and inputs of every Linear and Conv2d that the family does not exclude (``quant_level`` 3), and no attention product.
-Each peer excludes the others by its own means, and the layers that it quantized are read back from its result. The rest
-of the pipeline is full precision in torch. The quantized UNet runs on the runtime that executes the peer's result:
-torch's simulated quantization, ONNX Runtime or OpenVINO.
+All peers get the same checkpoint, recorded inputs of the denoiser to calibrate on, evaluation prompts, seeds and
+layers: weights and inputs of every Linear and Conv2d that the family does not exclude (``quant_level`` 3), and no
+attention product. Each peer excludes the others by its own means, and the layers that it quantized are read back from
+its result. The rest of the pipeline is full precision in torch. The quantized denoiser runs on the runtime that
+executes the peer's result: torch's simulated quantization, ONNX Runtime or OpenVINO.
 
-    python benchmarks/peers.py --out outputs/benchmarks/peers
+    python benchmarks/peers.py
+    python benchmarks/peers.py --checkpoints sdxl_mini sd3_mini glyphs textures faces   # of the bench, see bench.py
 
 The road not taken is each peer's own choice of layers, and of outputs beside inputs, which would compare lists of
 layers and not arithmetic. A peer that is not installed has a row that says so: ``pip install '.[peers]'``.
@@ -21,17 +22,17 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import onnx
 import torch
-from common import GUIDANCE, REPORTED, SEED, FullPrecision, open_subject, paired, timed
+from bench import FOLDER, opened
+from common import GUIDANCE, SEED, FullPrecision, Subject, paired, timed
 from measurer import markdown
 from quality import DEFAULT, PLAIN
 from torch import Tensor, nn
 
-from sd_quant.calibration.hooks import collect, draw
-from sd_quant.calibration.prompts import read_prompts
 from sd_quant.devices import threads
 from sd_quant.engines import load_engine
 from sd_quant.engines.base import Engine
@@ -39,42 +40,45 @@ from sd_quant.engines.torch import TorchEngine
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.export.tracing import trace
 from sd_quant.files import write_json, write_text
-from sd_quant.inference.loading import LoadedModel, pipeline_of
+from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.models.parts import Contract
-from sd_quant.models.unet import shared_inputs
-from sd_quant.places import input_path
-from sd_quant.quantization.derivation import derive
+from sd_quant.models.parts import Part
+from sd_quant.places import HOME
 from sd_quant.quantization.recipe import Recipe
 
 CALIBRATION_STEPS = 20
-PREFIX = "unet."  # before a layer's name in the UNet part and in its graph
+PRODUCTS = ["Conv", "MatMul", "Gemm"]
 
-Call = dict[str, Tensor]  # the inputs of one UNet call: x, timesteps, context, y
+Call = dict[str, Tensor]  # the inputs of one call of the denoiser, such as x, timesteps, context, y
 
 
 @dataclass(frozen=True)
 class Context:
     """The inputs of every peer. ``calls`` are fp32, in the pipeline's order: prompt by prompt, step by step."""
 
-    model: LoadedModel
-    roles: dict[str, str]
-    layers: set[str]
+    subject: Subject
     calls: list[Call]
     folder: Path
 
     @property
-    def excluded(self) -> list[str]:
-        """The other layers, as they are called in the UNet part."""
-        return [PREFIX + name for name in self.roles if name not in self.layers]
+    def layers(self) -> set[str]:
+        return set(self.subject.names)
 
     @property
-    def contract(self) -> Contract:
-        return self.model.contracts["unet_xl"]
+    def part(self) -> Part:
+        return self.subject.model.checkpoint.parts()[self.subject.denoiser]
 
-    def unet(self) -> nn.Module:
-        """A UNet of the peer's own to change."""
-        return copy.deepcopy(self.model.parts["unet_xl"])
+    @property
+    def excluded(self) -> list[str]:
+        """The other layers, as they are called in the denoiser's part."""
+        return [self.part.prefix + name for name in self.subject.roles if name not in self.layers]
+
+    def network(self) -> nn.Module:
+        """A denoiser of the peer's own to change."""
+        return copy.deepcopy(self.subject.model.parts[self.subject.denoiser])
+
+    def torch_engine(self, network: nn.Module) -> TorchEngine:
+        return TorchEngine(network, self.subject.model.contracts[self.subject.denoiser])
 
 
 @dataclass(frozen=True)
@@ -104,33 +108,12 @@ def ours_plain(context: Context) -> Quantized:
 
 
 def derived(context: Context, recipe: Recipe) -> Quantized:
-    """Calibrate and derive as this project does, on the recorded calls like all peers."""
-    weights = context.model.checkpoint.components["unet"]
-    part = context.model.parts["unet_xl"]
-    layers = {name: part.get_submodule(PREFIX + name) for name in context.roles if name in context.layers}
-    prompts, steps = range(len(context.calls) // CALIBRATION_STEPS), CALIBRATION_STEPS
-    now, shared = {"call": 0}, shared_inputs(context.roles)
-    text = {name for given in shared if given.text for name in given.readers}
-
-    def position() -> tuple[int, list[int]]:
-        prompt, step = divmod(now["call"], steps)
-        return step, [prompt]
-
-    def calibrate():
-        wanted = draw(layers, prompts, steps, SEED, text)
-        with torch.inference_mode(), collect(part, layers, prompts, steps, position, wanted) as statistics:
-            for now["call"], call in enumerate(context.calls):
-                part(**call)
-        return derive(
-            context.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, shared,
-            bias_of=lambda name: weights.get(f"{name}.bias"),
-        )  # fmt: skip
-
-    assignment, seconds = timed(calibrate)
-    path = context.folder / "ours.onnx"
-    checkpoint = context.model.checkpoint
-    write_part(trace_part(checkpoint, "unet_xl"), checkpoint, "unet_xl", path, assignment)
-    return Quantized(load_engine("openvino", path), quantized_onnx_layers(path), seconds)
+    """Calibrate and derive as the main job does; its pass makes the recorded calls again."""
+    subject = context.subject
+    assignment, seconds = timed(lambda: subject.assignment(subject.statistics(CALIBRATION_STEPS, cached=False), recipe))
+    path, checkpoint = context.folder / "ours.onnx", subject.model.checkpoint
+    write_part(trace_part(checkpoint, subject.denoiser), checkpoint, subject.denoiser, path, assignment)
+    return Quantized(load_engine("openvino", path), quantized_onnx_layers(path, context.part.prefix), seconds)
 
 
 def unquantized(context: Context) -> Quantized:
@@ -166,13 +149,13 @@ def modelopt(context: Context, preset: str, algorithm: str | dict) -> Quantized:
     config["algorithm"] = algorithm
 
     @torch.no_grad()
-    def replay(unet: nn.Module) -> None:
+    def replay(network: nn.Module) -> None:
         for call in context.calls:
-            unet(**call)
+            network(**call)
 
-    unet, seconds = timed(lambda: mtq.quantize(context.unet(), config, replay))
-    layers = torch_layers(unet, "weight_quantizer", "input_quantizer", lambda quantizer: bool(quantizer.is_enabled))
-    return Quantized(TorchEngine(unet, context.contract), layers, seconds)
+    network, seconds = timed(lambda: mtq.quantize(context.network(), config, replay))
+    layers = torch_layers(network, "weight_quantizer", "input_quantizer", lambda quantizer: bool(quantizer.is_enabled))
+    return Quantized(context.torch_engine(network), named(layers, context), seconds)
 
 
 def quark_w8a8(context: Context) -> Quantized:
@@ -183,9 +166,9 @@ def quark_w8a8(context: Context) -> Quantized:
     rule = {"observer_method": "min_max", "symmetric": True, "scale_type": "float", "round_method": "half_even"}
     spec = Int8PerTensorSpec(**rule, is_dynamic=False).to_quantization_spec()
     config = QConfig(global_quant_config=QLayerConfig(weight=spec, input_tensors=spec), exclude=context.excluded)
-    unet, seconds = timed(lambda: ModelQuantizer(config).quantize_model(context.unet(), context.calls))
-    layers = torch_layers(unet, "_weight_quantizer", "_input_quantizer", lambda quantizer: quantizer is not None)
-    return Quantized(TorchEngine(ModelQuantizer.freeze(unet), context.contract), layers, seconds)
+    network, seconds = timed(lambda: ModelQuantizer(config).quantize_model(context.network(), context.calls))
+    layers = torch_layers(network, "_weight_quantizer", "_input_quantizer", lambda quantizer: quantizer is not None)
+    return Quantized(context.torch_engine(ModelQuantizer.freeze(network)), named(layers, context), seconds)
 
 
 def onnxruntime_percentile(context: Context) -> Quantized:
@@ -196,19 +179,18 @@ def onnxruntime_percentile(context: Context) -> Quantized:
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     source, target = full_precision_onnx(context), context.folder / "onnxruntime.onnx"
-    nodes = {layer: node.name for layer, node in onnx_layers(source).items() if layer in context.layers}
-    products = ["Conv", "MatMul"]
+    nodes = {layer: node.name for layer, node in onnx_layers(source, context).items() if layer in context.layers}
     extra = {
         "ActivationSymmetric": True,
-        "OpTypesToExcludeOutputQuantization": products,
+        "OpTypesToExcludeOutputQuantization": PRODUCTS,
         "CalibStridedMinMax": CALIBRATION_STEPS,
     }  # one prompt at a time: it holds every tensor of a stride
     _, seconds = timed(lambda: quantize_static(
-        source, target, Replay(context.calls), quant_format=QuantFormat.QDQ, op_types_to_quantize=products,
+        source, target, Replay(context.calls), quant_format=QuantFormat.QDQ, op_types_to_quantize=PRODUCTS,
         nodes_to_quantize=list(nodes.values()), per_channel=True, activation_type=QuantType.QInt8,
         weight_type=QuantType.QInt8, calibrate_method=CalibrationMethod.Percentile, extra_options=extra,
     ))  # fmt: skip
-    return Quantized(load_engine("onnxruntime", target), quantized_onnx_layers(target), seconds)
+    return Quantized(load_engine("onnxruntime", target), quantized_onnx_layers(target, context.part.prefix), seconds)
 
 
 def nncf_default(context: Context) -> Quantized:
@@ -241,7 +223,7 @@ def nncf_quantize(context: Context, smoothquant_alpha: float, preset=None) -> Qu
     for node in model.get_ops():
         if node.get_type_name() in ("Convolution", "MatMul", "Interpolate"):
             name = node.input(1).get_source_output().get_node().friendly_name
-            layer = name.removeprefix(PREFIX).removesuffix(".weight")
+            layer = name.removeprefix(context.part.prefix).removesuffix(".weight")
             if layer in context.layers:
                 layers[node.friendly_name] = layer
             else:
@@ -295,7 +277,7 @@ class Replay:
 
 
 def full_precision_onnx(context: Context) -> Path:
-    """The UNet in fp32, which is what quantizers of ONNX are made for, with every layer's weight as a constant.
+    """The denoiser in fp32, which is what quantizers of ONNX are made for, with every layer's weight as a constant.
 
     A linear's transposition is done here and its weight keeps its name: behind a Transpose, ONNX Runtime takes a weight
     for an activation.
@@ -303,12 +285,11 @@ def full_precision_onnx(context: Context) -> Path:
     path = context.folder / "full_precision.onnx"
     if path.exists():
         return path
-    single = dict.fromkeys(context.contract.dtypes, torch.float32)
-    contract = dataclasses.replace(context.contract, weights=torch.float32, dtypes=single)
-    checkpoint = context.model.checkpoint
-    part = checkpoint.parts()["unet_xl"]
+    checkpoint, part = context.subject.model.checkpoint, context.part
+    single = dict.fromkeys(part.contract.dtypes, torch.float32)
+    contract = dataclasses.replace(part.contract, weights=torch.float32, dtypes=single)
     graph = trace(lambda: part.wrap(checkpoint.build()[part.component]), contract)
-    write_part(graph, checkpoint, "unet_xl", path, {})
+    write_part(graph, checkpoint, context.subject.denoiser, path, {})
     model = onnx.load(path)
     weights = {stored.name: stored for stored in model.graph.initializer}
     transposed = {node.output[0]: node for node in model.graph.node if node.op_type == "Transpose"}
@@ -324,32 +305,37 @@ def full_precision_onnx(context: Context) -> Path:
     return path
 
 
-def onnx_layers(path: Path) -> dict[str, onnx.NodeProto]:
+def onnx_layers(path: Path, context: Context) -> dict[str, onnx.NodeProto]:
     """Layer to the node that multiplies with its weight."""
     suffix = ".weight"
     return {
-        node.input[1].removeprefix(PREFIX).removesuffix(suffix): node
+        node.input[1].removeprefix(context.part.prefix).removesuffix(suffix): node
         for node in onnx.load(path).graph.node
-        if node.op_type in ("Conv", "MatMul") and node.input[1].endswith(suffix)
+        if node.op_type in PRODUCTS and node.input[1].endswith(suffix)
     }
 
 
-def quantized_onnx_layers(path: Path) -> set[str]:
+def quantized_onnx_layers(path: Path, prefix: str) -> set[str]:
     """The layers, and other products by name, whose weight and input both come from a DequantizeLinear."""
     nodes = onnx.load(path).graph.node
     source = {node.output[0]: node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
     return {
-        source[node.input[1]].removeprefix(PREFIX).partition(".weight")[0]
+        source[node.input[1]].removeprefix(prefix).partition(".weight")[0]
         for node in nodes
-        if node.op_type in ("Conv", "MatMul", "Gemm") and all(name in source for name in node.input[:2])
+        if node.op_type in PRODUCTS and all(name in source for name in node.input[:2])
     }
 
 
-def torch_layers(unet: nn.Module, weight: str, value: str, active: Callable[[nn.Module], bool]) -> set[str]:
+def named(modules: set[str], context: Context) -> set[str]:
+    """The layers of these names in the denoiser's part."""
+    return {name.removeprefix(context.part.prefix) for name in modules}
+
+
+def torch_layers(network: nn.Module, weight: str, value: str, active: Callable[[nn.Module], bool]) -> set[str]:
     """Modules whose quantizers of these names are both active."""
     return {
-        name.removeprefix(PREFIX)
-        for name, layer in unet.named_modules()
+        name
+        for name, layer in network.named_modules()
         if hasattr(layer, weight) and active(getattr(layer, weight)) and active(getattr(layer, value))
     }
 
@@ -372,15 +358,15 @@ def behind(port, *kinds: str):
 # ----------------------------------------------------------------------------------------------------------- the run
 
 
-def record_calls(model: LoadedModel, prompts: list[str], size: int) -> list[Call]:
-    """The UNet's inputs while the full-precision pipeline denoises ``prompts``, with both halves of guidance."""
+def record_calls(subject: Subject) -> list[Call]:
+    """The denoiser's inputs in full precision on the calibration prompts, with both halves of guidance."""
     seen: list[Call] = []
-    hook = model.parts["unet_xl"].register_forward_pre_hook(
-        lambda unet, args, inputs: seen.append(dict(inputs)), with_kwargs=True
+    hook = subject.model.parts[subject.denoiser].register_forward_pre_hook(
+        lambda network, args, inputs: seen.append(dict(inputs)), with_kwargs=True
     )
-    engines = {name: engine for name, engine in model.torch_engines().items() if name != "vae"}
-    sampling = Sampling(CALIBRATION_STEPS, GUIDANCE, size, size, batch_size=1, seed=SEED)
-    pipeline_of(model.checkpoint, engines)(prompts, sampling, decode=())
+    engines = {name: engine for name, engine in subject.model.torch_engines().items() if name != "vae"}
+    sampling = Sampling(CALIBRATION_STEPS, GUIDANCE, subject.size, subject.size, batch_size=1, seed=SEED)
+    pipeline_of(subject.model.checkpoint, engines)(subject.prompts, sampling, decode=())
     hook.remove()
     # copies made here are ordinary tensors; those of inference mode cannot be changed in place outside it
     return [{name: tensor.clone() for name, tensor in call.items()} for call in seen]
@@ -402,6 +388,22 @@ def row(name: str, context: Context, reference: FullPrecision) -> dict:
         "calibration_seconds": quantized.seconds,
         "fidelity": reference.fidelity_of(quantized.engine),
     }
+
+
+def gains(by_checkpoint: dict[str, list[dict]]) -> str:
+    """Markdown: by checkpoint our mean PSNR, and what we have over each peer on the same images."""
+    peers = [found["peer"] for found in next(iter(by_checkpoint.values())) if found["peer"] != "ours"]
+
+    def cell(values: dict[str, list[float]], peer: str) -> str:
+        images = values["ours"], values.get(peer, [None])
+        return "–" if any(None in each for each in images) else paired(*images)
+
+    lines = []
+    for name, rows in by_checkpoint.items():
+        values = {found["peer"]: found["fidelity"]["psnr"]["values"] for found in rows if "reason" not in found}
+        if "ours" in values:
+            lines.append([name, f"{fmean(values['ours']):.2f}", *(cell(values, peer) for peer in peers)])
+    return markdown(("checkpoint", "ours, dB", *(f"over {peer}" for peer in peers)), lines)
 
 
 def table(rows: list[dict]) -> str:
@@ -429,46 +431,49 @@ def table(rows: list[dict]) -> str:
     return markdown(header, [cells(found) for found in rows])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=", ".join(PEERS))
-    parser.add_argument("--checkpoint", type=Path, default=input_path("checkpoints/sdxl_mini.nemo"))
-    parser.add_argument("--calibration", type=Path, default=input_path("conf/model/prompts/sdxl_mini.txt"))
-    parser.add_argument("--evaluation", type=Path, default=REPORTED, help="a prompt a line")
-    parser.add_argument("--prompts", type=int, default=64, help="images to compare")
-    parser.add_argument("--calibration-prompts", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=20, help="denoising steps of the images")
-    parser.add_argument("--batch", type=int, default=4, help="images at a time")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/peers"))
-    options = parser.parse_args()
-
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "full_precision.onnx").unlink(missing_ok=True)
-    subject = open_subject(options.checkpoint, options.calibration, options.calibration_prompts)
-    model, calibration, layers = subject.model, subject.prompts, set(subject.names)
-    calls, seconds = timed(lambda: record_calls(model, calibration, subject.size))
-    recorded = f"{len(calls)} recorded UNet calls ({len(calibration)} prompts, {CALIBRATION_STEPS} steps), all given to"
-    print(f"{recorded} every peer; recording took {seconds:.1f} s")
-    context, prompts = Context(model, subject.roles, layers, calls, options.out), read_prompts(options.evaluation)
-    reference = FullPrecision(subject, prompts[: options.prompts], options.steps, options.batch)
+def compared(subject: Subject, prompts: list[str], options: argparse.Namespace, folder: Path) -> tuple[list[dict], str]:
+    """The rows of one checkpoint, and their table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "full_precision.onnx").unlink(missing_ok=True)
+    calls, seconds = timed(lambda: record_calls(subject))
+    context, reference = Context(subject, calls, folder), FullPrecision(subject, prompts, options.steps, options.batch)
     rows = []
-    os.environ.setdefault("NNCF_CI", "1")  # NNCF then tells nobody that it was used
-    with (options.out / "peers.log").open("w", encoding="utf-8") as log:
+    with (folder / "peers.log").open("w", encoding="utf-8") as log:
         for name in options.peers:
             with redirect_stdout(log), redirect_stderr(log):  # most peers print a lot
                 rows.append(row(name, context, reference))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-    summary = (
-        f"{len(reference.prompts)} images; {options.steps} steps, guidance {GUIDANCE}. {recorded} every peer; "
-        f"{len(layers)} layers to quantize."
+    note = (
+        f"{len(prompts)} images; {options.steps} steps, guidance {GUIDANCE}. {len(calls)} recorded calls "
+        f"({len(subject.prompts)} prompts, {CALIBRATION_STEPS} steps; {seconds:.1f} s) to every peer; "
+        f"{len(context.layers)} layers to quantize."
     )
-    write_text(options.out / "peers.md", f"{table(rows)}\n{summary}\n")
-    write_json(options.out / "peers.json", {
-        "prompts": reference.prompts, "calibration_prompts": calibration, "calibration_calls": len(calls),
-        "recording_seconds": seconds, "steps": options.steps, "batch": options.batch, "layers": len(layers),
-        "note": summary, "peers": rows,
-    })  # fmt: skip
-    print(f"\n{table(rows)}\n{summary}\n{options.out}")
+    return rows, f"{table(rows)}\n{note}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=", ".join(PEERS))
+    parser.add_argument("--checkpoints", nargs="+", default=["sdxl_mini"], help="of the bench", metavar="NAME")
+    parser.add_argument("--prompts", type=int, default=64, help="images to compare")
+    parser.add_argument("--calibration-prompts", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20, help="denoising steps of the images")
+    parser.add_argument("--batch", type=int, default=4, help="images at a time")
+    parser.add_argument("--bench", type=Path, default=FOLDER, help="(%(default)s)")
+    parser.add_argument("--out", type=Path, default=HOME / "outputs/benchmarks/peers")
+    options = parser.parse_args()
+    os.environ.setdefault("NNCF_CI", "1")  # NNCF then tells nobody that it was used
+    found, texts = dict[str, list[dict]](), list[str]()
+    for name in options.checkpoints:
+        subject, _, prompts = opened(name, options.bench)
+        subject = dataclasses.replace(subject, prompts=subject.prompts[: options.calibration_prompts])
+        print(name, flush=True)
+        found[name], text = compared(subject, prompts[: options.prompts], options, options.out / name)
+        texts.append(f"## {name}\n\n{text}")
+        summary = "\n".join(texts if len(found) == 1 else [gains(found), *texts])
+        write_text(options.out / "peers.md", summary)
+        write_json(options.out / "peers.json", {"checkpoints": found})
+    print(f"\n{summary}\n{options.out}")
 
 
 if __name__ == "__main__":
