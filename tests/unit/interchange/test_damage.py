@@ -204,9 +204,11 @@ def test_tensors_that_make_no_whole_denoiser_are_refused(damaged, target, change
         damaged(target, change)
 
 
-def test_a_file_of_another_class_of_nunchakus_is_refused(damaged):
+def test_a_file_of_another_class_of_nunchakus_is_refused(damaged, written, tiny):
     with pytest.raises(ArtifactError, match="is of NunchakuQwen.*expected NunchakuFlux"):
         damaged("nunchaku", model_class="NunchakuQwenImageTransformer2DModel")
+    with pytest.raises(ArtifactError, match="which a SD3Transformer2DModel is not"):
+        tiny("sd3").read(written("nunchaku")[2], "nunchaku")
 
 
 # torchao's descriptions

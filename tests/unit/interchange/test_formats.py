@@ -5,8 +5,10 @@ from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra import compose
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 import sd_quant.config.targets as config_module
 from sd_quant import interchange
@@ -145,6 +147,8 @@ def test_no_reader_takes_what_is_none_of_theirs(tmp_path, content):
         (tmp_path / f"a{suffix}").write_bytes(content)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/config.json").write_bytes(content)
-    for path in (*tmp_path.iterdir(), tmp_path / "folder/config.json"):
+    foreign = {"transformer_blocks.0.a.qweight": torch.ones(1), "single_transformer_blocks.0.b": torch.ones(1)}
+    save_file(foreign, tmp_path / "b.safetensors")
+    for path in (*tmp_path.iterdir(), *map(tmp_path.joinpath, ("folder/config.json", "none", "\0"))):
         known = {name for name, reader in READERS.items() if reader.recognizes(path)}
-        assert known <= {"gguf", "comfyui"}, path
+        assert known <= ({"gguf"} if path.suffix == ".gguf" else set()), path
