@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.interchange import READERS
@@ -71,6 +72,12 @@ def section(change: Callable[[dict], object]) -> Callable[[dict], object]:
     return lambda config: change(config["svdq_w4a4"])
 
 
+def as_transformers_writes(config: dict) -> None:
+    """Its name for the list, and its keys as they are by default."""
+    config["modules_to_not_convert"] = config.pop("ignored_layers")
+    config.update(FineGrainedFP8Config(**config).to_dict())
+
+
 ALSO = {"ignored_layers": [], "modules_to_not_convert": ["single_transformer_blocks.1", "proj_mlp"]}
 LAYOUT = "checkpoint_weight_scale_layout"
 ORDER = "its {} is {}, expected {} as in what ModelOpt exports; give the folder"
@@ -125,6 +132,7 @@ CONFIGS = {
         ({"scale_fmt": "ue8m0"}, "has scale_fmt ue8m0, which is not decoded"),
         ({"ignored_layers": "proj_out"}, "is no list of names"),
         ({"ignored_layers": [f"{SINGLE}.proj_out"]}, rf"ignores \(1: {SINGLE}.proj_out\), so SGLang"),
+        (as_transformers_writes, None),
         (ALSO, r"for layers that its config ignores \(6: "),  # all of the second block, and another proj_mlp
     ],
     "vllm_int8": [

@@ -56,23 +56,15 @@ def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, t
     assert str(refusal.value).startswith(f"hand_over is {target}, expected a target that holds {words}")
 
 
-@pytest.mark.parametrize(
-    "name, package, found, refused",
-    [
-        ("diffusers_torchao", "torchao", "0.17.0", True),
-        ("diffusers_torchao", "torchao", "0.18.0", False),
-        ("comfyui", "torchao", "0.17.0", False),
-    ],
-)
-def test_a_version_that_cannot_open_the_result(monkeypatch, name, package, found, refused):
-    monkeypatch.setattr(config_module, "version", lambda asked: found if asked == package else version(asked))
-    if not refused:
-        return check_consumers([name])
-    with pytest.raises(ConfigError, match=rf"{package} {found} is installed, with which .* cannot open the result: "):
-        check_consumers([name])
-
-
-def test_a_package_that_is_missing(monkeypatch):
+def test_a_package_that_is_missing_or_cannot_open_the_result_is_refused(monkeypatch):
+    found = {"torchao": "0.17.0"}
+    monkeypatch.setattr(config_module, "version", lambda asked: found.get(asked) or version(asked))
+    check_consumers(["comfyui"])
+    words = "torchao 0.17.0 is installed, with which .* cannot open the result: "
+    with pytest.raises(ConfigError, match=words):
+        check_consumers(["diffusers_torchao"])
+    found["torchao"] = "0.18.0"
+    check_consumers(["diffusers_torchao"])
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)
     check_consumers(["diffusers_sdnq"])
     with pytest.raises(ResourceError, match=r"gguf is not installed.*pip install 'sd-quant\[gguf\]'"):
@@ -124,20 +116,16 @@ def test_the_facts_are_those_of_the_module_and_it_has_the_functions(name):
         ({"gguf": False}, "b.bin", ConfigError, "the candidate .*b.bin does not exist"),
         ({"gguf": True, "package": "no_such_package"}, "a.bin", ResourceError,
          "no_such_package, which is not installed"),
+        ({"gguf": True, "sdnq": True}, "a.bin", ArtifactError,
+         r"can be read in 2 ways \(gguf, sdnq\), expected one"),
     ],
-    ids=["unknown", "absent", "package"],
+    ids=["unknown", "absent", "package", "two meanings"],
 )  # fmt: skip
 def test_what_cannot_be_opened_is_refused(readers, tmp_path, known, name, error, words):
     readers(**known)
     (tmp_path / "a.bin").write_bytes(b"?")
     with pytest.raises(error, match=words):
         format_of(tmp_path / name)
-
-
-def test_a_file_with_two_meanings_is_refused(readers, tmp_path):
-    readers(gguf=True, sdnq=True)
-    with pytest.raises(ArtifactError, match=r"can be read in 2 ways \(gguf, sdnq\), expected one"):
-        format_of(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"GGUF", b"\x00" * 64, "é".encode() * 9], ids=len)

@@ -67,6 +67,7 @@ class Row:
     given: Collection[str] = ()  # without which, or in another shape, it is no layer of the format's
     unread: Collection[str] = ()  # whose numbers no weight has
     says: Mapping[str, str] = field(default_factory=dict)  # in place of a tensor's name
+    further: Mapping[str, Collection[torch.dtype]] = field(default_factory=dict)  # that a tensor may have
 
     def sound(self, end: str) -> Tensor:
         given = self.tensors[end]
@@ -79,7 +80,9 @@ def of_layout(
     pieces = {piece.end: (piece.shapes, piece.dtypes[0]) for piece in layout.pieces}
     optional = [piece.end for piece in layout.pieces if piece.optional]
     unread = [*unread, *(piece.end for piece in layout.pieces if piece.holds == INPUTS)]
-    return Row(read or (lambda own: layout.layer(own, SHAPE, 1, None)), pieces, optional, given, unread)
+    further = {piece.end: piece.dtypes[1:] for piece in layout.pieces}
+    read = read or (lambda own: layout.layer(own, SHAPE, 1, None))
+    return Row(read, pieces, optional, given, unread, further=further)
 
 
 def of_mark(name: str) -> Row:
@@ -194,7 +197,8 @@ def test_a_damaged_tensor_is_refused_by_name(name: str, end: str):
         with pytest.raises(ArtifactError, match=f"^x.*(?:{sentence}).*; "):
             read(**{end: changed})
 
-    assert read().shape == SHAPE
+    for dtype in (sound.dtype, *row.further.get(end, ())):
+        assert read(**{end: sound.to(dtype)}).shape == SHAPE
     if end in row.optional:
         read(**{end: None})
     elif end not in row.given:

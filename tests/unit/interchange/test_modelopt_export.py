@@ -246,6 +246,8 @@ def test_a_pipeline_that_no_server_loads_is_refused_with_the_targets_that_could(
     words = r"none loads this pipeline \(SGLang: it loads no quantized SanaPipeline; .*to diffusers_modelopt, diffusers"
     with pytest.raises(ConfigError, match=words):
         check_served(TARGET, checkpoint_of("SanaPipeline"))
+    with pytest.raises(ConfigError, match="SGLang: it loads no quantized StableDiffusion3Pipeline"):
+        check_served(TARGETS["sglang_fp8"], checkpoint_of("StableDiffusion3Pipeline"))
     check_served(TARGETS["diffusers_torchao"], checkpoint_of("SanaPipeline"))
     check_served(TARGET, checkpoint_of(FLUX))
 

@@ -13,10 +13,8 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from sd_quant.errors import ConfigError
 from sd_quant.files.tensors import lazy
-from sd_quant.interchange import TARGETS
-from sd_quant.interchange.holding import check_served, not_held
+from sd_quant.interchange.holding import not_held
 from sd_quant.interchange.inputs import BlockFloat8
 from sd_quant.interchange.sglang_fp8 import LAYOUT, skips
 from sd_quant.interchange.stored import LayerTensors
@@ -26,7 +24,6 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
 
-from ..tiny import changed
 from .conftest import recipe_of
 
 pytestmark = pytest.mark.commit
@@ -146,23 +143,3 @@ def test_inputs_are_rounded_as_sglangs_kernel_does():
 # What is refused
 
 QUERY = f"{SINGLE}.attn.to_q"
-
-
-def test_what_transformers_writes_besides_is_read(written, tmp_path):
-    """Its name for the list, its keys as they are by default, scales in bf16."""
-
-    def change(config: dict) -> None:
-        config["modules_to_not_convert"] = config.pop("ignored_layers")
-        config.update(FineGrainedFP8Config(**config).to_dict())
-
-    def to_bf16(tensors: dict) -> None:
-        tensors[f"{QUERY}.weight_scale_inv"] = tensors[f"{QUERY}.weight_scale_inv"].bfloat16()
-
-    case, _, folder = written(SGLANG)
-    read = case.read(changed(folder / "transformer", tmp_path, to_bf16, change), SGLANG)
-    assert len(read.layers) == 2 * 8 + 2 * 5 - 1
-
-
-def test_sglang_is_for_flux(tiny):
-    with pytest.raises(ConfigError, match="SGLang: it loads no quantized StableDiffusion3Pipeline"):
-        check_served(TARGETS[SGLANG], tiny("sd3").checkpoint)
