@@ -1,11 +1,7 @@
-"""Recipes, what targets write of tiny checkpoints, and auto-round's packers."""
+"""Recipes, and what targets write of tiny checkpoints."""
 
-import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -112,24 +108,3 @@ def written_once(tiny, tmp_path_factory):  # noqa: F811
         return case, assignment, case.written(assignment, target, tmp_path_factory.mktemp(target))
 
     return write
-
-
-@pytest.fixture
-def auto_round(monkeypatch):
-    """Returns a file of auto-round's as a module. The package itself would import transformers' and a dozen more."""
-    package = find_spec("auto_round")
-    if package is None:
-        pytest.skip("auto_round is not installed")
-    quantizers = SimpleNamespace(quant_element=None, quant_mx_rceil=None)  # which packing does not call
-    for name in ("auto_round", "auto_round.data_type"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "auto_round.data_type.mxfp", quantizers)
-
-    def opened(name: str) -> ModuleType:
-        spec = spec_from_file_location(name, Path(package.origin).parent / "export" / f"{name}.py")
-        module = module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return opened

@@ -401,57 +401,41 @@ def test_rows_and_products_of_a_weight_are_those_of_the_whole_and_padding_is_cut
         assert torch.equal(layer.inputs(x), inputs)
 
 
-def layer_of(tensors: dict, entries: dict, shape: tuple[int, int]) -> QuantizedLayer:
-    stored = LayerTensors(Path("x"), "a", {name.removeprefix("a."): lazy(each) for name, each in tensors.items()})
+def layer_of(tensors: dict[str, Tensor], entries: dict, shape: tuple[int, int] = (1, 32)) -> QuantizedLayer:
+    stored = LayerTensors(Path("x"), "a", {name: lazy(each) for name, each in tensors.items()})
     marked = Marked(stored, entries)
     assert marked.unpacked() == shape
     return marked.layer(shape, [Rows("a.weight", 0, shape[0], shape[0])])
 
 
-def codes_of(*given) -> Tensor:
-    return layer_of(*given).weight.read()
-
-
 # Codes of four and six bits by hand
 
 
-def w4a8(**tensors: Tensor) -> dict[str, Tensor]:
-    """A row of 32 codes, all of which are 12, or 44 of 63."""
-    found = {
-        "a.weight": torch.full((1, 16), -52, dtype=torch.int8), "a.weight_s_channel": torch.tensor([0.5]),
-        "a.weight_s_rel": torch.tensor([[32.0, 2.6]]).to(torch.float8_e4m3fn),
-    }  # fmt: skip
-    return found | {f"a.{name}": tensor for name, tensor in tensors.items()}
-
-
-W4A8_MARK = {"format": "asym_w4a8_int8", "convrot_groupsize": 4}
-
-
-def test_levels_are_rounded_to_int8_before_the_channels_scale():
-    """128 is clamped to 127; 4 * 2.5 has no fraction, a level of the codebook has."""
-    plain = codes_of(w4a8(), W4A8_MARK, (1, 32))
-    torch.testing.assert_close(rotated(plain, 4)[:, [0, 16]], torch.tensor([[63.5, 5.0]]))
-    codebook = torch.zeros(16).index_fill(0, torch.tensor(12), 1.3)  # 41.6 and 3.25
-    levels = codes_of(w4a8(weight_codebook=codebook), W4A8_MARK, (1, 32))
-    torch.testing.assert_close(rotated(levels, 4)[:, [0, 16]], torch.tensor([[21.0, 1.5]]))
-    bits = {"weight": torch.cat([w4a8()["a.weight"], torch.full((1, 8), -86, dtype=torch.int8)], 1)}
-    six = codes_of(w4a8(**bits), W4A8_MARK, (1, 32))  # 12 + 2 * 16 - 32
-    torch.testing.assert_close(rotated(six, 4)[:, [0, 16]], torch.tensor([[63.5, 15.0]]))
-    corrected = w4a8(weight_correction=torch.tensor([[1.0], [3.0]]))
-    shifted = layer_of(corrected, W4A8_MARK, (1, 32))
-    torch.testing.assert_close(rotated(shifted.weight.read(), 4)[:, [0, 16]], torch.tensor([[64.5, 8.0]]))
-    assert shifted.inputs is None
-
-
-def test_scales_of_groups_may_be_bytes():
-    tensors = w4a8()
-    as_bytes = tensors | {"a.weight_s_rel": tensors["a.weight_s_rel"].view(torch.uint8)}
-    assert torch.equal(codes_of(tensors, W4A8_MARK, (1, 32)), codes_of(as_bytes, W4A8_MARK, (1, 32)))
-
-
-W4A4 = {"a.weight": torch.ones(2, 32, dtype=torch.int8), "a.weight_scale": torch.ones(2)}
+W4A8_MARK = {"format": W4A8, "convrot_groupsize": 4}
+W4A8_TENSORS = {  # a row of 32 codes, all of which are 12, or 44 of 63
+    "weight": torch.full((1, 16), -52, dtype=torch.int8), "weight_s_channel": torch.tensor([0.5]),
+    "weight_s_rel": torch.tensor([[32.0, 2.6]]).to(torch.float8_e4m3fn),
+}  # fmt: skip
+SIX = torch.cat([W4A8_TENSORS["weight"], torch.full((1, 8), -86, dtype=torch.int8)], 1)
 W4A4_MARK = {"format": "convrot_w4a4", "convrot_groupsize": 4}
-IN_SIX_BITS = {"a.weight": torch.ones(1, 24, dtype=torch.int8)}
+W4A4_TENSORS = {"weight": torch.ones(2, 32, dtype=torch.int8), "weight_scale": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    "tensors, expected, inputs",
+    [
+        ({}, [63.5, 5.0], "int8"),  # 128 is clamped to 127; 4 * 2.5 has no fraction, a level of the codebook has
+        ({"weight_s_rel": W4A8_TENSORS["weight_s_rel"].view(torch.uint8)}, [63.5, 5.0], "int8"),
+        ({"weight_codebook": torch.zeros(16).index_fill(0, torch.tensor(12), 1.3)}, [21.0, 1.5], "int8"),  # 41.6, 3.25
+        ({"weight": SIX}, [63.5, 15.0], "int8"),  # 12 + 2 * 16 - 32
+        ({"weight_correction": torch.tensor([[1.0], [3.0]])}, [64.5, 8.0], None),
+    ],
+    ids=["codes", "scales in bytes", "codebook", "six bits", "correction"],
+)
+def test_levels_are_rounded_to_int8_before_the_channels_scale(tensors, expected, inputs):
+    layer = layer_of(W4A8_TENSORS | tensors, W4A8_MARK)
+    torch.testing.assert_close(rotated(layer.weight.read(), 4)[:, [0, 16]], torch.tensor([expected]))
+    assert (layer.inputs and str(layer.inputs)) == (inputs and f"{inputs}, a scale a row, rotated by 4")
 
 
 @pytest.mark.parametrize(
@@ -460,22 +444,20 @@ IN_SIX_BITS = {"a.weight": torch.ones(1, 24, dtype=torch.int8)}
         *(({}, {"group_size": size}, f"group_size {size}") for size in (3, 24, True, 10**9)),
         ({}, {"convrot_groupsize": 8}, "convrot_groupsize 8"),
         ({}, {"convrot": False}, "rotates all the same"),
-        (IN_SIX_BITS | {"a.weight_codebook": torch.ones(16)}, {}, "six bits"),
-        (IN_SIX_BITS | {"a.weight_s_rel": torch.ones(1, 4)}, {"group_size": 8}, "groups of 8"),
-        *((W4A4, W4A4_MARK | each, "linear_dtype") for each in (  # products that no kernel has
+        ({"weight": SIX, "weight_codebook": torch.ones(16)}, {}, "six bits"),
+        ({"weight": SIX, "weight_s_rel": torch.ones(1, 4)}, {"group_size": 8}, "groups of 8"),
+        *((W4A4_TENSORS, W4A4_MARK | each, "linear_dtype") for each in (  # products that no kernel has
             {"linear_dtype": "int2"}, {"linear_dtype": 8}, {"quant_group_size": 32},
         )),
     ],
 )  # fmt: skip
 def test_marks_of_what_comfyui_does_not_compute_are_refused(tensors, entries, words):
-    tensors, shape = (tensors, (2, 64)) if tensors is W4A4 else (w4a8() | tensors, (1, 32))
+    for more, name in (({}, "int4"), ({"linear_dtype": "int8"}, "int8")):
+        inputs = layer_of(W4A4_TENSORS, W4A4_MARK | more, (2, 64)).inputs
+        assert str(inputs) == f"{name}, a scale a row, rotated by 4"
+    shape, usual = ((2, 64), {}) if tensors is W4A4_TENSORS else ((1, 32), W4A8_TENSORS)
     with pytest.raises(ArtifactError, match=words):
-        codes_of(tensors, W4A8_MARK | entries, shape)
-
-
-def test_inputs_are_int8_where_the_mark_says_so():
-    told = [str(layer_of(W4A4, W4A4_MARK | more, (2, 64)).inputs) for more in ({}, {"linear_dtype": "int8"})]
-    assert told == ["int4, a scale a row, rotated by 4", "int8, a scale a row, rotated by 4"]
+        layer_of(usual | tensors, W4A8_MARK | entries, shape).weight.read()
 
 
 # Written files. What ComfyUI reads off a file before it opens it is written down from its ``model_detection.py``,

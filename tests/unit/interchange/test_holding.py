@@ -49,6 +49,7 @@ def test_what_a_target_cannot_hold_at_all_is_refused(tiny, fmt, options, target,
 LITE, IN_FP8, IN_ROWS = "diffusers_nunchaku_lite", {"format": "fp8"}, {"format": "int4_per_row"}
 SOUND = dict.fromkeys(TARGETS, ROW) | {  # what a target holds, where that is not INT8
     LITE: replace(ROW, weight_shape=(128, 256), format="int4", activation_format="int4"),
+    "nunchaku": replace(ROW, weight_shape=(128, 128), format="int4", activation_format="int4"),
     "modelopt_export": replace(ROW, weight_shape=(16, 32), weight_axis=None, format="nvfp4", activation_format="nvfp4"),
     "sglang_fp8": LayerAssignment("single_transformer_blocks.0.attn.to_q", "qkv", (256, 128), "fp8_128x128", "fp8_128"),
 }
@@ -77,6 +78,9 @@ SOUND = dict.fromkeys(TARGETS, ROW) | {  # what a target holds, where that is no
         ("modelopt_export", {"activation_format": None, "activation_amax": None}, "wants a scale of the inputs of"),
         ("modelopt_export", IN_FP8 | {"activation_format": "fp8", "weight_axis": 0}, "only one scale for a weight in"),
         ("modelopt_export", {"per_token": True}, "no inputs of nvfp4 that are scaled per token"),
+        *(("nunchaku", {"name": name}, "leaves such layers") for name in (
+            "a.attn2.to_k", "a.attn2.to_v", "a.proj_in", "a.proj_out", "time_embed.linear_1", "proj_out",
+        )),
         (LITE, {"weight_shape": (128, 192)}, "multiples of 128"),
         (LITE, {"weight_shape": (192, 128)}, "multiples of 128"),
         (LITE, {"activation_format": None}, "inputs quantized in int4"),
