@@ -88,6 +88,11 @@ CONFIGS = {
         ({"packing_format": AWQ}, "qweight"),
         ({"bits": "4"}, "bits"),
         ({"group_size": 32}, "qzeros|scales"),
+        ({"group_size": 24}, "groups of 24"),
+        ({"group_size": 0}, "groups of 0"),
+        ({"bits": 8}, "qweight"),
+        ({"data_type": "mx_fp"}, "mx_fp"),
+        ({"act_bits": 8}, "inputs of 8"),
         ({"rotation_config": {"block_size": 32}}, "rotation_config, not decoded here"),
         ({"extra_config": ["x"]}, "extra_config"),
         ({"extra_config": {"x": 16}}, "extra_config"),
@@ -174,6 +179,7 @@ def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
 
 NUMBER = torch.ones(())
 TENSORS = {
+    "diffusers_autoround": [(put(f"{QUERY}.weight", torch.zeros(128, 128)), "two weights")],
     "diffusers_bfl": [
         (put("proj_out.input_scale", NUMBER), "input_scale and no weight_scale"),
         (put(f"{QUERY}.input_scale", 0 * NUMBER), "input_scale' is 0, expected a number above 0"),

@@ -149,24 +149,19 @@ def product(inputs: tuple, weight: Tensor, wscales: Tensor, up: Tensor, bias: Te
     return svdquant().scaled_mm_svdquant_w4a4(codes, packed, scales, natural, lora, up, bias, unsigned)
 
 
-def with_multiplied(family: str, folder: Path, tiny, fmt: str = "int4") -> tuple:
-    """A file whose inputs are multiplied, alike for what is fused."""
-    case = tiny(family)
-    assignment = case.assignment(recipe_of(fmt, **FAMILIES[family]), NAME)
-    for name, row in assignment.items():
-        if row.format:
-            factors = torch.rand(row.weight_shape[1], generator=torch.Generator().manual_seed(0)) + 0.5
-            assignment[name] = replace(row, pre_quant_scale=factors, folded_into=None)
-    return case, case.written(assignment, NAME, folder)
-
-
 @pytest.mark.slow
 @pytest.mark.consumer
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_linears_compute_what_comfy_kitchen_computes(tiny, tmp_path, family):
     """Every linear of the file beside those of diffusers that it stands for, with the inputs that it has there."""
-    case, path = with_multiplied(family, tmp_path, tiny)
+    case = tiny(family)
+    assignment = case.assignment(recipe_of("int4", **FAMILIES[family]), NAME)
+    for name, row in assignment.items():
+        if row.format:  # inputs are multiplied, alike for what is fused
+            factors = torch.rand(row.weight_shape[1], generator=torch.Generator().manual_seed(0)) + 0.5
+            assignment[name] = replace(row, pre_quant_scale=factors, folded_into=None)
+    path = case.written(assignment, NAME, tmp_path)
     stored, ours = load_file(path), case.network(case.read(path, NAME)).eval()
     random = torch.Generator().manual_seed(0)
     seen = 0
@@ -205,14 +200,6 @@ def test_linears_compute_what_comfy_kitchen_computes(tiny, tmp_path, family):
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def in_e2m1(x: Tensor) -> Tensor:
-    """Inputs in blocks of 16 with a scale in E4M3, each rounded to the nearest number."""
-    blocks = x.unflatten(1, (-1, 16))
-    scale = (blocks.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
-    nearest = (blocks.abs() / scale)[..., None].sub(E2M1).abs().argmin(-1)
-    return (E2M1[nearest] * blocks.sign() * scale).flatten(1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family, layer",
@@ -221,29 +208,22 @@ def in_e2m1(x: Tensor) -> Tensor:
         ("flux", "transformer_blocks.0.qkv_proj_context"),
     ],
 )
-@torch.no_grad()
-def test_a_linear_of_nvfp4_computes_the_formula(tiny, tmp_path, family, layer):
+def test_a_weight_of_nvfp4_is_what_the_formula_says(made, family, layer):
     """Each number of the file by its place in memory: no library has the product."""
-    case, path = with_multiplied(family, tmp_path, tiny, "nvfp4")
-    stored = {end: load_file(path)[f"{layer}.{end}"] for end in
-              ("qweight", "wscales", "wcscales", "smooth", "lora_down", "lora_up")}  # fmt: skip
-    bias = load_file(path).get(f"{layer}.bias")
-    (rows, half), rank = stored["qweight"].shape, stored["lora_down"].shape[1]
-    n, k, r = torch.arange(rows)[:, None], torch.arange(2 * half), torch.arange(rank)
+    case, _, path = made(family, "nvfp4")
+    stored = {end: load_file(path)[f"{layer}.{end}"] for end in ("qweight", "wscales", "wcscales")}
+    rows, half = stored["qweight"].shape
+    n, k = torch.arange(rows)[:, None], torch.arange(2 * half)
     nibbles = torch.stack([stored["qweight"].view(torch.uint8) & 15, stored["qweight"].view(torch.uint8) >> 4], -1)
     codes = nibbles.flatten()[8 * word(n, k, 2 * half) + k % 8].long()
-    vectors = {end: stored[end].float() for end in ("wcscales", "smooth")} | ({} if bias is None else {"bias": bias})
-    natural = {end: each[scale(torch.arange(len(each)), 0, 1)].float() for end, each in vectors.items()}
     of_block = stored["wscales"].view(torch.uint8).flatten()[micro_scale(n, k // 16, 2 * half)]
-    weight = E2M1[codes & 7] * (1 - 2.0 * (codes >> 3)) * of_block.view(torch.float8_e4m3fn).float()
-    weight *= natural["wcscales"][:, None]
-    down = stored["lora_down"].float().flatten()[in_sixteens(k[:, None], r, r, k[:, None], rank)]
-    up = stored["lora_up"].float().flatten()[in_sixteens(n, r, n, r, rank)]
-    x = torch.randn(64, 2 * half, generator=torch.Generator().manual_seed(0))
-    expected = in_e2m1(x / natural["smooth"]) @ weight.T + x @ down @ up.T + natural.get("bias", 0)
-    ours, fused = case.network(case.read(path, NAME)).eval(), new_name(f"{layer}.qweight").removesuffix(".qweight")
-    found = [ours.get_submodule(fused.replace("qkv", letter))(x) for letter in "qkv"]
-    assert relative_error(expected, torch.cat(found, -1)) < 1e-5
+    expected = E2M1[codes & 7] * (1 - 2.0 * (codes >> 3)) * of_block.view(torch.float8_e4m3fn).float()
+    expected *= stored["wcscales"].float()[scale(n, 0, 1)]
+    read, fused = case.read(path, NAME), new_name(f"{layer}.qweight").removesuffix(".qweight")
+    for letter, third in zip("qkv", expected.chunk(3), strict=True):
+        own = read.layers[fused.replace("qkv", letter)]
+        up, down = (each.read().float() for each in own.branch)
+        assert relative_error(third, own.weight.read() - up @ down) < 1e-5
 
 
 @pytest.mark.slow
