@@ -1,4 +1,3 @@
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,13 +6,9 @@ import torch
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS
 from sd_quant.interchange.holding import adapted, held, inputs_of
-from sd_quant.models.unet import shared_inputs
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import nvfp4
-from sd_quant.stages.targets import lost
-from tests.presets import recipe_of
 
 from .conftest import PLAIN
 from .conftest import recipe_of as recipe_with
@@ -207,39 +202,6 @@ def test_inputs_that_are_scaled_per_token_are_computed_in_the_consumers_way(targ
     found = held(replace(ROW, per_token=per_token), TARGETS[target])
     assert found.format == "int8" and inputs_of(found, TARGETS[target]) == how
     assert found.per_token == (per_token and how != FP16 and target != "comfyui")
-
-
-def mixed(calibrated, labels: dict[str, str]) -> dict[str, LayerAssignment]:
-    """The small UNet with these presets of layers; all others stay in fp16."""
-    unet, own = calibrated.part().unet, recipe_of("int8", "quant_level=3")
-    return derive(
-        calibrated.roles, lambda name: unet.get_submodule(name).weight, calibrated.statistics.layers, own,
-        shared_inputs(calibrated.roles),
-        {name: own.beside(labels[name]) if name in labels else "kept" for name in calibrated.roles},
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_of_a_mix_each_target_holds_what_it_can_and_names_the_rest(calibrated):
-    """INT8 with folded smoothing, NVFP4, a low-rank branch, and fp16, in one network."""
-    roles, presets = calibrated.roles, ("int8", "nvfp4", "svdquant_nvfp4", "fp16")
-    linears = [shared.readers for shared in shared_inputs(roles) if roles[shared.readers[0]] != "excluded"]
-    labels = {name: presets[index % 4] for index, readers in enumerate(linears) for name in readers if index % 4 != 3}
-    made = mixed(calibrated, labels)
-    by_label = {label: {name for name, own in labels.items() if own == label} for label in presets[:3]}
-    assert {made[name].format for name in labels} == {"int8", "nvfp4"}
-    assert all(made[name].format is None for name in calibrated.roles if name not in labels)
-    holds = {"comfyui": ["int8", "nvfp4"], "diffusers_modelopt": ["int8"], "modelopt_export": ["nvfp4"]}
-    for target, held_labels in holds.items():
-        found = adapted(made, TARGETS[target])
-        quantized = {name for name, row in found.items() if row.format is not None}
-        wanted = set().union(*(by_label[label] for label in held_labels))
-        assert quantized and quantized <= wanted, target
-        for name in wanted - quantized:  # for another reason than the mix
-            assert not found[name].reason.startswith(f"{target} holds no weights in"), (target, found[name].reason)
-        for name in labels.keys() - wanted:
-            assert found[name].reason.startswith(f"{target} "), "it is named with the reason"
-        assert lost(made, found) == dict(Counter(found[name].reason for name in labels.keys() - quantized))
 
 
 def test_a_branch_that_is_not_held_is_refused_where_every_linear_has_one_and_left_out_of_a_mix(tiny):
