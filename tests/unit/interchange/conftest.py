@@ -72,12 +72,10 @@ CASES = [  # of each format that is written and read: the format, the checkpoint
 
 
 def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same names, and tensors of the same shapes, dtypes and numbers."""
     torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
 
 
 def weights_of(candidate: QuantizedDenoiser) -> dict[str, Tensor]:
-    """The weights of the layers."""
     found = {name: layer.weight.read() for name, layer in candidate.layers.items()}
     assert {name: each.dtype for name, each in found.items()} == {
         name: layer.weight.dtype for name, layer in candidate.layers.items()

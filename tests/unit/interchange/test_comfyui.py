@@ -1,10 +1,10 @@
 """Files for ComfyUI, quantized by comfy-kitchen, whose kernels ComfyUI calls, and what these compute of them."""
 
 import json
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ from sd_quant.files.tensors import lazy
 from sd_quant.interchange import READERS
 from sd_quant.interchange.comfyui import METADATA, read
 from sd_quant.interchange.comfyui_marks import METHODS, Marked, e8m0
-from sd_quant.interchange.denoiser import QuantizedLayer, needed
+from sd_quant.interchange.denoiser import QuantizedLayer
 from sd_quant.interchange.diffusers_bfl import scaled_layers
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.models.checkpoint import empty_denoiser
-from sd_quant.names.authors import PREFIX, Rows, authors_places
+from sd_quant.names.authors import PREFIX, Rows
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
 from sd_quant.numbers import relative_error
@@ -48,22 +48,13 @@ LAYOUTS = {  # comfy-kitchen's, by the formats of marks
 STATIC = torch.tensor(0.013)
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """How comfy-kitchen quantizes a weight: the format of its mark, options, and what else the file has of it."""
 
     format: str
-    options: dict = field(default_factory=dict)
-    entries: dict = field(default_factory=dict)  # of the mark
-    further: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def mark(self) -> dict:
-        return {"format": self.format} | self.entries
-
-    @property
-    def rotates(self) -> bool:
-        return "convrot_groupsize" in self.options
+    options: dict = {}
+    entries: dict = {}  # of the mark
+    further: dict[str, Tensor] = {}
 
 
 W4A8 = "asym_w4a8_int8"
@@ -138,14 +129,13 @@ def quantized(state: dict[str, Tensor], *cases: str) -> tuple[dict[str, Tensor],
         layer, case = name.removesuffix(".weight"), CASES[next(following)]
         weight = by_kitchen(tensor.float(), case.format, **case.options)
         weights[layer] = case, weight
-        found |= stored_pieces(weight, name) | {f"{layer}{MARK}": mark_of(case.mark)}
+        found |= stored_pieces(weight, name) | {f"{layer}{MARK}": mark_of({"format": case.format} | case.entries)}
         found |= {f"{layer}.{each}": scale.clone() for each, scale in case.further.items()}
     assert len(weights) > 10
     return found, weights
 
 
 def dequantized(state: dict[str, Tensor], weights: dict[str, tuple]) -> dict[str, Tensor]:
-    """By comfy-kitchen; padding is cut off."""
     found = {name: (each.half() if each.ndim > 1 else each).float() for name, each in state.items()}
     for layer, (_, weight) in weights.items():
         rows, columns = state[f"{layer}.weight"].shape
@@ -170,16 +160,6 @@ def save(path, tensors, prefix: str = "", metadata=None) -> None:
     save_file({prefix + name: each.contiguous() for name, each in tensors.items()}, path, metadata)
 
 
-def authors_layers(checkpoint) -> dict[str, str]:
-    """The authors' layer, or the first of them, by the name that a layer of diffusers has."""
-    network = empty_denoiser(checkpoint)
-    places = authors_places(network, {name: tuple(each.shape) for name, each in needed(network).items()})
-    end = ".weight"
-    return {name.removesuffix(end): parts[0].name.removesuffix(end) for name, parts in places.items()}
-
-
-# What is read
-
 consumer = pytest.mark.consumer
 INPUT_OPTIONS = {"nvfp4": {}, "mxfp8": {}}  # where a file says no scale
 
@@ -191,7 +171,6 @@ def sdxl(tiny):
 
 @pytest.fixture(scope="module")
 def tensors_in(sdxl):
-    """``tensors_in(*cases)``: a file's."""
     state = authors_state(sdxl)
     quantize = cache(lambda *cases: quantized(state, *cases)[0])
     return lambda *cases: dict(quantize(*cases))
@@ -199,8 +178,6 @@ def tensors_in(sdxl):
 
 @pytest.fixture
 def opened(sdxl, tmp_path):
-    """The candidate in a file of these tensors."""
-
     def save_and_read(tensors, prefix: str = "", metadata=None):
         save(tmp_path / "a.safetensors", tensors, prefix, metadata)
         return read(tmp_path / "a.safetensors", sdxl)
@@ -221,17 +198,14 @@ def unrotated(monkeypatch):
 @consumer
 @pytest.mark.parametrize("family", ["sdxl", "sd21", "flux", "sd3"])
 def test_every_weight_is_what_comfy_kitchen_makes_of_it(tiny, family, tmp_path, unrotated):
-    """Bit for bit."""
     checkpoint = tiny(family).checkpoint
-    state, authors = authors_state(checkpoint), authors_layers(checkpoint)
+    state = authors_state(checkpoint)
     tensors, weights = quantized(state, *CASES)
     assert len(weights) > len(CASES) or family == "sd3"
     save(tmp_path / "a.safetensors", tensors)
     candidate = read(tmp_path / "a.safetensors", checkpoint)
     assert_equal(read_all(candidate), in_diffusers(empty_denoiser(checkpoint), dequantized(state, weights)))
     assert len(candidate.layers) >= len(weights)
-    for name, layer in candidate.layers.items():
-        assert layer.format == weights[authors[name]][0].format
     assert candidate.stored_bytes == sum(each.nbytes for each in tensors.values())
     stored = sum(each.nbytes for name, each in tensors.items() if name.rpartition(".")[0] in weights and
                  name.rpartition(".")[2].startswith("weight"))  # fmt: skip
@@ -275,7 +249,6 @@ def assert_same(found, expected) -> None:
 
 
 def old_file(tensors: dict[str, Tensor], mark: Tensor) -> dict[str, Tensor]:
-    """As files were before there were marks of layers."""
     names = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
     found = {"scaled_fp8": mark}
     for name, tensor in tensors.items():
@@ -390,9 +363,12 @@ def test_rows_and_products_of_a_weight_are_those_of_the_whole_and_padding_is_cut
     given = x if whole or high else by_kitchen(x, case.format, **scales, **case.options).dequantize()[:10, :columns]
     theirs = F.linear(given, stored if whole else stored.dequantize()[:rows, :columns])
     for first, last in ((0, rows), (40, 110)):
-        layer = Marked(located, case.mark).layer((last - first, columns), [Rows("a.weight", first, last, rows)])
+        layer = Marked(located, {"format": case.format} | case.entries).layer(
+            (last - first, columns), [Rows("a.weight", first, last, rows)]
+        )
         ours, expected = layer.weight.read(), stored.dequantize()[first:last, :columns]
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6 if case.rotates else 0)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6 if "convrot_groupsize" in case.options else 0)
+        assert layer.format == case.format
         assert (layer.inputs is None) == (high or case.format == "awq_w4a16")
         rounded = x if layer.inputs is None else layer.inputs(x)
         assert relative_error(theirs[:, first:last], F.linear(rounded, ours)) < 1e-5
@@ -547,7 +523,6 @@ BFL = "diffusers_bfl"
 
 @pytest.mark.parametrize("fmt, options", [("fp8", PER_ROW_FP8), ("nvfp4", PLAIN)])
 def test_weights_are_what_diffusers_decodes(written_once, fmt, options):
-    """``tests.programs`` has diffusers open the file."""
     from diffusers.quantizers.bfl import utils
 
     case, _, file = written_once(BFL, "flux", fmt, **options)

@@ -104,9 +104,6 @@ def damaged(written, tmp_path):
     return read
 
 
-# Configs
-
-
 def section(change: Callable[[dict], object]) -> Callable[[dict], object]:
     return lambda config: change(config["svdq_w4a4"])
 
@@ -207,9 +204,6 @@ def test_a_class_of_another_config_is_not_opened(written, tmp_path):
         runtime()
 
 
-# Tensors
-
-
 def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({name: tensor})
 
@@ -274,7 +268,6 @@ TORCHAO, LAYER = "diffusers_torchao", "transformer_blocks.0.ff.net.2"
 
 
 def described(path: Path, change: Callable[[dict, dict], object]) -> None:
-    """The description of one layer in the header, and its pieces, changed."""
     (file,) = path.glob("*.safetensors")
     with safe_open(file, framework="pt") as stored:
         metadata = stored.metadata()
@@ -523,9 +516,6 @@ def test_a_scale_is_said_to_be_for_as_many_numbers_as_share_it(kind):
     blocks = gguf.Blocks(None, "a", 0, (6, 512), kind)
     layer, (share, bits) = gguf.stored_layer([blocks], blocks), GGML[kind.name]
     assert (layer.format, layer.scales, layer.bits) == (kind.name, f"1 for {share} numbers", bits)
-
-
-# Inputs
 
 
 def in_64(*first: float) -> list[float]:

@@ -77,9 +77,6 @@ def test_blocks_and_patterns_name_layers_as_autoround_reads_them(written_once, t
         assert found.maker == ("AutoRound 0.16.1" if "autoround_version" in entries else "AutoRound")
 
 
-# AutoRound's own code
-
-
 @pytest.fixture(scope="module")
 def autoround():
     """It imports datasets, for calibration alone."""

@@ -32,7 +32,6 @@ INT8_TENSOR = {"quant_cfg": [
 
 
 def mixed(*configs: dict) -> dict:
-    """A configuration for each of Flux's blocks."""
     blocks = [f"{kind}_blocks.{index}." for kind in ("transformer", "single_transformer") for index in range(2)]
     entries = [{"quantizer_name": "*", "enable": False}]
     for block, config in zip(blocks, configs, strict=False):
@@ -55,7 +54,6 @@ CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def checkpointing():
-    """As a person switches it on, for good."""
     mto.enable_huggingface_checkpointing()
 
 

@@ -61,8 +61,6 @@ def sdxl(tiny):
 
 @pytest.fixture
 def saved(sdnq, sdxl, tmp_path):
-    """What SDNQ saves of the network with such options."""
-
     def save(dtype=None, **options):
         from sdnq.loader import save_sdnq_model
 

@@ -119,7 +119,6 @@ def save_flattened(network: nn.Module, folder: Path) -> dict[str, str]:
 
 
 def torchao_weights(folder: Path) -> dict[str, Tensor]:
-    """torchao's own tensors, made of the file by its own code."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     with safe_open(folder / "diffusion_pytorch_model.safetensors", framework="pt") as file:

@@ -26,7 +26,6 @@ def weights_of(checkpoint) -> dict[str, Tensor]:
 
 
 def factors(count: int, most: float, random: torch.Generator) -> Tensor:
-    """From 1 / ``most`` to ``most``."""
     return most ** (2 * torch.rand(count, generator=random) - 1)
 
 
@@ -187,7 +186,6 @@ def test_a_layer_is_judged_on_the_inputs_that_it_has_in_full_precision():
 
 @pytest.mark.parametrize("smooths", [False, True])
 def test_a_branch_is_multiplied_with_inputs_as_they_come_or_smoothed(smooths):
-    """And what is left of the weight with their codes."""
     random, residual = torch.Generator().manual_seed(2), rounded("3").weight.read()
     up, down = torch.randn(5, 2, generator=random), torch.randn(2, 12, generator=random)
     factor = torch.rand(12, generator=random) + 0.5 if smooths else torch.ones(12)

@@ -62,7 +62,6 @@ def finish(writer) -> None:
 
 
 def read_by_gguf(path, state) -> dict[str, torch.Tensor]:
-    """By ggml's package alone."""
     found = {}
     for tensor in gguf.GGUFReader(path).tensors:
         name = tensor.name.removeprefix(PREFIX)

@@ -68,19 +68,14 @@ def quantized_layers(case: Tiny, recipe: str) -> dict[str, LayerAssignment]:
 
 
 def stored(folder) -> tuple[dict[str, Tensor], dict]:
-    """Its tensors, and what its config says of them."""
     (file,) = folder.glob("*.safetensors")
     return load_file(file), json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
 def layer_tensors(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """By the ends of their names, without its bias."""
     found = {key.removeprefix(f"{name}."): each for key, each in tensors.items() if key.startswith(f"{name}.")}
     found.pop("bias", None)
     return found
-
-
-# Oracles
 
 
 def exported(case: Tiny, layers: dict[str, LayerAssignment], weights: dict[str, Tensor], folder) -> tuple[dict, dict]:
@@ -148,8 +143,6 @@ def test_it_is_what_modelopt_exports(tiny, tmp_path, recipe):
         assert ours == others == (name not in layers), name
 
 
-# Exclusions
-
 FLUX, QWEN, Z_IMAGE, WAN = "FluxPipeline", "QwenImagePipeline", "ZImagePipeline", "WanPipeline"
 SERVERS = ("SGLang", "vLLM-Omni", "TensorRT-LLM")
 EXCLUDED = {  # linears, those of them that are quantized, and the entries of ``ignore``
@@ -186,8 +179,6 @@ def test_what_neither_list_nor_config_says_is_refused_before_anything_is_written
         config_of(rows, ["a", "b"])
 
 
-# Holding
-
 ROW = LayerAssignment("", "qkv", (16, 32), "nvfp4", "nvfp4", weight_amax=torch.tensor([1.0]), activation_amax=2.0)
 IN_FP8 = {"format": "fp8", "activation_format": "fp8"}
 BY_ROW = IN_FP8 | {"per_token": True, "weight_axis": 0}
@@ -218,7 +209,6 @@ def test_a_joint_layer_is_held_whole_with_one_range_or_not_at_all(changes, range
 
 
 def checkpoint_of(pipeline: str, networks: int = 1) -> SimpleNamespace:
-    """A checkpoint of a pipeline with so many transformers."""
     names = ("transformer", "transformer_2")[:networks]
     family = SimpleNamespace(
         PIPELINES=(pipeline,), DENOISER="transformer", NETWORKS=dict.fromkeys(names, "WanTransformer3DModel")
@@ -309,8 +299,6 @@ def test_a_pipeline_that_was_observed_is_written_as_its_servers_load_it(observe,
     assert tuple(name for name in told if told[name] is None) == able
 
 
-# Steps with unquantized inputs
-
 POLICY = {  # of NVIDIA's Cosmos3 checkpoints, as vLLM-Omni's tests have it (pull request 6560)
     "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": ["transformer"],
     "default_mode": "native", "first_steps": {"count": 3, "mode": "a16"}, "last_steps": {"count": 2, "mode": "a16"},
@@ -375,8 +363,6 @@ LOADED = {
 
 @pytest.fixture(scope="module")
 def written(tiny, tmp_path_factory):
-    """``written(target)``: a case, its assignment and the folder."""
-
     @cache
     def write(target: str):
         case = tiny("flux")

@@ -40,7 +40,6 @@ FAMILIES = {"sdxl_wide": {"rank": 0.1}, "flux": {"rank": 0.1}}
 
 @pytest.fixture(scope="module")
 def made(written_once):
-    """``made(family, format)``: a tiny checkpoint with its assignment, and the file that is written."""
     return lambda family, fmt="int4": written_once(NAME, family, fmt, **FAMILIES[family])
 
 
@@ -267,9 +266,6 @@ def test_branches_with_one_down_are_not_stacked(made, tiny, tmp_path, family):
     assert case.error(case.network(found), case.denoiser()) < 0.25
 
 
-# Modulations
-
-
 def own(tensors: Mapping[str, Tensor]) -> LayerTensors:
     return LayerTensors(Path("a"), "norm", {name: lazy(each) for name, each in tensors.items()})
 
@@ -319,9 +315,6 @@ def test_auto_rounds_modulation_is_read_and_its_codes_are_packed_alike(svdquant_
     codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=random)
     ours = tiles.packed(tiles.awq_codes(N, K), codes).view(torch.int32).view(N // 4, K // 2)
     assert torch.equal(ours, theirs._pack_code_rows(codes.to(torch.int32)))
-
-
-# What cannot be held, and files that are wrong
 
 
 @pytest.mark.slow

@@ -53,7 +53,6 @@ def quantized(rows) -> dict[str, LayerAssignment]:
 
 
 def rounded(place, row: LayerAssignment) -> torch.Tensor:
-    """The weight that a row's codes stand for."""
     codes, scales = codes_and_scales(place, row)
     return FORMATS[row.format].dequantize(codes, scales).reshape(row.weight_shape)
 
@@ -144,9 +143,6 @@ def test_a_third_partys_folder_is_read_part_by_part(sd3, written, tmp_path):
     paths = written(SDNQ)[2]
     with pytest.raises(ArtifactError, match="does not hold the text_encoder_3 of the full-precision model"):
         TARGETS[SDNQ].module.read(paths["text_encoder"], in_place(checkpoint, "text_encoder_3"))
-
-
-# Opened by others
 
 
 @pytest.fixture(scope="module")

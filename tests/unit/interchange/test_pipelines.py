@@ -272,7 +272,6 @@ def traced_once():
 
 @pytest.fixture(scope="module")
 def folders(handed_over, tmp_path_factory) -> Mapping[str, Path]:
-    """What each target has written into what stands in for the frame."""
     found = {name: tmp_path_factory.mktemp("pipelines") / name for name in TARGETS}
     for name, folder in found.items():
         shutil.copytree(handed_over.checkpoint.path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
