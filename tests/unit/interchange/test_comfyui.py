@@ -457,34 +457,28 @@ DETECTED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def written(written_once):
-    """A tiny checkpoint, its assignment, the path, the denoiser's tensors without prefix, and the metadata."""
-
-    def write(family: str, fmt: str, options: dict) -> tuple:
-        case, assignment, path = written_once("comfyui", family, fmt, **options)
-        tensors, metadata = read_header(whole_file(path))
-        prefix = PREFIX if family == "sdxl" else ""
-        state = {name.removeprefix(prefix): each.read() for name, each in tensors.items() if name.startswith(prefix)}
-        return case, assignment, path, state, metadata
-
-    return write
+def stored_in(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The denoiser's tensors without prefix, and the metadata."""
+    tensors, metadata = read_header(whole_file(path))
+    names = [name for name in tensors if name.startswith(PREFIX)] or list(tensors)
+    return {name.removeprefix(PREFIX): tensors[name].read() for name in names}, metadata
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DETECTED)
-def test_comfyui_tells_the_model_and_finds_the_marks(written, family):
+def test_comfyui_tells_the_model_and_finds_the_marks(written_once, family):
     """In NVFP4, which halves a width, and with every layer that a recipe may quantize."""
-    case, assignment, path, state, metadata = written(family, "nvfp4", PLAIN)
+    case, _, path = written_once("comfyui", family, "nvfp4", **PLAIN)
+    state, metadata = stored_in(path)
     marks, (told, sized) = marks_of(state), DETECTED[family]
     assert METADATA not in metadata and marks  # names in it have the prefix in one of ComfyUI's loaders alone
     assert told in state and not any(name.startswith(DIFFUSERS) for name in state)  # with these it loses marks
-    shapes = case.denoiser().state_dict()
-    for name in sized:
-        assert state[name].dtype == torch.float16 and name.removesuffix(".weight") not in marks
-    assert state[sized[0]].shape[1] in {each.shape[1] for each in shapes.values() if each.ndim > 1}
+    assert {state[name].dtype for name in sized} == {torch.float16}
+    shapes = case.denoiser().state_dict().values()
+    assert state[sized[0]].shape[1] in {each.shape[1] for each in shapes if each.ndim > 1}
     packed = {name.removesuffix(".weight") for name, each in state.items()
               if name.endswith(".weight") and each.dtype == torch.uint8}  # fmt: skip
+    assert family != "flux" or "single_blocks.0.linear2" in marks  # and no other ends in proj_out
     assert packed == marks.keys() and all(f"{layer}.input_scale" in state for layer in marks)
     assert path.name == {"sdxl": "sdxl"}.get(family, case.component) + ".safetensors"
 
@@ -509,10 +503,10 @@ def test_a_block_of_zeros_has_the_exponent_0():
 
 
 @pytest.mark.slow
-def test_inputs_that_a_recipe_leaves_alone_are_marked(written):
+def test_inputs_that_a_recipe_leaves_alone_are_marked(written_once):
     """Without ``full_precision_matrix_mult`` ComfyUI would round them, with a scale that it computes itself."""
-    *_, state, _ = written("sd3", "mxfp8", PLAIN | {"activation": None})
-    marks = marks_of(state).values()
+    path = written_once("comfyui", "sd3", "mxfp8", **PLAIN | {"activation": None})[2]
+    marks = marks_of(stored_in(path)[0]).values()
     assert marks and all(mark == {"format": "mxfp8", "full_precision_matrix_mult": True} for mark in marks)
 
 
@@ -534,25 +528,16 @@ def test_weights_are_what_diffusers_decodes(written_once, fmt, options):
         assert layer.format != "nvfp4" or layer.inputs.common == stored[f"{name}.input_scale"].item()
 
 
-def with_authors_names(case, file: Path, folder: Path, prefix: str) -> Path:
-    """The file of FP8 by row with the names of those who trained the model, their rows stacked as they stack them."""
-    tensors = load_file(file)
-    scales = {name.removesuffix("_scale"): each for name, each in tensors.items() if name.endswith("_scale")}
-    state = in_authors_rows(case.checkpoint, tensors)
-    state |= {f"{name}_scale": each for name, each in in_authors_rows(case.checkpoint, scales).items()}
-    save_file({prefix + name: each for name, each in state.items()}, folder / "authors.safetensors")
-    return folder / "authors.safetensors"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family, prefix", [("flux", ""), ("sd3", PREFIX), ("sd21", PREFIX)])
 def test_authors_names_are_read_as_diffusers_are(written_once, tmp_path, family, prefix):
     case, _, file = written_once(BFL, family, "fp8", **PER_ROW_FP8)
-    read = case.read(file, BFL)
-    authors = case.read(with_authors_names(case, file, tmp_path, prefix), BFL)
-    assert_equal(read_all(authors), read_all(read))
-    inputs, others = ({name: str(layer.inputs) for name, layer in each.layers.items()} for each in (read, authors))
-    assert inputs == others
+    tensors = load_file(file)
+    scales = {name.removesuffix("_scale"): each for name, each in tensors.items() if name.endswith("_scale")}
+    state = in_authors_rows(case.checkpoint, tensors)  # stacked as those who trained the model stack them
+    state |= {f"{name}_scale": each for name, each in in_authors_rows(case.checkpoint, scales).items()}
+    save(tmp_path / "authors.safetensors", state, prefix)
+    assert_same(*(all_of(case.read(path, BFL)) for path in (tmp_path / "authors.safetensors", file)))
 
 
 def test_scales_with_comfyui_marks_are_comfyui_files(written_once, tmp_path):

@@ -153,21 +153,6 @@ def test_one_tensor_has_one_format_or_none(target, changes, words):
     assert found[2].reason == "kept" if changes.get("reason") else words in found[2].reason
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k", "add_embedding.linear_1", "x_embedder",
-        "time_text_embed.text_embedder.linear_1", "context_embedder", "caption_projection.linear_1", "proj_out",
-    ],
-)  # fmt: skip
-def test_what_comfyui_tells_models_by_keeps_its_shape(name):
-    """Two numbers to a byte halve a width, and the file is taken for another model: of these weights alone."""
-    for layer, excluded in ((name, True), (f"single_transformer_blocks.0.{name}", False)):
-        row = replace(ROW, name=layer, format="nvfp4", activation_format="nvfp4", weight_axis=None)
-        assert (held(row, COMFYUI).format is None) == (excluded or "attn2" in name)
-        assert held(replace(row, format="int8", activation_format="int8"), COMFYUI).format == "int8"
-
-
 def test_a_shift_goes_with_the_inputs():
     """The weight of a shifted convolution is held where inputs are not, with the convolution's own bias."""
     row = LayerAssignment(
