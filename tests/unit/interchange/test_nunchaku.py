@@ -126,26 +126,20 @@ def test_names_of_deepcompressor_and_nunchaku_are_translated_both_ways():
 # Products, by comfy-kitchen in place of nunchaku's kernels, which need a GPU
 
 
-def svdquant():
-    return pytest.importorskip("comfy_kitchen.backends.eager.svdquant")
-
-
-def quantized_inputs(x: Tensor, down: Tensor, smooth: Tensor, size: int, unsigned: bool = False) -> tuple:
-    """Codes and scales of the inputs, and their product with ``down``, which reads them as they come."""
+def by_kitchen(x: Tensor, own: dict[str, Tensor], unsigned: bool) -> Tensor:
+    """The product of a layer's tensors, whose branch reads inputs as they come."""
+    kitchen = pytest.importorskip("comfy_kitchen.backends.eager.svdquant")
+    weight, (rows, half) = own["qweight"], own["qweight"].shape
+    wscales, down, up = own["wscales"].float(), own["lora_down"].float(), own["lora_up"].float()
+    factors = tiles.vector_from_tiles(own["smooth"].float())
     natural = tiles.down(down.shape[1], down.shape[0]).natural(down).T
     shifted = x + SHIFT if unsigned else x
-    factors = tiles.vector_from_tiles(smooth)
-    return svdquant().quantize_svdquant_w4a4(shifted, factors, natural, size, unsigned, lora_x=x)
-
-
-def product(inputs: tuple, weight: Tensor, wscales: Tensor, up: Tensor, bias: Tensor | None, unsigned: bool = False):
-    codes, scales, lora = inputs
-    rows, columns = weight.shape[0], 2 * weight.shape[1]
-    packed = svdquant()._pack_int4_row_major(tiles.unpacked(tiles.codes(rows, columns), weight).view(torch.int8))
-    natural = tiles.scales(rows, columns // 64).natural(wscales).T.contiguous()
-    bias = None if bias is None else tiles.vector_from_tiles(bias)
+    codes, scales, lora = kitchen.quantize_svdquant_w4a4(shifted, factors, natural, 64, unsigned, lora_x=x)
+    packed = kitchen._pack_int4_row_major(tiles.unpacked(tiles.codes(rows, 2 * half), weight).view(torch.int8))
+    natural = tiles.scales(rows, half // 32).natural(wscales).T.contiguous()
+    bias = tiles.vector_from_tiles(own["bias"].float()) if "bias" in own else None
     up = tiles.up(rows, up.shape[1]).natural(up)
-    return svdquant().scaled_mm_svdquant_w4a4(codes, packed, scales, natural, lora, up, bias, unsigned)
+    return kitchen.scaled_mm_svdquant_w4a4(codes, packed, scales, natural, lora, up, bias, unsigned)
 
 
 @pytest.mark.slow
@@ -167,15 +161,12 @@ def test_linears_compute_what_comfy_kitchen_computes(tiny, tmp_path, family):
     for key in (key for key in stored if key.endswith(".lora_down")):
         old = key.removesuffix(".lora_down")
         name = new_name(f"{old}.qweight").removesuffix(".qweight")
-        weight = stored[f"{old}.qweight"]
-        wscales, down, up, smooth = (stored[f"{old}.{end}"].float() for end in
-                                     ("wscales", "lora_down", "lora_up", "smooth"))  # fmt: skip
-        bias = stored[f"{old}.bias"].float() if f"{old}.bias" in stored else None
-        x = torch.randn(64, 2 * weight.shape[1], generator=random)
+        own = {end.removeprefix(f"{old}."): each for end, each in stored.items() if end.startswith(f"{old}.")}
+        x = torch.randn(64, 2 * own["qweight"].shape[1], generator=random)
         head, _, last = name.rpartition(".")
         unsigned = family == "flux" and name.endswith(("ff.net.2", "ff_context.net.2", "mlp_fc2"))
         x = F.gelu(x, approximate="tanh") if unsigned else x
-        theirs = product(quantized_inputs(x, down, smooth, 64, unsigned), weight, wscales, up, bias, unsigned)
+        theirs = by_kitchen(x, own, unsigned)
         single = "single_" in name
         if last in ("to_qkv", "add_qkv_proj"):
             names = [f"{head}.{last.replace('qkv', letter)}" for letter in "qkv"]
