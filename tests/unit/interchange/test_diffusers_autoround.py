@@ -19,7 +19,6 @@ from ..tiny import changed
 pytestmark = pytest.mark.commit
 
 READER = "diffusers_autoround"
-FILE = "diffusion_pytorch_model.safetensors"
 ALONE = {"activation": None, "alpha": None, "smoothing": "none"}
 
 
@@ -27,25 +26,15 @@ def layer_of(tensors, shape, scheme, packing):
     return stored_layer(LayerTensors(Path("x"), "a", {k: lazy(v) for k, v in tensors.items()}), shape, scheme, packing)
 
 
-def by_hand(zeros: int, codes: int = 0x76543210) -> dict[str, torch.Tensor]:
-    """A weight [32, 32] of which every eight inputs have the codes 0 to 7."""
-    word = torch.tensor([zeros & 0xFFFFFFFF]).view(torch.int64)
-    return {
-        "qweight": torch.full((4, 32), codes, dtype=torch.int32), "scales": torch.full((1, 32), 0.5).half(),
-        "qzeros": torch.where(word < 2**31, word, word - 2**32).int().expand(1, 4).contiguous(),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("packing, zeros", [(GPTQ, 0x77777777), ("auto_round", 0x88888888), (AWQ, 0x88888888)])
 def test_a_zero_point_of_the_other_convention_is_refused(packing, zeros):
     """It would move every weight by a whole step. The first of eight codes along the inputs is the lowest."""
-    shape = (32, 32)
 
     def weight(word: int, sym: bool) -> torch.Tensor:
-        tensors = by_hand(word)
-        if packing == AWQ:
-            tensors["qweight"] = tensors["qweight"].T.contiguous()
-        return layer_of(tensors, shape, Scheme(4, 32, sym), packing).weight.read()
+        codes = torch.full((4, 32), 0x76543210, dtype=torch.int32)  # every eight inputs have the codes 0 to 7
+        tensors = {"qweight": codes.T.contiguous() if packing == AWQ else codes}
+        tensors |= {"scales": torch.full((1, 32), 0.5).half(), "qzeros": torch.full((1, 4), word).int()}
+        return layer_of(tensors, (32, 32), Scheme(4, 32, sym), packing).weight.read()
 
     expected = (torch.arange(32) % 8 - 8.0).expand(32, 32) / 2
     assert torch.equal(weight(zeros, True), weight(zeros, False)) and weight(zeros, True).min() == -4
@@ -102,8 +91,9 @@ def packed_by_them(packing: str, linear: torch.nn.Linear, scheme: Scheme):
     if packing == AWQ:
         turned = {"scales": scales.T.contiguous(), "zeros": zeros if scheme.sym else zeros.T.contiguous()}
         return WQLinear_GEMM.from_linear(linear, scheme.bits, scheme.group_size, device="cpu", **turned)
-    kind = {GPTQ: qlinear_torch_zp, "auto_round": qlinear_torch}[packing].QuantLinear
-    layer = kind(scheme.bits, scheme.group_size, columns, rows, linear.bias is not None)
+    layer = {GPTQ: qlinear_torch_zp, "auto_round": qlinear_torch}[packing].QuantLinear(
+        scheme.bits, scheme.group_size, columns, rows, linear.bias is not None
+    )
     layer.device = "cpu"
     layer.pack(linear, scales, zeros, device="cpu")
     return layer
@@ -140,7 +130,7 @@ def test_it_is_opened_in_fp16_which_keeps_its_scales(autoround, written_once):
     """diffusers casts them to the dtype that it is asked for."""
     case, assignment, folder = written_once(READER, "flux", "int4", **ALONE)
     theirs, brain = case.read(folder, READER).runtime(), case.loaded(folder, torch.bfloat16)
-    stored = load_file(folder / case.component / FILE)
+    stored = load_file(folder / case.component / "diffusion_pytorch_model.safetensors")
     scales = {row.name: stored[f"{row.name}.scales"] for row in assignment.values() if row.format}
     assert all(torch.equal(theirs.get_submodule(name).scales, each) for name, each in scales.items())
     assert not all(torch.equal(brain.get_submodule(name).scales.half(), each) for name, each in scales.items())
