@@ -36,23 +36,12 @@ from sd_quant.interchange.comfyui_marks import Mxfp8
 from sd_quant.interchange.denoiser import QuantizedLayer
 from sd_quant.interchange.diffusers_autoround import AWQ
 from sd_quant.interchange.diffusers_bitsandbytes import OutlierColumns
-from sd_quant.interchange.inputs import (
-    Affine,
-    BlockInteger,
-    Columns,
-    Multiplied,
-    Nvfp4,
-    Rotated,
-    StaticFloat8,
-    smoothed,
-)
-from sd_quant.interchange.layouts import INPUTS, Layout, fitting, in_e2m1
+from sd_quant.interchange.inputs import Affine, BlockInteger, Nvfp4, Rotated, StaticFloat8
+from sd_quant.interchange.layouts import INPUTS, Layout, fitting
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.names.authors import Rows
-from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.rotation import rotated
 
 from ..tiny import changed
 from .conftest import PLAIN
@@ -445,11 +434,6 @@ ROWS |= {
 }
 
 
-def test_a_byte_has_the_first_number_in_its_low_half():
-    """ComfyUI's has it in the high half: such a file would be read as another model, and its images be noise."""
-    assert in_e2m1(torch.tensor([[0x21, 0xF0]], dtype=torch.uint8)).tolist() == [[0.5, 1.0, 0.0, -6.0]]
-
-
 @pytest.mark.parametrize("name, end", [(name, end) for name, row in ROWS.items() for end in row.tensors])
 def test_a_damaged_tensor_is_refused_by_name(name: str, end: str):
     row = ROWS[name]
@@ -547,19 +531,3 @@ def test_each_row_or_block_has_its_own_scale(request, inputs, rows, expected):
 def test_inputs_of_zeros_stay_zeros(inputs):
     """comfy-kitchen's NVFP4 divides them by a scale of 0."""
     assert torch.equal(inputs(torch.zeros(2, 3, 32)), torch.zeros(2, 3, 32))
-
-
-def test_rows_of_rotated_inputs_are_rotated_back():
-    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    found = Rotated(BY_ROW, 16)(x)
-    torch.testing.assert_close(rotated(found, 16), BY_ROW(rotated(x, 16)))
-    assert relative_error(x, found) < 0.02 and not torch.equal(found, BY_ROW(x))
-
-
-def test_columns_are_rounded_apart_and_only_multiplication_is_smoothing():
-    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-    inputs = Columns((BlockInteger(), BY_ROW), (64, 64))
-    assert torch.equal(inputs(x), torch.cat([BlockInteger()(x[:, :64]), BY_ROW(x[:, 64:])], 1))
-    factor = torch.rand(128) + 0.5
-    assert torch.equal(smoothed(Multiplied(factor, False, inputs), x), x * factor)
-    assert torch.equal(smoothed(inputs, x), x)
