@@ -18,7 +18,7 @@ from sd_quant.files.safetensors import read_header, read_safetensors
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange import READERS
 from sd_quant.interchange.comfyui import METADATA, read
-from sd_quant.interchange.comfyui_marks import METHODS, Marked
+from sd_quant.interchange.comfyui_marks import METHODS, Marked, e8m0
 from sd_quant.interchange.denoiser import QuantizedLayer
 from sd_quant.interchange.diffusers_bfl import scaled_layers
 from sd_quant.interchange.stored import LayerTensors
@@ -27,6 +27,7 @@ from sd_quant.names.authors import PREFIX, Rows
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
 from sd_quant.numbers import relative_error
+from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated
 
 from ..tiny import changed
@@ -490,6 +491,15 @@ def test_the_same_assignment_gives_the_same_bytes(tiny, tmp_path):
     assert first.read_bytes() == second.read_bytes()
     starts = [next(start for start in PREFIXES if name.startswith(start)) for name in read_header(whole_file(first))[0]]
     assert tuple(dict.fromkeys(starts)) == PREFIXES[: len(NETWORKS)]  # in another process too
+
+
+def test_a_block_of_zeros_has_the_exponent_0():
+    """And not 2^-24, which it has in a graph. Of ones it is 2^-8: 1 / 448 rounded up."""
+    weight = torch.ones(2, 64)
+    weight[1, 32:] = 0
+    fmt = FORMATS["mxfp8"]
+    scales = fmt.scales(weight, torch.zeros(()))
+    assert e8m0(fmt.quantize(weight, *scales), *scales).tolist() == [[119, 119], [119, 0]]
 
 
 @pytest.mark.slow

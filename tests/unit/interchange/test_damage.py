@@ -40,8 +40,10 @@ from sd_quant.interchange.inputs import Affine, BlockInteger, Nvfp4, Rotated, St
 from sd_quant.interchange.layouts import INPUTS, Layout, fitting
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.names.authors import Rows
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.rotation import rotated
 
 from ..tiny import changed
 from .conftest import PLAIN
@@ -531,3 +533,10 @@ def test_each_row_or_block_has_its_own_scale(request, inputs, rows, expected):
 def test_inputs_of_zeros_stay_zeros(inputs):
     """comfy-kitchen's NVFP4 divides them by a scale of 0."""
     assert torch.equal(inputs(torch.zeros(2, 3, 32)), torch.zeros(2, 3, 32))
+
+
+def test_rows_of_rotated_inputs_are_rotated_back():
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    found = Rotated(BY_ROW, 16)(x)
+    torch.testing.assert_close(rotated(found, 16), BY_ROW(rotated(x, 16)))
+    assert relative_error(x, found) < 0.02 and not torch.equal(found, BY_ROW(x))

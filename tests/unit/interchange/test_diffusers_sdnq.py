@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sd_quant.errors import ConfigError
-from sd_quant.interchange.diffusers_sdnq import OTHER_NAMES, at_least_as_wide, matches, read, small_floats
+from sd_quant.interchange.diffusers_sdnq import OTHER_NAMES, at_least_as_wide, hadamard, matches, read, small_floats
 
 from .conftest import assert_equal
 
@@ -214,6 +214,11 @@ def test_small_floats_are_ieee():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     finite = codes.isfinite()
     assert torch.equal(small_floats(4, 3, False)[finite], codes[finite]) and finite.sum() == 254
+
+
+@pytest.mark.parametrize("size", [4, 8, 16, 256])
+def test_rotations_are_undone_by_themselves(size):
+    assert torch.allclose(hadamard(size) @ hadamard(size), torch.eye(size), atol=1e-6)
 
 
 @consumer

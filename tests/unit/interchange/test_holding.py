@@ -6,7 +6,9 @@ import torch
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS
 from sd_quant.interchange.holding import adapted, held, inputs_of
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import nvfp4
 
 from .conftest import PLAIN
 from .conftest import recipe_of as recipe_with
@@ -113,6 +115,25 @@ def test_one_tensor_has_one_range_in_formats_that_have_one(fmt):
     assert [(row.weight_amax.item(), row.activation_amax) for row in apart] == [(1.0, 1.0), (4.0, 1.0), (2.0, 2.0)]
     by_row = joined("comfyui", {}, 1.0, 4.0, 2.0)
     assert [row.weight_amax.item() for row in by_row] == [1.0, 4.0, 2.0]
+
+
+@torch.no_grad()
+def test_codes_that_were_chosen_stay_with_scales_of_another_range():
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    ranges = [weight.abs().max().item() * factor for factor in (1.0, 1.7, 1.0)]
+    chosen = {}
+    for amax in set(ranges):
+        scales = nvfp4.scales(weight, torch.tensor([amax]))
+        chosen[amax] = (nvfp4.quantize(weight, *scales), *scales)
+    fmt = {"format": "nvfp4", "activation_format": "nvfp4"}
+    query, key, value = joined("comfyui", {"rounded": chosen[ranges[2]]}, *ranges, **fmt)
+    assert query.rounded is None and torch.equal(value.rounded[0], chosen[ranges[0]][0])
+    assert value.rounded[2] == nvfp4.global_scale(key.weight_amax) == nvfp4.global_scale(torch.tensor(ranges))
+    assert torch.equal(value.rounded[1], value.rounded[1].to(torch.float8_e4m3fn).float())
+    before, after = (relative_error(weight, nvfp4.dequantize(*each)) for each in (chosen[ranges[0]], value.rounded))
+    assert before < after < 1.15 * before
+    ratio = value.rounded[1] * value.rounded[2] / (chosen[ranges[2]][1] * chosen[ranges[2]][2])
+    assert 0 < (ratio - 1).abs().max() <= 1 / 16
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,15 @@ def test_a_weight_is_divided_only_where_its_input_is_multiplied(tiny):
     assert torch.equal(rewritten(weight, folded), weight / 4)
 
 
+def test_attention_has_no_weight_of_its_own(tiny):
+    case = tiny("sdxl")
+    attention = QUERY.removesuffix(".to_q")
+    rows = {attention: LayerAssignment(attention, "attention", (), activation_format="fp8")}
+    plain, found = high_precision(case.checkpoint, {}), high_precision(case.checkpoint, rows)
+    assert found.keys() == plain.keys() == set(case.checkpoint.components["unet"])
+    assert all(torch.equal(found[name].read(), plain[name].read()) for name in plain if name.startswith(attention))
+
+
 def test_every_tensor_that_is_written_is_a_step_of_the_progress(tmp_path, monkeypatch):
     steps = []
 
