@@ -81,12 +81,16 @@ def saved(request, tiny, tmp_path_factory):
 @torch.no_grad()
 def test_weights_and_outputs_are_those_of_modelopt(saved):
     case, candidate, theirs, _ = saved
-    modules = {name: each for name, each in theirs.named_modules() if hasattr(each, "weight_quantizer")}
-    quantized = {name: each for name, each in modules.items() if each.weight_quantizer.is_enabled}
-    assert quantized.keys() == candidate.layers.keys() and len(quantized) > 15
-    readers = ((name, each.input_quantizer) for name, each in modules.items())
-    inputs = {name for name, each in readers if each.is_enabled or each.pre_quant_scale is not None}
-    assert inputs == {*candidate.rounded, *(name for name, layer in candidate.layers.items() if layer.inputs)}
+    quantizers = dict(theirs.named_modules())
+    layers, readers = (
+        {name.removesuffix(f".{kind}_quantizer"): each for name, each in quantizers.items()
+         if name.endswith(f".{kind}_quantizer") and (each.is_enabled or each.pre_quant_scale is not None)}
+        for kind in ("weight", "input")
+    )  # fmt: skip
+    assert layers.keys() == candidate.layers.keys() and len(layers) > 15
+    inputs = {name for name, layer in candidate.layers.items() if layer.inputs}
+    assert readers.keys() == {*candidate.rounded, *inputs}
+    quantized = {name: theirs.get_submodule(name) for name in layers}
     expected = {name: each.weight_quantizer(each._parameters["weight"]) for name, each in quantized.items()}
     assert_equal(weights_of(candidate), expected)
     in_fp32 = {each.dtype for each in expected.values()} == {torch.float32}
