@@ -309,7 +309,7 @@ def test_pickles_and_files_without_descriptions_are_refused(written, tmp_path):
 # Layouts: damage to each tensor, which is missing, misshapen, of another dtype or not finite; and inputs by hand
 
 SHAPE = (128, 256)
-E4M3, INT8, UINT8, INT32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32
+INT8, UINT8 = torch.int8, torch.uint8
 FP16, FP32 = torch.float16, torch.float32
 STATE = "weight.quant_state.bitsandbytes__nf4"
 Reader = Callable[[LayerTensors], QuantizedLayer]
