@@ -302,7 +302,7 @@ OLD = torch.zeros(1)
 @pytest.mark.parametrize(
     ("case", "changes", "reason"),
     [
-        ("fp8", {"comfy_quant": mark_of({"format": "svdquant_w4a4"})}, "formats that are not read here .*svdquant_w4a4'"),
+        ("fp8", {"comfy_quant": mark_of({"format": "svdquant_w4a4"})}, "that are not read here .*svdquant_w4a4'"),
         ("fp8", {"comfy_quant": mark_of({"format": ["fp8"]})}, "formats that are not read here"),
         ("fp8", {"comfy_quant": mark_of({"format": "float8_e4m3fn", "convrot": True})}, "entries that are not known"),
         ("fp8", {"comfy_quant": mark_of(b'{"format": 1, "format": 2}')}, f"{LAYER}.* is not JSON"),
