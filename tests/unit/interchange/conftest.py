@@ -1,11 +1,7 @@
-"""Recipes, what targets write of tiny checkpoints, and auto-round's packers."""
+"""Recipes, and what targets write of tiny checkpoints."""
 
-import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +22,6 @@ CASES = [  # of each format that is written and read: the format, the checkpoint
     ("comfyui", "sdxl", "int8", {"per_token": True}),
     ("comfyui", "sdxl", "int8", {**ROTATED, "rotation": 16}),
     ("comfyui", "sdxl", "int8", {**ROTATED, "rotation": 4, "per_channel": False}),
-    ("comfyui", "sdxl", "nvfp4", PLAIN),
     ("comfyui", "sd21", "fp8", {"per_channel": False}),
     ("comfyui", "sd3", "nvfp4", PLAIN | {"activation": None}),
     ("comfyui", "flux", "mxfp8", PLAIN | {"rounding": "gptq"}),
@@ -71,20 +66,16 @@ CASES = [  # of each format that is written and read: the format, the checkpoint
         for family, fmt in (("sdxl", "q4_k"), ("sd3", "q5_k"), ("flux", "q6_k"), ("sd21", "q4_1"))
     ),
     ("modelopt_export", "flux", "fp8", {"per_channel": False}),
-    ("modelopt_export", "flux", "fp8", PER_ROW_FP8),
     ("modelopt_export", "flux", "fp8", PER_ROW_FP8 | {"per_channel": False}),
-    ("modelopt_export", "flux", "nvfp4", PLAIN),
     ("modelopt_export", "flux", "nvfp4", PLAIN | {"rounding": "gptq", "scale_search": True}),
 ]
 
 
 def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same names, and tensors of the same shapes, dtypes and numbers."""
     torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
 
 
 def weights_of(candidate: QuantizedDenoiser) -> dict[str, Tensor]:
-    """The weights of the layers."""
     found = {name: layer.weight.read() for name, layer in candidate.layers.items()}
     assert {name: each.dtype for name, each in found.items()} == {
         name: layer.weight.dtype for name, layer in candidate.layers.items()
@@ -112,24 +103,3 @@ def written_once(tiny, tmp_path_factory):  # noqa: F811
         return case, assignment, case.written(assignment, target, tmp_path_factory.mktemp(target))
 
     return write
-
-
-@pytest.fixture
-def auto_round(monkeypatch):
-    """Returns a file of auto-round's as a module. The package itself would import transformers' and a dozen more."""
-    package = find_spec("auto_round")
-    if package is None:
-        pytest.skip("auto_round is not installed")
-    quantizers = SimpleNamespace(quant_element=None, quant_mx_rceil=None)  # which packing does not call
-    for name in ("auto_round", "auto_round.data_type"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "auto_round.data_type.mxfp", quantizers)
-
-    def opened(name: str) -> ModuleType:
-        spec = spec_from_file_location(name, Path(package.origin).parent / "export" / f"{name}.py")
-        module = module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return opened

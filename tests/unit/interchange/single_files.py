@@ -14,7 +14,6 @@ from sd_quant.names.authors import PREFIX, authors_places
 
 
 def authors_state(checkpoint: DiffusersCheckpoint) -> dict[str, Tensor]:
-    """The denoiser's tensors by its authors' names."""
     return in_authors_rows(checkpoint, denoiser_weights(checkpoint))
 
 
@@ -54,6 +53,5 @@ def in_diffusers(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, T
 
 
 def read_all(candidate: QuantizedDenoiser) -> dict[str, Tensor]:
-    """Every tensor of the denoiser, fp32."""
     layers = {f"{name}.weight": layer.weight for name, layer in candidate.layers.items()}
     return {name: each.read().float() for name, each in {**layers, **candidate.parameters}.items()}

@@ -1,16 +1,15 @@
 """Files for ComfyUI, quantized by comfy-kitchen, whose kernels ComfyUI calls, and what these compute of them."""
 
 import json
-import re
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sd_quant.errors import ArtifactError
@@ -18,20 +17,22 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header, read_safetensors
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange import READERS
-from sd_quant.interchange.comfyui import METADATA, read, recognizes
+from sd_quant.interchange.comfyui import METADATA, read
 from sd_quant.interchange.comfyui_marks import METHODS, Marked, e8m0
-from sd_quant.interchange.denoiser import QuantizedLayer, needed
+from sd_quant.interchange.denoiser import QuantizedLayer
+from sd_quant.interchange.diffusers_bfl import scaled_layers
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.models.checkpoint import empty_denoiser
-from sd_quant.names.authors import PREFIX, Rows, authors_places
+from sd_quant.names.authors import PREFIX, Rows
 from sd_quant.names.nemo import PREFIX as NETWORKS
 from sd_quant.names.sgm import PREFIXES
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.rotation import rotated
 
-from .conftest import PLAIN, assert_equal, recipe_of
-from .single_files import authors_state, in_diffusers, read_all
+from ..tiny import changed
+from .conftest import PER_ROW_FP8, PLAIN, assert_equal, recipe_of
+from .single_files import authors_state, in_authors_rows, in_diffusers, read_all
 
 pytestmark = pytest.mark.commit
 
@@ -47,22 +48,13 @@ LAYOUTS = {  # comfy-kitchen's, by the formats of marks
 STATIC = torch.tensor(0.013)
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """How comfy-kitchen quantizes a weight: the format of its mark, options, and what else the file has of it."""
 
     format: str
-    options: dict = field(default_factory=dict)
-    entries: dict = field(default_factory=dict)  # of the mark
-    further: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def mark(self) -> dict:
-        return {"format": self.format} | self.entries
-
-    @property
-    def rotates(self) -> bool:
-        return "convrot_groupsize" in self.options
+    options: dict = {}
+    entries: dict = {}  # of the mark
+    further: dict[str, Tensor] = {}
 
 
 W4A8 = "asym_w4a8_int8"
@@ -137,14 +129,13 @@ def quantized(state: dict[str, Tensor], *cases: str) -> tuple[dict[str, Tensor],
         layer, case = name.removesuffix(".weight"), CASES[next(following)]
         weight = by_kitchen(tensor.float(), case.format, **case.options)
         weights[layer] = case, weight
-        found |= stored_pieces(weight, name) | {f"{layer}{MARK}": mark_of(case.mark)}
+        found |= stored_pieces(weight, name) | {f"{layer}{MARK}": mark_of({"format": case.format} | case.entries)}
         found |= {f"{layer}.{each}": scale.clone() for each, scale in case.further.items()}
     assert len(weights) > 10
     return found, weights
 
 
 def dequantized(state: dict[str, Tensor], weights: dict[str, tuple]) -> dict[str, Tensor]:
-    """By comfy-kitchen; padding is cut off."""
     found = {name: (each.half() if each.ndim > 1 else each).float() for name, each in state.items()}
     for layer, (_, weight) in weights.items():
         rows, columns = state[f"{layer}.weight"].shape
@@ -169,16 +160,6 @@ def save(path, tensors, prefix: str = "", metadata=None) -> None:
     save_file({prefix + name: each.contiguous() for name, each in tensors.items()}, path, metadata)
 
 
-def authors_layers(checkpoint) -> dict[str, str]:
-    """The authors' layer, or the first of them, by the name that a layer of diffusers has."""
-    network = empty_denoiser(checkpoint)
-    places = authors_places(network, {name: tuple(each.shape) for name, each in needed(network).items()})
-    end = ".weight"
-    return {name.removesuffix(end): parts[0].name.removesuffix(end) for name, parts in places.items()}
-
-
-# What is read
-
 consumer = pytest.mark.consumer
 INPUT_OPTIONS = {"nvfp4": {}, "mxfp8": {}}  # where a file says no scale
 
@@ -190,7 +171,6 @@ def sdxl(tiny):
 
 @pytest.fixture(scope="module")
 def tensors_in(sdxl):
-    """``tensors_in(*cases)``: a file's."""
     state = authors_state(sdxl)
     quantize = cache(lambda *cases: quantized(state, *cases)[0])
     return lambda *cases: dict(quantize(*cases))
@@ -198,8 +178,6 @@ def tensors_in(sdxl):
 
 @pytest.fixture
 def opened(sdxl, tmp_path):
-    """The candidate in a file of these tensors."""
-
     def save_and_read(tensors, prefix: str = "", metadata=None):
         save(tmp_path / "a.safetensors", tensors, prefix, metadata)
         return read(tmp_path / "a.safetensors", sdxl)
@@ -220,17 +198,14 @@ def unrotated(monkeypatch):
 @consumer
 @pytest.mark.parametrize("family", ["sdxl", "sd21", "flux", "sd3"])
 def test_every_weight_is_what_comfy_kitchen_makes_of_it(tiny, family, tmp_path, unrotated):
-    """Bit for bit."""
     checkpoint = tiny(family).checkpoint
-    state, authors = authors_state(checkpoint), authors_layers(checkpoint)
+    state = authors_state(checkpoint)
     tensors, weights = quantized(state, *CASES)
     assert len(weights) > len(CASES) or family == "sd3"
     save(tmp_path / "a.safetensors", tensors)
     candidate = read(tmp_path / "a.safetensors", checkpoint)
     assert_equal(read_all(candidate), in_diffusers(empty_denoiser(checkpoint), dequantized(state, weights)))
     assert len(candidate.layers) >= len(weights)
-    for name, layer in candidate.layers.items():
-        assert layer.format == weights[authors[name]][0].format
     assert candidate.stored_bytes == sum(each.nbytes for each in tensors.values())
     stored = sum(each.nbytes for name, each in tensors.items() if name.rpartition(".")[0] in weights and
                  name.rpartition(".")[2].startswith("weight"))  # fmt: skip
@@ -274,7 +249,6 @@ def assert_same(found, expected) -> None:
 
 
 def old_file(tensors: dict[str, Tensor], mark: Tensor) -> dict[str, Tensor]:
-    """As files were before there were marks of layers."""
     names = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
     found = {"scaled_fp8": mark}
     for name, tensor in tensors.items():
@@ -307,87 +281,63 @@ def test_a_plain_cast_is_multiplied_as_it_is_stored(tiny, family, dtype, tmp_pat
     }
     convolutions = {name for name, module in network.named_modules() if isinstance(module, nn.Conv2d)}
     assert convolutions <= candidate.layers.keys() and candidate.bits == 8
-
-
-def test_a_file_of_nothing_quantized_is_a_candidate(sdxl, opened):
-    candidate = opened({name: each.half() for name, each in authors_state(sdxl).items()})
-    assert recognizes(candidate.path) and READERS["comfyui"].recognizes(candidate.path)
-    assert not candidate.layers and candidate.bits == 16
-
-
-def test_what_is_no_denoiser_is_not_recognized(tmp_path):
-    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
-    save_file({"transformer_blocks.0.a.qweight": torch.ones(1), "single_transformer_blocks.0.b": torch.ones(1)},
-              tmp_path / "b.safetensors")  # fmt: skip
-    (tmp_path / "c.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0[[[[[[[[")
-    for name in ("a.safetensors", "b.safetensors", "c.safetensors", "none", ".", "\0"):
-        assert not recognizes(tmp_path / name)
-
-
-def refusal(opened, *given) -> str:
-    with pytest.raises(ArtifactError) as error:
-        opened(*given)
-    assert str(error.value).isprintable() and len(str(error.value)) < 1500
-    return str(error.value)
+    save(tmp_path / "b.safetensors", {name: each.half() for name, each in authors_state(checkpoint).items()})
+    plain = read(tmp_path / "b.safetensors", checkpoint)
+    assert READERS["comfyui"].recognizes(plain.path) and not plain.layers and plain.bits == 16
 
 
 LAYER = "output_blocks.0.1.transformer_blocks.0.ff.net.2"
 
 
-def rotating(group: object) -> Tensor:
-    return mark_of({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group})
+def fp8_mark(layer: str) -> dict[str, Tensor]:
+    return {f"{layer}.comfy_quant": mark_of({"format": "float8_e4m3fn"}), f"{layer}.weight_scale": torch.ones(())}
+
+
+ROTATING = {"format": "int8_tensorwise", "convrot": True}
+IN_E5M2 = in_header({LAYER: {"format": "float8_e5m2"}})
+OLD = torch.zeros(1)
 
 
 @consumer
 @pytest.mark.parametrize(
     ("case", "changes", "reason"),
     [
-        ("fp8", {"comfy_quant": mark_of({"format": "svdquant_w4a4"})}, "svdquant_w4a4'"),
+        ("fp8", {"comfy_quant": mark_of({"format": "svdquant_w4a4"})}, "that are not read here .*svdquant_w4a4'"),
         ("fp8", {"comfy_quant": mark_of({"format": ["fp8"]})}, "formats that are not read here"),
         ("fp8", {"comfy_quant": mark_of({"format": "float8_e4m3fn", "convrot": True})}, "entries that are not known"),
-        ("fp8", {"comfy_quant": mark_of(b'{"format": 1, "format": 2}')}, "is not JSON"),
-        ("fp8", {"comfy_quant": mark_of(b"[1]")}, "holds a list; expected an object"),
+        ("fp8", {"comfy_quant": mark_of(b'{"format": 1, "format": 2}')}, f"{LAYER}.* is not JSON"),
+        ("fp8", {"comfy_quant": mark_of(b"[1]")}, f"{LAYER}.* holds a list; expected an object"),
         ("fp8", {"comfy_quant": torch.zeros(9000, dtype=torch.uint8)}, "expected JSON in at most 4096 bytes"),
         ("fp8", {"comfy_quant": None}, "1 unknown: .*weight_scale|2 unknown"),
         ("fp8", {"comfy_quant": mark_of({"format": "int8_tensorwise"})}, "1 unknown: .*input_scale|in float8_e4m3fn"),
-        ("fp8", {"input_scale": torch.tensor(float("inf"))}, "input_scale' holds NaN or infinite"),
-        ("fp8", {"input_scale": torch.tensor(1e-45)}, "expected a number above 0"),
+        ("fp8", {"input_scale": torch.tensor(1e-45)}, f"{LAYER}.* expected a number above 0"),
         ("fp8", {"pre_quant_scale": torch.ones(2)}, "1 unknown"),
         ("fp8", {"weight": torch.ones(1, 1).to(torch.float8_e4m3fn)}, "of another size"),
-        ("int8-rotated", {"comfy_quant": rotating(8)}, "convrot_groupsize 8"),
-        ("int8-rotated", {"comfy_quant": rotating("4")}, "convrot_groupsize '4'"),
+        ("int8-rotated", {"comfy_quant": mark_of(ROTATING | {"convrot_groupsize": 8})}, "convrot_groupsize 8"),
+        ("int8-rotated", {"comfy_quant": mark_of(ROTATING | {"convrot_groupsize": "4"})}, "convrot_groupsize '4'"),
+        # what has two meanings or none
+        ("fp8", lambda tensors: (tensors | {"scaled_fp8": OLD},), "two meanings"),
+        ("fp8", lambda tensors: (tensors, "", IN_E5M2), rf"layers in two ways \(1: {LAYER}\)"),
+        ("fp8", lambda tensors: (old_file(tensors, OLD), "", IN_E5M2), "two meanings"),
+        ("fp8", lambda tensors: (tensors, PREFIX, IN_E5M2), "without the prefix"),
+        ("fp8", lambda tensors: (tensors, "", {"_quantization_metadata": '{"format_version": "1.1", "layers": {}}'}),
+         "has the format_version '1.1', expected '1.0'"),
+        ("fp8", lambda tensors: (tensors | fp8_mark("input_blocks.0.0"),), "which is no linear"),
+        ("fp8", lambda tensors: (tensors | fp8_mark("nothing"),), "nothing.weight, marked"),
+        # ComfyUI casts codes of an older file in another type to E4M3, which leaves other numbers
+        ("e5m2", lambda tensors: (old_file(tensors, OLD.to(torch.float8_e5m2)),), "in float8_e5m2, expected"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(opened, tensors_in, case, changes, reason):
-    changed = tensors_in(case) | {f"{LAYER}.{end}": tensor for end, tensor in changes.items()}
-    changed = {name: each for name, each in changed.items() if each is not None}
-    said = refusal(opened, changed)
-    assert re.search(reason, said), said
-    assert LAYER in said or "of another size" in said or "formats" in said
-
-
-@consumer
-def test_what_has_two_meanings_or_none_is_refused(opened, tensors_in):
-    """The last is an older file in another type: ComfyUI casts its codes to E4M3, which leaves other numbers."""
-    tensors = tensors_in("fp8")
-    marks = in_header({LAYER: {"format": "float8_e5m2"}})
-    for changed, prefix, header, reason in (
-        (tensors | {"scaled_fp8": torch.zeros(1)}, "", None, "two meanings"),
-        (tensors, "", marks, f"layers in two ways (1: {LAYER})"),
-        (old_file(tensors, torch.zeros(1)), "", marks, "two meanings"),
-        (tensors, PREFIX, marks, "without the prefix"),
-        (tensors, "", {"_quantization_metadata": '{"format_version": "1.1", "layers": {}}'},
-         "has the format_version '1.1', expected '1.0'"),
-        (tensors | marked("input_blocks.0.0"), "", None, "which is no linear"),
-        (tensors | marked("nothing"), "", None, "nothing.weight, marked"),
-        (old_file(tensors_in("e5m2"), torch.zeros(1, dtype=torch.float8_e5m2)), "", None,
-         "in float8_e5m2, expected"),
-    ):  # fmt: skip
-        assert reason in refusal(opened, changed, prefix, header)
-
-
-def marked(layer: str) -> dict[str, Tensor]:
-    return {f"{layer}.comfy_quant": mark_of({"format": "float8_e4m3fn"}), f"{layer}.weight_scale": torch.ones(())}
+    given = (tensors_in(case),)
+    if callable(changes):
+        given = changes(*given)
+    else:
+        changed = given[0] | {f"{LAYER}.{end}": tensor for end, tensor in changes.items()}
+        given = ({name: each for name, each in changed.items() if each is not None},)
+    with pytest.raises(ArtifactError, match=reason) as error:
+        opened(*given)
+    assert str(error.value).isprintable() and len(str(error.value)) < 1500
 
 
 @consumer
@@ -413,9 +363,12 @@ def test_rows_and_products_of_a_weight_are_those_of_the_whole_and_padding_is_cut
     given = x if whole or high else by_kitchen(x, case.format, **scales, **case.options).dequantize()[:10, :columns]
     theirs = F.linear(given, stored if whole else stored.dequantize()[:rows, :columns])
     for first, last in ((0, rows), (40, 110)):
-        layer = Marked(located, case.mark).layer((last - first, columns), [Rows("a.weight", first, last, rows)])
+        layer = Marked(located, {"format": case.format} | case.entries).layer(
+            (last - first, columns), [Rows("a.weight", first, last, rows)]
+        )
         ours, expected = layer.weight.read(), stored.dequantize()[first:last, :columns]
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6 if case.rotates else 0)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6 if "convrot_groupsize" in case.options else 0)
+        assert layer.format == case.format
         assert (layer.inputs is None) == (high or case.format == "awq_w4a16")
         rounded = x if layer.inputs is None else layer.inputs(x)
         assert relative_error(theirs[:, first:last], F.linear(rounded, ours)) < 1e-5
@@ -426,57 +379,41 @@ def test_rows_and_products_of_a_weight_are_those_of_the_whole_and_padding_is_cut
         assert torch.equal(layer.inputs(x), inputs)
 
 
-def layer_of(tensors: dict, entries: dict, shape: tuple[int, int]) -> QuantizedLayer:
-    stored = LayerTensors(Path("x"), "a", {name.removeprefix("a."): lazy(each) for name, each in tensors.items()})
+def layer_of(tensors: dict[str, Tensor], entries: dict, shape: tuple[int, int] = (1, 32)) -> QuantizedLayer:
+    stored = LayerTensors(Path("x"), "a", {name: lazy(each) for name, each in tensors.items()})
     marked = Marked(stored, entries)
     assert marked.unpacked() == shape
     return marked.layer(shape, [Rows("a.weight", 0, shape[0], shape[0])])
 
 
-def codes_of(*given) -> Tensor:
-    return layer_of(*given).weight.read()
-
-
 # Codes of four and six bits by hand
 
 
-def w4a8(**tensors: Tensor) -> dict[str, Tensor]:
-    """A row of 32 codes, all of which are 12, or 44 of 63."""
-    found = {
-        "a.weight": torch.full((1, 16), -52, dtype=torch.int8), "a.weight_s_channel": torch.tensor([0.5]),
-        "a.weight_s_rel": torch.tensor([[32.0, 2.6]]).to(torch.float8_e4m3fn),
-    }  # fmt: skip
-    return found | {f"a.{name}": tensor for name, tensor in tensors.items()}
-
-
-W4A8_MARK = {"format": "asym_w4a8_int8", "convrot_groupsize": 4}
-
-
-def test_levels_are_rounded_to_int8_before_the_channels_scale():
-    """128 is clamped to 127; 4 * 2.5 has no fraction, a level of the codebook has."""
-    plain = codes_of(w4a8(), W4A8_MARK, (1, 32))
-    torch.testing.assert_close(rotated(plain, 4)[:, [0, 16]], torch.tensor([[63.5, 5.0]]))
-    codebook = torch.zeros(16).index_fill(0, torch.tensor(12), 1.3)  # 41.6 and 3.25
-    levels = codes_of(w4a8(weight_codebook=codebook), W4A8_MARK, (1, 32))
-    torch.testing.assert_close(rotated(levels, 4)[:, [0, 16]], torch.tensor([[21.0, 1.5]]))
-    bits = {"weight": torch.cat([w4a8()["a.weight"], torch.full((1, 8), -86, dtype=torch.int8)], 1)}
-    six = codes_of(w4a8(**bits), W4A8_MARK, (1, 32))  # 12 + 2 * 16 - 32
-    torch.testing.assert_close(rotated(six, 4)[:, [0, 16]], torch.tensor([[63.5, 15.0]]))
-    corrected = w4a8(weight_correction=torch.tensor([[1.0], [3.0]]))
-    shifted = layer_of(corrected, W4A8_MARK, (1, 32))
-    torch.testing.assert_close(rotated(shifted.weight.read(), 4)[:, [0, 16]], torch.tensor([[64.5, 8.0]]))
-    assert shifted.inputs is None
-
-
-def test_scales_of_groups_may_be_bytes():
-    tensors = w4a8()
-    as_bytes = tensors | {"a.weight_s_rel": tensors["a.weight_s_rel"].view(torch.uint8)}
-    assert torch.equal(codes_of(tensors, W4A8_MARK, (1, 32)), codes_of(as_bytes, W4A8_MARK, (1, 32)))
-
-
-W4A4 = {"a.weight": torch.ones(2, 32, dtype=torch.int8), "a.weight_scale": torch.ones(2)}
+W4A8_MARK = {"format": W4A8, "convrot_groupsize": 4}
+W4A8_TENSORS = {  # a row of 32 codes, all of which are 12, or 44 of 63
+    "weight": torch.full((1, 16), -52, dtype=torch.int8), "weight_s_channel": torch.tensor([0.5]),
+    "weight_s_rel": torch.tensor([[32.0, 2.6]]).to(torch.float8_e4m3fn),
+}  # fmt: skip
+SIX = torch.cat([W4A8_TENSORS["weight"], torch.full((1, 8), -86, dtype=torch.int8)], 1)
 W4A4_MARK = {"format": "convrot_w4a4", "convrot_groupsize": 4}
-IN_SIX_BITS = {"a.weight": torch.ones(1, 24, dtype=torch.int8)}
+W4A4_TENSORS = {"weight": torch.ones(2, 32, dtype=torch.int8), "weight_scale": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    "tensors, expected, inputs",
+    [
+        ({}, [63.5, 5.0], "int8"),  # 128 is clamped to 127; 4 * 2.5 has no fraction, a level of the codebook has
+        ({"weight_s_rel": W4A8_TENSORS["weight_s_rel"].view(torch.uint8)}, [63.5, 5.0], "int8"),
+        ({"weight_codebook": torch.zeros(16).index_fill(0, torch.tensor(12), 1.3)}, [21.0, 1.5], "int8"),  # 41.6, 3.25
+        ({"weight": SIX}, [63.5, 15.0], "int8"),  # 12 + 2 * 16 - 32
+        ({"weight_correction": torch.tensor([[1.0], [3.0]])}, [64.5, 8.0], None),
+    ],
+    ids=["codes", "scales in bytes", "codebook", "six bits", "correction"],
+)
+def test_levels_are_rounded_to_int8_before_the_channels_scale(tensors, expected, inputs):
+    layer = layer_of(W4A8_TENSORS | tensors, W4A8_MARK)
+    torch.testing.assert_close(rotated(layer.weight.read(), 4)[:, [0, 16]], torch.tensor([expected]))
+    assert (layer.inputs and str(layer.inputs)) == (inputs and f"{inputs}, a scale a row, rotated by 4")
 
 
 @pytest.mark.parametrize(
@@ -485,22 +422,20 @@ IN_SIX_BITS = {"a.weight": torch.ones(1, 24, dtype=torch.int8)}
         *(({}, {"group_size": size}, f"group_size {size}") for size in (3, 24, True, 10**9)),
         ({}, {"convrot_groupsize": 8}, "convrot_groupsize 8"),
         ({}, {"convrot": False}, "rotates all the same"),
-        (IN_SIX_BITS | {"a.weight_codebook": torch.ones(16)}, {}, "six bits"),
-        (IN_SIX_BITS | {"a.weight_s_rel": torch.ones(1, 4)}, {"group_size": 8}, "groups of 8"),
-        *((W4A4, W4A4_MARK | each, "linear_dtype") for each in (  # products that no kernel has
+        ({"weight": SIX, "weight_codebook": torch.ones(16)}, {}, "six bits"),
+        ({"weight": SIX, "weight_s_rel": torch.ones(1, 4)}, {"group_size": 8}, "groups of 8"),
+        *((W4A4_TENSORS, W4A4_MARK | each, "linear_dtype") for each in (  # products that no kernel has
             {"linear_dtype": "int2"}, {"linear_dtype": 8}, {"quant_group_size": 32},
         )),
     ],
 )  # fmt: skip
 def test_marks_of_what_comfyui_does_not_compute_are_refused(tensors, entries, words):
-    tensors, shape = (tensors, (2, 64)) if tensors is W4A4 else (w4a8() | tensors, (1, 32))
+    for more, name in (({}, "int4"), ({"linear_dtype": "int8"}, "int8")):
+        inputs = layer_of(W4A4_TENSORS, W4A4_MARK | more, (2, 64)).inputs
+        assert str(inputs) == f"{name}, a scale a row, rotated by 4"
+    shape, usual = ((2, 64), {}) if tensors is W4A4_TENSORS else ((1, 32), W4A8_TENSORS)
     with pytest.raises(ArtifactError, match=words):
-        codes_of(tensors, W4A8_MARK | entries, shape)
-
-
-def test_inputs_are_int8_where_the_mark_says_so():
-    told = [str(layer_of(W4A4, W4A4_MARK | more, (2, 64)).inputs) for more in ({}, {"linear_dtype": "int8"})]
-    assert told == ["int4, a scale a row, rotated by 4", "int8, a scale a row, rotated by 4"]
+        layer_of(usual | tensors, W4A8_MARK | entries, shape).weight.read()
 
 
 # Written files. What ComfyUI reads off a file before it opens it is written down from its ``model_detection.py``,
@@ -522,34 +457,28 @@ DETECTED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def written(written_once):
-    """A tiny checkpoint, its assignment, the path, the denoiser's tensors without prefix, and the metadata."""
-
-    def write(family: str, fmt: str, options: dict) -> tuple:
-        case, assignment, path = written_once("comfyui", family, fmt, **options)
-        tensors, metadata = read_header(whole_file(path))
-        prefix = PREFIX if family == "sdxl" else ""
-        state = {name.removeprefix(prefix): each.read() for name, each in tensors.items() if name.startswith(prefix)}
-        return case, assignment, path, state, metadata
-
-    return write
+def stored_in(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The denoiser's tensors without prefix, and the metadata."""
+    tensors, metadata = read_header(whole_file(path))
+    names = [name for name in tensors if name.startswith(PREFIX)] or list(tensors)
+    return {name.removeprefix(PREFIX): tensors[name].read() for name in names}, metadata
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DETECTED)
-def test_comfyui_tells_the_model_and_finds_the_marks(written, family):
+def test_comfyui_tells_the_model_and_finds_the_marks(written_once, family):
     """In NVFP4, which halves a width, and with every layer that a recipe may quantize."""
-    case, assignment, path, state, metadata = written(family, "nvfp4", PLAIN)
+    case, _, path = written_once("comfyui", family, "nvfp4", **PLAIN)
+    state, metadata = stored_in(path)
     marks, (told, sized) = marks_of(state), DETECTED[family]
     assert METADATA not in metadata and marks  # names in it have the prefix in one of ComfyUI's loaders alone
     assert told in state and not any(name.startswith(DIFFUSERS) for name in state)  # with these it loses marks
-    shapes = case.denoiser().state_dict()
-    for name in sized:
-        assert state[name].dtype == torch.float16 and name.removesuffix(".weight") not in marks
-    assert state[sized[0]].shape[1] in {each.shape[1] for each in shapes.values() if each.ndim > 1}
+    assert {state[name].dtype for name in sized} == {torch.float16}
+    shapes = case.denoiser().state_dict().values()
+    assert state[sized[0]].shape[1] in {each.shape[1] for each in shapes if each.ndim > 1}
     packed = {name.removesuffix(".weight") for name, each in state.items()
               if name.endswith(".weight") and each.dtype == torch.uint8}  # fmt: skip
+    assert family != "flux" or "single_blocks.0.linear2" in marks  # and no other ends in proj_out
     assert packed == marks.keys() and all(f"{layer}.input_scale" in state for layer in marks)
     assert path.name == {"sdxl": "sdxl"}.get(family, case.component) + ".safetensors"
 
@@ -574,8 +503,56 @@ def test_a_block_of_zeros_has_the_exponent_0():
 
 
 @pytest.mark.slow
-def test_inputs_that_a_recipe_leaves_alone_are_marked(written):
+def test_inputs_that_a_recipe_leaves_alone_are_marked(written_once):
     """Without ``full_precision_matrix_mult`` ComfyUI would round them, with a scale that it computes itself."""
-    *_, state, _ = written("sd3", "mxfp8", PLAIN | {"activation": None})
-    marks = marks_of(state).values()
+    path = written_once("comfyui", "sd3", "mxfp8", **PLAIN | {"activation": None})[2]
+    marks = marks_of(stored_in(path)[0]).values()
     assert marks and all(mark == {"format": "mxfp8", "full_precision_matrix_mult": True} for mark in marks)
+
+
+# Files of scaled weights under diffusers' names and under the authors', as diffusers decodes them
+
+BFL = "diffusers_bfl"
+
+
+@pytest.mark.parametrize("fmt, options", [("fp8", PER_ROW_FP8), ("nvfp4", PLAIN)])
+def test_weights_are_what_diffusers_decodes(written_once, fmt, options):
+    from diffusers.quantizers.bfl import utils
+
+    case, _, file = written_once(BFL, "flux", fmt, **options)
+    stored = load_file(file)
+    for name, layer in case.read(file, BFL).layers.items():
+        scales = [stored[each] for end in ("", "_2") if (each := f"{name}.weight_scale{end}") in stored]
+        decode = utils.dequantize_nvfp4 if layer.format == "nvfp4" else utils.dequantize_fp8r
+        assert torch.equal(layer.weight.read(), decode(stored[f"{name}.weight"], *scales)), name
+        assert layer.format != "nvfp4" or layer.inputs.common == stored[f"{name}.input_scale"].item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, prefix", [("flux", ""), ("sd3", PREFIX), ("sd21", PREFIX)])
+def test_authors_names_are_read_as_diffusers_are(written_once, tmp_path, family, prefix):
+    case, _, file = written_once(BFL, family, "fp8", **PER_ROW_FP8)
+    tensors = load_file(file)
+    scales = {name.removesuffix("_scale"): each for name, each in tensors.items() if name.endswith("_scale")}
+    state = in_authors_rows(case.checkpoint, tensors)  # stacked as those who trained the model stack them
+    state |= {f"{name}_scale": each for name, each in in_authors_rows(case.checkpoint, scales).items()}
+    save(tmp_path / "authors.safetensors", state, prefix)
+    assert_same(*(all_of(case.read(path, BFL)) for path in (tmp_path / "authors.safetensors", file)))
+
+
+def test_scales_with_comfyui_marks_are_comfyui_files(written_once, tmp_path):
+    _, _, file = written_once(BFL, "flux", "fp8", **PER_ROW_FP8)
+    mark = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+    marked = changed(
+        file, tmp_path, lambda tensors: tensors.update({"transformer_blocks.0.attn.to_q.comfy_quant": mark})
+    )
+    assert [name for name, row in READERS.items() if row.recognizes(marked)] == ["comfyui"]
+
+
+def test_inputs_of_odd_sides_stay(tmp_path):
+    """diffusers multiplies codes where both sides are multiples of 16, and dequantized weights elsewhere."""
+    file = tmp_path / "a.safetensors"
+    save_file({"a.weight": torch.ones(24, 32).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(24)}, file)
+    own = scaled_layers(file, read_safetensors(whole_file(file)))["a"]
+    assert own.layer((24, 32), [Rows("a.weight", 0, 24, 24)]).inputs is None
+    assert own.layer((16, 32), [Rows("a.weight", 0, 16, 24)]).inputs is not None

@@ -30,24 +30,20 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def bnb():
-    pytest.importorskip("accelerate")
-    return pytest.importorskip("bitsandbytes")
-
-
-@pytest.fixture(scope="module")
-def on_cpu(bnb):
     """diffusers asks for a GPU before it quantizes with bitsandbytes, which computes without."""
-    from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer, BnB8BitDiffusersQuantizer
+    pytest.importorskip("accelerate")
+    package = pytest.importorskip("bitsandbytes")
+    from diffusers.quantizers.bitsandbytes import bnb_quantizer
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (BnB4BitDiffusersQuantizer, BnB8BitDiffusersQuantizer):
+        for kind in (bnb_quantizer.BnB4BitDiffusersQuantizer, bnb_quantizer.BnB8BitDiffusersQuantizer):
             patch.setattr(kind, "validate_environment", lambda *_, **__: None)
             patch.setattr(kind, "update_device_map", lambda *_: {"": "cpu"})
-        yield
+        yield package
 
 
 @pytest.fixture(scope="module", params=CASES)
-def saved(request, tiny, tmp_path_factory, bnb, on_cpu):
+def saved(request, tiny, tmp_path_factory, bnb):
     """A checkpoint, the candidate in the folder of its quantized denoiser, and diffusers' own network of it."""
     family, options, dtype = CASES[request.param]
     case = tiny(family)
@@ -62,32 +58,24 @@ def saved(request, tiny, tmp_path_factory, bnb, on_cpu):
 
 
 @consumer
-def test_weights_are_those_of_bitsandbytes_bit_for_bit(saved, bnb):
-    _, candidate, theirs, _ = saved
-    kinds = bnb.nn.Linear4bit, bnb.nn.Linear8bitLt
-    linears = {name: module for name, module in theirs.named_modules() if isinstance(module, kinds)}
-    expected = {
-        name: bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-        if isinstance(module, bnb.nn.Linear4bit)
-        else bnb.functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB)
-        for name, module in linears.items()
-    }
-    assert len(linears) > 20
-    assert_equal(weights_of(candidate), expected)
-    for name, module in linears.items():
-        most = 9 if isinstance(module, bnb.nn.Linear8bitLt) else 7  # a tiny layer has its tables too
-        assert 4 <= candidate.layers[name].bits < most
+def test_weights_are_those_of_bitsandbytes_and_layers_and_the_network_compute_the_same(saved, bnb):
+    """Weights bit for bit. A layer of four bits rounds to its input's dtype, ``dequantize_4bit`` to the weight's.
 
-
-@consumer
-def test_layers_and_the_network_compute_what_bitsandbytes_computes(saved):
-    """A layer of four bits rounds to its input's dtype, fp32 here, where ``dequantize_4bit`` rounds to the weight's.
-
-    On a CPU LLM.int8's products are 1.8e-5 too large: bitsandbytes writes 6.200124e-05 for 1 / 127^2. Without
-    that, where all is int8, layers agree further. In a network any difference moves some inputs over a rounding, and
-    those move others behind them.
+    On a CPU LLM.int8's products are 1.8e-5 too large: bitsandbytes writes 6.200124e-05 for 1 / 127^2. Without that,
+    where all is int8, layers agree further. In a network any difference moves some inputs over a rounding, and those
+    move others behind them.
     """
     case, candidate, theirs, _ = saved
+    expected = {}
+    for name, module in theirs.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            expected[name] = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            assert 4 <= candidate.layers[name].bits < 7  # a tiny layer has its tables too
+        elif isinstance(module, bnb.nn.Linear8bitLt):
+            expected[name] = bnb.functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB)
+            assert 8 <= candidate.layers[name].bits < 9
+    assert len(expected) > 20
+    assert_equal(weights_of(candidate), expected)
     ours = case.network(candidate)
     some = next(iter(candidate.layers.values()))
     dtype = some.weight.dtype

@@ -1,8 +1,11 @@
 """Folders that ModelOpt saves with diffusers are read back as its quantizers compute, and nothing in them is run."""
 
 import copy
+import os
 import pickle
 import zipfile
+from functools import partial
+from pathlib import Path
 
 import modelopt.torch.opt as mto
 import modelopt.torch.quantization as mtq
@@ -12,7 +15,7 @@ import torch
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.interchange.diffusers_modelopt import Quantizer, quantizer_of, read
-from sd_quant.interchange.modelopt_state import plain_content, read_state
+from sd_quant.interchange.modelopt_state import State, plain_content, read_state
 
 from ..tiny import Tiny, changed
 from .conftest import assert_equal, weights_of
@@ -29,7 +32,6 @@ INT8_TENSOR = {"quant_cfg": [
 
 
 def mixed(*configs: dict) -> dict:
-    """A configuration for each of Flux's blocks."""
     blocks = [f"{kind}_blocks.{index}." for kind in ("transformer", "single_transformer") for index in range(2)]
     entries = [{"quantizer_name": "*", "enable": False}]
     for block, config in zip(blocks, configs, strict=False):
@@ -52,7 +54,6 @@ CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def checkpointing():
-    """As a person switches it on, for good."""
     mto.enable_huggingface_checkpointing()
 
 
@@ -80,20 +81,16 @@ def saved(request, tiny, tmp_path_factory):
 @torch.no_grad()
 def test_weights_and_outputs_are_those_of_modelopt(saved):
     case, candidate, theirs, _ = saved
-    enabled = {
-        name.removesuffix(".weight_quantizer")
-        for name, module in theirs.named_modules()
-        if name.endswith(".weight_quantizer") and module.is_enabled
-    }
-    assert enabled == candidate.layers.keys()
-    inputs = {
-        name.removesuffix(".input_quantizer")
-        for name, module in theirs.named_modules()
-        if name.endswith(".input_quantizer") and (module.is_enabled or module.pre_quant_scale is not None)
-    }
-    assert inputs == {*candidate.rounded, *(name for name, layer in candidate.layers.items() if layer.inputs)}
-    assert len(enabled) > 15
-    quantized = {name: theirs.get_submodule(name) for name in enabled}
+    quantizers = dict(theirs.named_modules())
+    layers, readers = (
+        {name.removesuffix(f".{kind}_quantizer"): each for name, each in quantizers.items()
+         if name.endswith(f".{kind}_quantizer") and (each.is_enabled or each.pre_quant_scale is not None)}
+        for kind in ("weight", "input")
+    )  # fmt: skip
+    assert layers.keys() == candidate.layers.keys() and len(layers) > 15
+    inputs = {name for name, layer in candidate.layers.items() if layer.inputs}
+    assert readers.keys() == {*candidate.rounded, *inputs}
+    quantized = {name: theirs.get_submodule(name) for name in layers}
     expected = {name: each.weight_quantizer(each._parameters["weight"]) for name, each in quantized.items()}
     assert_equal(weights_of(candidate), expected)
     in_fp32 = {each.dtype for each in expected.values()} == {torch.float32}
@@ -124,35 +121,36 @@ def test_weights_of_nvfp4_and_compressed_weights_are_those_that_modelopt_stores(
             assert torch.equal(layer.weight.read(), made.dequantize(**options, block_sizes={-1: 16})), name
     mtq.compress(network)
     network.save_pretrained(tmp_path / "compressed")
-    candidate, theirs = (
-        case.read(tmp_path / "compressed", READER),
-        {name: network.get_submodule(name) for name in layers},
-    )
+    candidate = case.read(tmp_path / "compressed", READER)
+    theirs = {name: network.get_submodule(name) for name in layers}
     assert len(layers) > 15 and all(layer.bits < 12 for layer in candidate.layers.values())
     assert_equal(weights_of(candidate), {name: each.weight_quantizer(each.weight) for name, each in theirs.items()})
     assert all(str(layer.inputs).startswith(layer.format) for layer in candidate.layers.values())
 
 
+def read_content(folder: Path, content: object) -> State:
+    with zipfile.ZipFile(folder / "a.pth", "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps(content, protocol=2))
+    return read_state(folder, whole_file(folder / "a.pth"))
+
+
+def state_with(quantizers: object) -> dict:
+    steps = [("quantize", {"metadata": {"quantizer_state": quantizers}})]
+    return {"modelopt_version": "0.47.0", "modelopt_state_dict": steps}
+
+
 class Evil:
     def __reduce__(self):
-        import os
-
         return os.mkdir, ("canary",)
-
-
-def pickled(content: object) -> bytes:
-    return pickle.dumps(content, protocol=2)
 
 
 def test_nothing_is_called(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     content = {"modelopt_version": "0.47.0", "modelopt_state_dict": [("quantize", {"metadata": Evil()})]}
-    with zipfile.ZipFile(tmp_path / "a.pth", "w") as file:
-        file.writestr("archive/data.pkl", pickled(content))
     with pytest.raises(ArtifactError, match="not what ModelOpt writes"):
-        read_state(tmp_path, whole_file(tmp_path / "a.pth"))
+        read_content(tmp_path, content)
     assert not (tmp_path / "canary").exists()
-    pickle.loads(pickled(Evil()))
+    pickle.loads(pickle.dumps(Evil(), protocol=2))
     assert (tmp_path / "canary").exists()
 
 
@@ -174,47 +172,26 @@ def test_pickles_that_are_none_raise_or_stay_inert(data):
 
 def test_what_a_pickle_refers_to_often_costs_no_time(tmp_path):
     """A thousand steps of a thousand quantizers, and lists in lists that stand for more numbers than memory holds."""
-    properties = dict.fromkeys(map(str, range(10**4)))
+    many = dict.fromkeys(map(str, range(10**4)), dict.fromkeys(map(str, range(10**4))))
     deep: list = [4]
     for _ in range(60):
         deep = [deep, deep]
-    many = [("quantize", {"metadata": {"quantizer_state": dict.fromkeys(map(str, range(10**4)), properties)}})]
-    for steps in (many, many * 10**5, [("quantize", {"metadata": {"quantizer_state": {"a": {"_num_bits": deep}}}})]):
-        with zipfile.ZipFile(tmp_path / "a.pth", "w") as file:
-            file.writestr("archive/data.pkl", pickled({"modelopt_version": "0", "modelopt_state_dict": steps}))
+    often = state_with(many) | {"modelopt_state_dict": state_with(many)["modelopt_state_dict"] * 10**5}
+    for content in (state_with(many), often, state_with({"a": {"_num_bits": deep}})):
         with pytest.raises(ArtifactError):
-            state = read_state(tmp_path, whole_file(tmp_path / "a.pth"))
-            for name, each in state.quantizers.items():
+            for name, each in read_content(tmp_path, content).quantizers.items():
                 quantizer_of(tmp_path, name, each)
 
 
-@pytest.mark.parametrize("key", [True, None, 3])
-def test_a_property_without_a_name_is_refused(tmp_path, key):
-    steps = [("quantize", {"metadata": {"quantizer_state": {"a.weight_quantizer": {key: 8}}}})]
-    with zipfile.ZipFile(tmp_path / "a.pth", "w") as file:
-        file.writestr("archive/data.pkl", pickled({"modelopt_version": "0", "modelopt_state_dict": steps}))
-    with pytest.raises(ArtifactError, match="a property without a name"):
-        read_state(tmp_path, whole_file(tmp_path / "a.pth"))
-
-
-def test_an_entry_whose_two_sizes_differ_is_refused_before_it_is_read(tmp_path):
-    path = tmp_path / "a.pth"
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("archive/data.pkl", pickled({}))
-    data = path.read_bytes()
+def test_a_property_without_a_name_and_an_entry_whose_two_sizes_differ_are_refused(tmp_path):
+    for key in (True, None, 3):
+        with pytest.raises(ArtifactError, match="a property without a name"):
+            read_content(tmp_path, state_with({"a.weight_quantizer": {key: 8}}))
+    data = (path := tmp_path / "a.pth").read_bytes()
     at = data.index(b"PK\x01\x02") + 20  # the compressed size in the directory
     path.write_bytes(data[:at] + (2**31 - 1).to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(ArtifactError, match="a pickle that is compressed or too large"):
         read_state(tmp_path, whole_file(path))
-
-
-def with_state(saved, folder, change):
-    """A folder like the saved one, whose state and tensors ``change`` has changed."""
-    state = torch.load(saved[3] / "modelopt_state.pth", weights_only=False)
-    quantizers = state["modelopt_state_dict"][-1][1]["metadata"]["quantizer_state"]
-    changed(saved[3], folder, lambda tensors: change(quantizers, tensors))
-    torch.save(state, folder / "modelopt_state.pth")
-    return folder
 
 
 SOUND = {"_num_bits": 8, "_axis": 0, "_fake_quant": True, "_disabled": False}
@@ -236,16 +213,19 @@ def test_what_is_not_understood_is_refused(tmp_path, change, message):
 @slow
 @pytest.mark.parametrize("saved", ["int8"], indirect=True)
 def test_what_does_not_fit_is_refused_by_name(saved, tmp_path):
-    case, candidate, _, _ = saved
+    case, candidate, _, folder = saved
     name = min(candidate.layers)
-    buffer = f"{name}.weight_quantizer._amax"
     for change, message in [
-        (lambda _, tensors: tensors.pop(buffer), name),
+        (lambda _, tensors: tensors.pop(f"{name}.weight_quantizer._amax"), name),
         (lambda state, _: state[f"{name}.weight_quantizer"].update(_axis=None), "_amax"),
         (lambda state, _: state[f"{name}.weight_quantizer"].update(_rotate=True), "_rotate"),
         (lambda state, _: state[f"{name}.output_quantizer"].update(_disabled=False), f"{name}.output_quantizer"),
         (lambda _, tensors: tensors[f"{name}.input_quantizer._amax"].fill_(-1), "below 0"),
         (lambda _, tensors: tensors.update({f"{name}.weight_quantizer._scale": torch.ones(1)}), "does not say"),
     ]:
+        state = torch.load(folder / "modelopt_state.pth", weights_only=False)
+        quantizers = state["modelopt_state_dict"][-1][1]["metadata"]["quantizer_state"]
+        changed(folder, tmp_path, partial(change, quantizers))
+        torch.save(state, tmp_path / "modelopt_state.pth")
         with pytest.raises(ArtifactError, match=message):
-            read(with_state(saved, tmp_path, change), case.checkpoint)
+            read(tmp_path, case.checkpoint)

@@ -38,10 +38,8 @@ def packed(weight: Tensor, kind: str, order: list[int]) -> tuple[dict[str, Tenso
         exponents = (blocks.abs().amax(-1, keepdim=True) / 4).log2().floor()
         codes = e2m1.encode((blocks / exponents.exp2()).clamp(-6, 6))
         pairs = codes.flatten(1).unflatten(1, (-1, 2))
-        stored = {
-            "weight": pairs[..., 0] | pairs[..., 1] << 4,
-            "weight_quantizer.scale": (exponents[..., 0] + 127).byte(),
-        }
+        scales = (exponents[..., 0] + 127).byte()
+        stored = {"weight": pairs[..., 0] | pairs[..., 1] << 4, "weight_quantizer.scale": scales}
         return stored, (e2m1.decode(codes) * exponents.exp2()).flatten(1)
     groups = weight.unflatten(1, (-1, 16))
     scale = groups.abs().amax(-1) / 7  # [N, K / 16]
@@ -67,11 +65,8 @@ def exported(tiny, tmp_path):
             if inputs:
                 stored["input_quantizer.scale"] = torch.tensor(0.03)
             if branch:
-                up, down, factor = (
-                    torch.randn(weight.shape[0], 2),
-                    torch.randn(2, weight.shape[1]),
-                    torch.rand(weight.shape[1]) + 1,
-                )
+                up, down = torch.randn(weight.shape[0], 2), torch.randn(2, weight.shape[1])
+                factor = torch.rand(weight.shape[1]) + 1
                 beside = {"correction.l2.weight": up, "correction.l1.weight": down, "smooth_factor": factor}
                 expected[layer] = (expected[layer] + up @ down) / factor
                 stored["bias"] = tensors.pop(f"{layer}.bias")
@@ -81,9 +76,8 @@ def exported(tiny, tmp_path):
         static = inputs and {"dtype": inputs, "is_dynamic": False, "qscheme": "per_tensor"}
         spec = {"weight": {"dtype": DTYPES[kind]}, "input_tensors": static, "output_tensors": None, "bias": None}
         config = {"quant_method": "quark", "global_quant_config": spec, "export": {"pack_method": pack_method}}
-        (folder / CONFIG).write_text(
-            json.dumps(json.loads((folder / CONFIG).read_text()) | {"quantization_config": config})
-        )
+        whole = json.loads((folder / CONFIG).read_text()) | {"quantization_config": config}
+        (folder / CONFIG).write_text(json.dumps(whole))
         return case, folder, expected
 
     return export
@@ -116,11 +110,8 @@ def test_a_layer_in_high_precision_may_be_decomposed_too(exported):
     case, folder, expected = exported("int4", "reorder", None, True)
     tensors, layer = load_file(folder / WEIGHTS), next(iter(expected)).replace("to_q", "to_k")
     weight, up, down = tensors.pop(f"{layer}.weight"), torch.randn(128, 2), torch.randn(2, 128)
-    tensors |= {
-        f"{layer}.layer.weight": weight,
-        f"{layer}.correction.l2.weight": up,
-        f"{layer}.correction.l1.weight": down,
-    }
+    tensors |= {f"{layer}.{end}.weight": each for end, each in
+                (("layer", weight), ("correction.l2", up), ("correction.l1", down))}  # fmt: skip
     save_file(tensors, folder / WEIGHTS)
     read = case.read(folder, READER)
     assert read.layers.keys() == expected.keys()
@@ -138,52 +129,49 @@ def test_the_config_of_a_layers_own_name_comes_before_those_of_patterns(exported
     assert {layer.format for layer in case.read(folder, READER).layers.values()} == {"int8"}
 
 
-def change_config(**entries):
-    return lambda tensors, layer, config: config["global_quant_config"].update(entries)
-
-
-def crowd(tensors, layer, config):
-    config["layer_quant_config"] = {f"*{number}": {} for number in range(1001)}
-
-
-def change(end: str, make):
-    return lambda tensors, layer, config: tensors.update({f"{layer}.{end}": make(tensors.get(f"{layer}.{end}"))})
-
-
 STATIC = {"dtype": "int8", "is_dynamic": False, "qscheme": "per_tensor"}
 SCALE, ZERO = "weight_quantizer.scale", "weight_quantizer.zero_point"
+CONFIGS = [
+    ({"output_tensors": {}}, "output_tensors, which is not read here"),
+    ({"weight": {"dtype": ["int8"]}}, "weights in a list, which is not read here"),
+    ({"input_tensors": STATIC | {"is_dynamic": True}}, "inputs that are dynamic"),
+    ({"input_tensors": STATIC | {"dtype": "fp4"}}, "inputs in fp4"),
+    ({"kv_cache_quant_config": {"*": {}}}, "kv_cache_quant_config"),
+    ({"layer_quant_config": {f"*{number}": {} for number in range(1001)}}, "has 1001 patterns, expected at most 1000"),
+    ({"input_tensors": STATIC}, "has no 'input_quantizer.scale' beside its others"),
+]
+TENSORS = [  # a kind, the end of a name, what is there in place of the tensor
+    ("int8", "input_quantizer.scale", lambda _: torch.ones(()), "that its config leaves alone"),
+    ("int8", SCALE, lambda _: torch.ones(3), r"is \[3\] in float32, expected \[\] or"),
+    ("int8", SCALE, lambda scale: scale * torch.nan, "holds NaN or infinite numbers"),
+    ("int8", ZERO, lambda zero: zero + 1, "has zero points, expected zeros"),
+    ("int8", "_weight_quantizer.scale", lambda _: torch.ones(()), "twice, expected packed"),
+    ("int4", SCALE, lambda scale: scale[:5].clone(), "expected"),
+    ("mxfp4", SCALE, lambda scale: scale.float(), "in float32, expected"),
+    ("int4", "correction.l1.weight", lambda _: torch.ones(2, 3), "has no 'correction.l2.weight'"),
+]
 
 
 @pytest.mark.commit
 @pytest.mark.parametrize(
-    ("kind", "damage", "sentence"),
+    ("kind", "entries", "end", "make", "sentence"),
     [
-        ("int8", change_config(output_tensors={}), "output_tensors, which is not read here"),
-        ("int8", change_config(weight={"dtype": ["int8"]}), "weights in a list, which is not read here"),
-        ("int8", change_config(input_tensors=STATIC | {"is_dynamic": True}), "inputs that are dynamic"),
-        ("int8", change_config(input_tensors=STATIC | {"dtype": "fp4"}), "inputs in fp4"),
-        ("int8", lambda _, layer, config: config.update(kv_cache_quant_config={"*": {}}), "kv_cache_quant_config"),
-        ("int8", crowd, "has 1001 patterns, expected at most 1000"),
-        ("int8", change_config(input_tensors=STATIC), "has no 'input_quantizer.scale' beside its others"),
-        ("int8", change("input_quantizer.scale", lambda _: torch.ones(())), "that its config leaves alone"),
-        ("int8", change(SCALE, lambda _: torch.ones(3)), r"is \[3\] in float32, expected \[\] or"),
-        ("int8", change(SCALE, lambda scale: scale * torch.nan), "holds NaN or infinite numbers"),
-        ("int8", change(ZERO, lambda zero: zero + 1), "has zero points, expected zeros"),
-        ("int8", change("_weight_quantizer.scale", lambda _: torch.ones(())), "twice, expected packed"),
-        ("int4", change(SCALE, lambda scale: scale[:5].clone()), "expected"),
-        ("mxfp4", change(SCALE, lambda scale: scale.float()), "in float32, expected"),
-        ("int4", change("correction.l1.weight", lambda _: torch.ones(2, 3)), "has no 'correction.l2.weight'"),
+        *(("int8", entries, "", None, sentence) for entries, sentence in CONFIGS),
+        *((kind, {}, end, make, sentence) for kind, end, make, sentence in TENSORS),
     ],
-)  # fmt: skip
-def test_what_is_not_quarks_or_not_read_is_refused_in_a_sentence(exported, kind, damage, sentence):
+)
+def test_what_is_not_quarks_or_not_read_is_refused_in_a_sentence(exported, kind, entries, end, make, sentence):
     case, folder, expected = exported(kind)
-    tensors, config = load_file(folder / WEIGHTS), json.loads((folder / CONFIG).read_text())
-    damage(tensors, next(iter(expected)), config["quantization_config"])
-    save_file(tensors, folder / WEIGHTS)
+    name = f"{next(iter(expected))}.{end}"
+    if make:
+        tensors = load_file(folder / WEIGHTS)
+        save_file(tensors | {name: make(tensors.get(name))}, folder / WEIGHTS)
+    config = json.loads((folder / CONFIG).read_text())
+    usual = config["quantization_config"]["global_quant_config"]
+    config["quantization_config"] |= entries | {"global_quant_config": usual | entries}
     (folder / CONFIG).write_text(json.dumps(config))
     with pytest.raises(ArtifactError, match=sentence):
-        read = case.read(folder, READER)
-        [layer.weight.read() for layer in read.layers.values()]
+        [layer.weight.read() for layer in case.read(folder, READER).layers.values()]
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +204,11 @@ def test_quark_computes_the_same(tiny, quark, tmp_path, family, name, options, r
     spec = getattr(quarks, "Int4PerGroupSpec" if name == "svdquant" else name)
     spec = spec(is_dynamic=False, **usual, **options).to_quantization_spec()
     layer = quarks.QLayerConfig(weight=spec, input_tensors=spec if "PerTensor" in name else None)
-    algorithm = (
-        [quarks.SVDQuantConfig(svd_rank=4, search_alpha=False, min_layer_size=16)] if name == "svdquant" else None
-    )
+    svdquant = quarks.SVDQuantConfig(svd_rank=4, search_alpha=False, min_layer_size=16)
+    config = quarks.QConfig(
+        global_quant_config=layer, algo_config=[svdquant] if name == "svdquant" else None,
+        exclude=["*embed*", "*norm*", "conv_*", "proj_out"],
+    )  # fmt: skip
     read = {}
     for weight_format in ("fake_quantized", "real_quantized"):
         network = case.kind.from_pretrained(case.folder).eval()
@@ -229,9 +219,6 @@ def test_quark_computes_the_same(tiny, quark, tmp_path, family, name, options, r
         )
         case.output(network)
         hook.remove()
-        config = quarks.QConfig(
-            global_quant_config=layer, algo_config=algorithm, exclude=["*embed*", "*norm*", "conv_*", "proj_out"]
-        )
         network = quark.ModelQuantizer(config).quantize_model(network, [given])
         network = quark.ModelQuantizer.freeze(network)
         shutil.copytree(case.checkpoint.path, folder := tmp_path / weight_format)
@@ -243,10 +230,8 @@ def test_quark_computes_the_same(tiny, quark, tmp_path, family, name, options, r
     tolerance = 0.0 if reloads else 4e-3  # its branch and what is beside it are in bf16
     for layer_name, stored in real.items():
         expected = fake[layer_name].weight.read()
-        torch.testing.assert_close(
-            stored.weight.read(), expected, rtol=tolerance, atol=tolerance * expected.abs().max()
-        )
+        largest = expected.abs().max()
+        torch.testing.assert_close(stored.weight.read(), expected, rtol=tolerance, atol=tolerance * largest)
     if reloads:
-        assert torch.equal(
-            case.output(case.network(read["real_quantized"])), case.output(read["real_quantized"].runtime())
-        )
+        packed_network = case.network(read["real_quantized"])
+        assert torch.equal(case.output(packed_network), case.output(read["real_quantized"].runtime()))

@@ -1,6 +1,7 @@
 """Tensors that torchao itself has quantized and saved: weights are its own bit for bit, and layers compute the same."""
 
 import json
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 
@@ -17,99 +18,9 @@ from .conftest import PER_ROW_FP8
 pytestmark = pytest.mark.consumer
 ao = pytest.importorskip("torchao.quantization")
 READER = "diffusers_torchao"
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-CONFIG = {
-    "quant_method": "torchao",
-    "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
-}
 
 
-def configs() -> dict:
-    """What torchao quantizes by its configs on a processor."""
-    from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
-
-    blocks, asymmetric = ao.PerGroup(32), ao.MappingType.ASYMMETRIC
-    return {
-        "int8": ao.Int8WeightOnlyConfig(),
-        "int8, blocks": ao.Int8WeightOnlyConfig(granularity=blocks),
-        "int8, inputs": ao.Int8DynamicActivationInt8WeightConfig(),
-        "int8, inputs with zero points": ao.Int8DynamicActivationInt8WeightConfig(act_mapping_type=asymmetric),
-        "float8": ao.Float8WeightOnlyConfig(),
-        "float8, all": ao.Float8WeightOnlyConfig(granularity=ao.PerTensor()),
-        "e5m2": ao.Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2),
-        "int4": ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=blocks),
-        "int3, zero points": ao.IntxWeightOnlyConfig(
-            weight_dtype=torch.int3, granularity=ao.PerAxis(0), mapping_type=asymmetric
-        ),
-        "int4, inputs": ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=blocks),
-        "nvfp4": NVFP4WeightOnlyConfig(),
-        "nvfp4, one scale": NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=False),
-    }
-
-
-def tensors() -> dict:
-    """What its configs make on GPUs only or with a calibration, by the tensors themselves."""
-    from torchao.float8.inference import Float8MMConfig
-    from torchao.prototype.mx_formats.nvfp4_tensor import (
-        NVFP4Tensor,
-        QuantizeTensorToNVFP4Kwargs,
-        per_tensor_amax_to_scale,
-    )
-    from torchao.quantization.quant_primitives import MappingType
-    from torchao.quantization.quantize_.workflows import (
-        Float8Tensor,
-        Int8Tensor,
-        QuantizeTensorToFloat8Kwargs,
-        QuantizeTensorToInt8Kwargs,
-    )
-
-    rows, whole = ao.PerRow(), ao.PerTensor()
-
-    def int8(weight_by, inputs_by, half: bool = False, mapping=MappingType.SYMMETRIC, **more):
-        kwargs = QuantizeTensorToInt8Kwargs(inputs_by, mapping_type=mapping, reduce_range=half)
-        return lambda weight: Int8Tensor.from_hp(
-            weight, weight_by, act_quant_kwargs=kwargs, reduce_range=half,
-            **{name: make(weight) for name, make in more.items()},
-        )  # fmt: skip
-
-    def float8(by):
-        kwargs = QuantizeTensorToFloat8Kwargs(torch.float8_e4m3fn, by, mm_config=Float8MMConfig())
-        return lambda weight: Float8Tensor.from_hp(
-            weight, granularity=by, act_quant_kwargs=kwargs, mm_config=Float8MMConfig()
-        )
-
-    def nvfp4(each_time: bool, weight_scale: bool, tiles: bool, static: float | None = None):
-        kwargs = QuantizeTensorToNVFP4Kwargs(use_dynamic_per_tensor_scale=each_time)
-        return lambda weight: NVFP4Tensor.to_nvfp4(
-            weight,
-            per_tensor_scale=per_tensor_amax_to_scale(weight.abs().max()) if weight_scale else None,
-            act_per_tensor_scale=None if static is None else torch.tensor(static),
-            act_quant_kwargs=kwargs,
-            is_swizzled_scales=tiles,
-        )
-
-    return {
-        "int8, a scale each time": int8(rows, whole),
-        "int8, half the range": int8(whole, rows, half=True),
-        "int8, static": int8(
-            rows, whole,
-            act_quant_scale=lambda weight: torch.full((1, 1, 1), 0.031),
-            act_pre_scale=lambda weight: torch.linspace(0.5, 1.5, weight.shape[1], dtype=weight.dtype),
-        ),
-        "int8, static and shifted": int8(
-            rows, whole, mapping=MappingType.ASYMMETRIC,
-            act_quant_scale=lambda weight: torch.full((1, 1, 1), 0.031),
-            act_quant_zero_point=lambda weight: torch.full((1, 1, 1), 3, dtype=torch.int8),
-        ),
-        "float8, rows": float8(rows),
-        "float8, each time": float8(whole),
-        "nvfp4, each time": nvfp4(True, True, True),
-        "nvfp4, static": nvfp4(False, True, False, static=0.002),
-        "nvfp4, blocks alone": nvfp4(False, False, True),
-    }  # fmt: skip
-
-
-def by_config(config):
+def by_config(config) -> Callable[[Tensor], Tensor]:
     def quantize(weight: Tensor) -> Tensor:
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
         layer.weight.data = weight
@@ -119,37 +30,98 @@ def by_config(config):
     return quantize
 
 
-@pytest.fixture(scope="module")
-def sdxl(tiny):
-    return tiny("sdxl")
+def quantizers() -> dict[str, Callable[[Tensor], Tensor]]:
+    """By torchao's configs what it quantizes on a processor, else by the tensors themselves: on GPUs, calibrated."""
+    from torchao.float8.inference import Float8MMConfig
+    from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig, nvfp4_tensor
+    from torchao.quantization.quantize_ import workflows
+
+    blocks, rows, whole = ao.PerGroup(32), ao.PerRow(), ao.PerTensor()
+    symmetric, asymmetric = ao.MappingType.SYMMETRIC, ao.MappingType.ASYMMETRIC
+    mm, scale = Float8MMConfig(), torch.full((1, 1, 1), 0.031)
+
+    def int8(weight_by, inputs_by, half: bool = False, mapping=symmetric, pre_scaled: bool = False, **more):
+        kwargs = workflows.QuantizeTensorToInt8Kwargs(inputs_by, mapping_type=mapping, reduce_range=half)
+
+        def quantize(weight: Tensor) -> Tensor:
+            factors = torch.linspace(0.5, 1.5, weight.shape[1], dtype=weight.dtype) if pre_scaled else None
+            return workflows.Int8Tensor.from_hp(
+                weight, weight_by, act_quant_kwargs=kwargs, reduce_range=half, act_pre_scale=factors, **more
+            )
+
+        return quantize
+
+    def float8(by):
+        kwargs = workflows.QuantizeTensorToFloat8Kwargs(torch.float8_e4m3fn, by, mm_config=mm)
+        return lambda weight: workflows.Float8Tensor.from_hp(
+            weight, granularity=by, act_quant_kwargs=kwargs, mm_config=mm
+        )
+
+    def nvfp4(each_time: bool, weight_scale: bool, tiles: bool, static: float | None = None):
+        kwargs = nvfp4_tensor.QuantizeTensorToNVFP4Kwargs(use_dynamic_per_tensor_scale=each_time)
+        return lambda weight: nvfp4_tensor.NVFP4Tensor.to_nvfp4(
+            weight,
+            per_tensor_scale=nvfp4_tensor.per_tensor_amax_to_scale(weight.abs().max()) if weight_scale else None,
+            act_per_tensor_scale=None if static is None else torch.tensor(static),
+            act_quant_kwargs=kwargs,
+            is_swizzled_scales=tiles,
+        )
+
+    configs = {
+        "int8": ao.Int8WeightOnlyConfig(),
+        "int8, blocks": ao.Int8WeightOnlyConfig(granularity=blocks),
+        "int8, inputs": ao.Int8DynamicActivationInt8WeightConfig(),
+        "int8, inputs with zero points": ao.Int8DynamicActivationInt8WeightConfig(act_mapping_type=asymmetric),
+        "float8": ao.Float8WeightOnlyConfig(),
+        "float8, all": ao.Float8WeightOnlyConfig(granularity=whole),
+        "e5m2": ao.Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2),
+        "int4": ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=blocks),
+        "int3, zero points": ao.IntxWeightOnlyConfig(
+            weight_dtype=torch.int3, granularity=ao.PerAxis(0), mapping_type=asymmetric
+        ),
+        "int4, inputs": ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=blocks),
+        "nvfp4": NVFP4WeightOnlyConfig(),
+        "nvfp4, one scale": NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=False),
+    }
+    return {name: by_config(config) for name, config in configs.items()} | {
+        "int8, a scale each time": int8(rows, whole),
+        "int8, half the range": int8(whole, rows, half=True),
+        "int8, static": int8(rows, whole, pre_scaled=True, act_quant_scale=scale),
+        "int8, static and shifted": int8(
+            rows, whole, mapping=asymmetric, act_quant_scale=scale,
+            act_quant_zero_point=torch.full((1, 1, 1), 3, dtype=torch.int8),
+        ),
+        "float8, rows": float8(rows),
+        "float8, each time": float8(whole),
+        "nvfp4, each time": nvfp4(True, True, True),
+        "nvfp4, static": nvfp4(False, True, False, static=0.002),
+        "nvfp4, blocks alone": nvfp4(False, False, True),
+    }  # fmt: skip
 
 
 def save_flattened(network: nn.Module, folder: Path) -> dict[str, str]:
     """As save_pretrained writes it, with every kind of weight in turn; the kinds by layer."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-    quantizers = tensors() | {name: by_config(config) for name, config in configs().items()}
     layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
-    kinds = dict(zip((f"{name}.weight" for name in layers), cycle(quantizers), strict=False))
-    state = {
-        name: quantizers[kinds[name]](each.data) if name in kinds else each.data
-        for name, each in network.state_dict().items()
-    }
+    kinds, state = dict(zip(layers, cycle(makers := quantizers()), strict=False)), network.state_dict()
+    state |= {f"{name}.weight": makers[kind](state[f"{name}.weight"]) for name, kind in kinds.items()}
     pieces, metadata = flatten_tensor_state_dict(state)
     pieces = {name: piece.contiguous() for name, piece in pieces.items()}
-    save_file(pieces, folder / WEIGHTS, {"format": "pt"} | metadata)
+    save_file(pieces, folder / "diffusion_pytorch_model.safetensors", {"format": "pt"} | metadata)
     network.save_config(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIG}))
-    assert set(kinds.values()) == quantizers.keys()
-    return {name.removesuffix(".weight"): kind for name, kind in kinds.items()}
+    default = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}
+    config["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": default}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert set(kinds.values()) == makers.keys()
+    return kinds
 
 
 def torchao_weights(folder: Path) -> dict[str, Tensor]:
-    """torchao's own tensors, made of the file by its own code."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
+    with safe_open(folder / "diffusion_pytorch_model.safetensors", framework="pt") as file:
         pieces = {name: file.get_tensor(name) for name in file.keys()}
         state, left = unflatten_tensor_state_dict(pieces, file.metadata())
     assert not left
@@ -157,10 +129,11 @@ def torchao_weights(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_weights_and_layers(dtype, sdxl, tmp_path):
+def test_weights_and_layers(dtype, tiny, tmp_path):
     """torchao multiplies inputs in NVFP4 on Blackwell alone; it makes and decodes codes everywhere."""
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
+    sdxl = tiny("sdxl")
     kinds = save_flattened(sdxl.kind.from_pretrained(sdxl.folder, torch_dtype=dtype), tmp_path)
     candidate, theirs = sdxl.read(tmp_path, READER), torchao_weights(tmp_path)
     assert candidate.layers.keys() == theirs.keys() == kinds.keys() and candidate.runtime is None

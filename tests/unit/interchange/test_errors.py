@@ -14,6 +14,8 @@ from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
 from sd_quant.models.parts import SharedInput
 from sd_quant.numbers import relative_error
 
+from .conftest import assert_equal
+
 pytestmark = pytest.mark.commit
 
 BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
@@ -24,7 +26,6 @@ def weights_of(checkpoint) -> dict[str, Tensor]:
 
 
 def factors(count: int, most: float, random: torch.Generator) -> Tensor:
-    """From 1 / ``most`` to ``most``."""
     return most ** (2 * torch.rand(count, generator=random) - 1)
 
 
@@ -44,8 +45,10 @@ def candidate_of(checkpoint, weights: Mapping[str, Tensor], quantized: Collectio
     return QuantizedDenoiser(checkpoint.path, "gguf", "a test", layers, others)
 
 
-def multiplied(layers: Mapping[str, QuantizedLayer]) -> set[str]:
-    return {name for name, layer in layers.items() if isinstance(layer.inputs, Multiplied)}
+def multiplied(candidate: QuantizedDenoiser, checkpoint) -> set[str]:
+    """The ends of names of layers whose inputs are multiplied once nothing is folded."""
+    layers = unfolded(candidate, checkpoint)
+    return {name.removeprefix(f"{BLOCK}.") for name, each in layers.items() if isinstance(each.inputs, Multiplied)}
 
 
 def block_candidate(checkpoint, folded: Mapping[str, tuple[str, ...]]) -> QuantizedDenoiser:
@@ -72,14 +75,14 @@ def test_the_errors_of_folded_layers_are_those_of_the_same_layers_unfolded(tiny)
         "ff.net.0.proj": ("norm3.weight", "norm3.bias"),
     }
     for which in ({}, folded):
-        layers = unfolded(block_candidate(case.checkpoint, which), case.checkpoint)
-        assert multiplied(layers) == {f"{BLOCK}.{name}" for name in which}
+        candidate = block_candidate(case.checkpoint, which)
+        assert multiplied(candidate, case.checkpoint) == which.keys()
+        layers = unfolded(candidate, case.checkpoint)
         found.append(layer_errors(network, layers, lambda: case.output(network)))
     for name, plain in found[0].items():
         assert found[1][name].weight == pytest.approx(plain.weight, rel=0.05), name
         assert found[1][name].output == pytest.approx(plain.output, rel=0.3), name  # inputs are rounded smoothed
-    layers = block_candidate(case.checkpoint, folded).layers
-    naive = layer_errors(network, layers, lambda: case.output(network))
+    naive = layer_errors(network, candidate.layers, lambda: case.output(network))
     assert naive[f"{BLOCK}.ff.net.0.proj"].output > 2.5 * found[1][f"{BLOCK}.ff.net.0.proj"].output
 
 
@@ -101,8 +104,7 @@ def test_a_slight_factor_counts_where_a_norm_has_a_large_one(tiny, first, reader
         name = f"{BLOCK}.{producer}.weight"
         weights[name] = with_first_rows(weights[name], torch.tensor([factor]))
     names = [f"{BLOCK}.{reader}" for reader in ("attn2.to_q", "ff.net.0.proj", "attn1.to_out.0")]
-    found = multiplied(unfolded(candidate_of(checkpoint, weights, names), checkpoint))
-    assert found == {f"{BLOCK}.{reader}" for reader in readers}
+    assert multiplied(candidate_of(checkpoint, weights, names), checkpoint) == readers
 
 
 def test_coarse_rounding_is_no_folding_and_a_linear_may_fold_without_a_norm(tiny):
@@ -116,11 +118,11 @@ def test_coarse_rounding_is_no_folding_and_a_linear_may_fold_without_a_norm(tiny
         weight = weights[f"{name}.weight"]
         largest = weight.flatten(1).abs().amax(1).view(-1, *(1,) * (weight.ndim - 1))
         weights[f"{name}.weight"] = (weight / largest * 1.5).round() / 1.5 * largest  # two bits: thirds of the largest
-    assert not multiplied(unfolded(candidate_of(checkpoint, weights, roles), checkpoint))
+    assert not multiplied(candidate_of(checkpoint, weights, roles), checkpoint)
     factor = factors(weights[f"{folded.readers[0]}.weight"].shape[1], 4, torch.Generator().manual_seed(0))
     producer = f"{folded.producer}.weight"
     weights[producer] = with_first_rows(weights[producer], factor)
-    assert multiplied(unfolded(candidate_of(checkpoint, weights, roles), checkpoint)) == set(folded.readers)
+    assert multiplied(candidate_of(checkpoint, weights, roles), checkpoint) == set(folded.readers)
 
 
 @torch.no_grad()
@@ -146,77 +148,70 @@ def test_a_modulations_factors_are_read_off_its_weights_and_biases(tiny):
     changed = {f"{reader}.weight": weights[f"{reader}.weight"] / factor for reader, factor in expected.items()}
     changed |= {f"{name}.bias": bias, f"{name}.weight": weights[f"{name}.weight"] * absorbed[:, None]}
     other = f"{block}.attn.add_q_proj"
-    found = unfolded(candidate_of(checkpoint, weights | changed, [name, *expected, other]), checkpoint)
+    candidate = candidate_of(checkpoint, weights | changed, [name, *expected, other])
+    assert multiplied(candidate, checkpoint) == expected.keys()
+    found = unfolded(candidate, checkpoint)
     for reader, factor in expected.items():
         torch.testing.assert_close(found[reader].inputs.factor, factor)
-    assert multiplied({other: found[other]}) == set()
     torch.testing.assert_close(found[name].weight.read(), weights[f"{name}.weight"])
 
 
-@pytest.fixture
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.Flatten(2), nn.Linear(16, 12), nn.Linear(12, 5))
+# A network of a convolution and two linears
+
+torch.manual_seed(0)
+NETWORK = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.Flatten(2), nn.Linear(16, 12), nn.Linear(12, 5))
+NETWORK.requires_grad_(False)
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+ROUNDED = RowInteger(-8, 7)
 
 
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-
-
-def rounded(network: nn.Module, name: str, inputs=None) -> QuantizedLayer:
-    weight = network.get_submodule(name).weight.detach()
+def rounded(name: str, inputs=None) -> QuantizedLayer:
+    weight = NETWORK.get_submodule(name).weight
     return QuantizedLayer("int4", "1 for all", weight.numel() // 2, lazy((weight * 8).round() / 8), inputs)
 
 
-@torch.no_grad()
-def test_a_layer_is_judged_on_the_inputs_that_it_has_in_full_precision(network, x):
-    inputs = RowInteger(-8, 7)
-    layers = {"0": rounded(network, "0", Affine(scale=0.1)), "2": rounded(network, "2", inputs)}
-    errors = layer_errors(network, layers, lambda: [network(x), network(2 * x)])
-    flat = [network[1](network[0](each)) for each in (x, 2 * x)]
-    expected = torch.cat([each @ network[2].weight.T for each in flat])
-    theirs = torch.cat([inputs(each) @ layers["2"].weight.read().T for each in flat])
-    assert errors["2"].output == pytest.approx(relative_error(expected, theirs), rel=1e-5)
-    assert errors["2"].weight == pytest.approx(relative_error(network[2].weight, layers["2"].weight.read()), rel=1e-6)
-    images = [torch.nn.functional.conv2d(each, network[0].weight, None, 2, 1) for each in (x, 2 * x)]
-    theirs = [torch.nn.functional.conv2d(Affine(scale=0.1)(each), layers["0"].weight.read(), None, 2, 1)
-              for each in (x, 2 * x)]  # fmt: skip
-    assert errors["0"].output == pytest.approx(relative_error(torch.cat(images), torch.cat(theirs)), rel=1e-5)
+def test_a_layer_is_judged_on_the_inputs_that_it_has_in_full_precision():
+    layers = {"0": rounded("0", Affine(scale=0.1)), "2": rounded("2", ROUNDED)}
+    errors = layer_errors(NETWORK, layers, lambda: [NETWORK(X), NETWORK(2 * X)])
+    first, linear = NETWORK[0].weight, NETWORK[2].weight
+    both = torch.cat([X, 2 * X])
+    flat = NETWORK[:2](both)
+    theirs = ROUNDED(flat) @ layers["2"].weight.read().T
+    assert errors["2"].output == pytest.approx(relative_error(flat @ linear.T, theirs), rel=1e-5)
+    assert errors["2"].weight == pytest.approx(relative_error(linear, layers["2"].weight.read()), rel=1e-6)
+    theirs = nn.functional.conv2d(Affine(scale=0.1)(both), layers["0"].weight.read(), None, 2, 1)
+    expected = relative_error(nn.functional.conv2d(both, first, None, 2, 1), theirs)
+    assert errors["0"].output == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("smooths", [False, True])
-@torch.no_grad()
-def test_a_branch_is_multiplied_with_inputs_as_they_come_or_smoothed(network, x, smooths):
-    """And what is left of the weight with their codes."""
-    inputs, residual = RowInteger(-8, 7), rounded(network, "3").weight.read()
-    up, down = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) for shape in ((5, 2), (2, 12)))
-    factor = torch.rand(12, generator=torch.Generator().manual_seed(3)) + 0.5 if smooths else torch.ones(12)
-    own = Multiplied(factor, False, inputs) if smooths else inputs
+def test_a_branch_is_multiplied_with_inputs_as_they_come_or_smoothed(smooths):
+    random, residual = torch.Generator().manual_seed(2), rounded("3").weight.read()
+    up, down = torch.randn(5, 2, generator=random), torch.randn(2, 12, generator=random)
+    factor = torch.rand(12, generator=random) + 0.5 if smooths else torch.ones(12)
+    own = Multiplied(factor, False, ROUNDED) if smooths else ROUNDED
     layer = QuantizedLayer("int4", "1 for all", 30, lazy(residual + up @ down), own, (lazy(up), lazy(down)))
-    read = network[:3](x) * factor
-    expected = inputs(read) @ residual.T + read @ (up @ down).T
-    error = relative_error(network[:3](x) @ network[3].weight.T, expected)
-    assert layer_errors(network, {"3": layer}, lambda: network(x))["3"].output == pytest.approx(error, rel=1e-5)
-    with put_in(network, "3", layer):
-        torch.testing.assert_close(network(x), expected + network[3].bias)
+    read = NETWORK[:3](X) * factor
+    expected = ROUNDED(read) @ residual.T + read @ (up @ down).T
+    error = relative_error(NETWORK[:3](X) @ NETWORK[3].weight.T, expected)
+    assert layer_errors(NETWORK, {"3": layer}, lambda: NETWORK(X))["3"].output == pytest.approx(error, rel=1e-5)
+    with put_in(NETWORK, "3", layer):
+        torch.testing.assert_close(NETWORK(X), expected + NETWORK[3].bias)
 
 
 @pytest.mark.parametrize("zero_point", [-110, 0, 3])
-def test_static_codes_are_torchs(x, zero_point):
-    expected = torch.fake_quantize_per_tensor_affine(x, 0.02, zero_point, -128, 127)
-    torch.testing.assert_close(Affine(scale=0.02, zero_point=zero_point)(x), expected)
+def test_static_codes_are_torchs(zero_point):
+    expected = torch.fake_quantize_per_tensor_affine(X, 0.02, zero_point, -128, 127)
+    torch.testing.assert_close(Affine(scale=0.02, zero_point=zero_point)(X), expected)
 
 
-@torch.no_grad()
-def test_each_layer_stands_alone_in_the_network_which_is_then_as_it_was(network, x):
-    layers = {name: rounded(network, name, RowInteger(-8, 7) if name == "3" else None) for name in ("0", "2", "3")}
-    before = {name: each.clone() for name, each in network.state_dict().items()}
-    full = network(x)
-    errors = alone(network, layers, list(layers), lambda: network(x))
+def test_each_layer_stands_alone_in_the_network_which_is_then_as_it_was():
+    layers = {name: rounded(name, ROUNDED if name == "3" else None) for name in ("0", "2", "3")}
+    before, full = {name: each.clone() for name, each in NETWORK.state_dict().items()}, NETWORK(X)
+    errors = alone(NETWORK, layers, list(layers), lambda: NETWORK(X))
     assert list(errors.values()) == sorted(errors.values(), reverse=True) and min(errors.values()) > 1e-3
     for name, error in errors.items():
-        with put_in(network, name, layers[name]):
-            assert relative_error(full, network(x)) == pytest.approx(error)
-    assert all(torch.equal(each, before[name]) for name, each in network.state_dict().items())
-    assert torch.equal(network(x), full)
+        with put_in(NETWORK, name, layers[name]):
+            assert relative_error(full, NETWORK(X)) == pytest.approx(error)
+    assert_equal(NETWORK.state_dict(), before)
+    assert torch.equal(NETWORK(X), full)

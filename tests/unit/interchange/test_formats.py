@@ -1,12 +1,16 @@
-"""The facts of formats, what the commands refuse by them before anything is loaded, and which reader opens a path."""
+"""The facts of formats, what the commands refuse before anything is loaded, which reader opens a path, and folders."""
 
+import json
+import os
 import tomllib
 from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra import compose
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 import sd_quant.config.targets as config_module
 from sd_quant import interchange
@@ -15,6 +19,7 @@ from sd_quant.config import HandOverJob, QuantizeJob
 from sd_quant.config.targets import check_consumers
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.interchange import FORMATS, NAMES, READERS, TARGETS, ForeignFormat, format_of, with_graphs
+from sd_quant.interchange.result_folder import FIGURES, check_free, own_files, remove_result
 from sd_quant.knobs import read
 from sd_quant.places import HOME
 
@@ -54,23 +59,15 @@ def test_what_a_target_cannot_hold_is_refused_before_anything_is_loaded(knobs, t
     assert str(refusal.value).startswith(f"hand_over is {target}, expected a target that holds {words}")
 
 
-@pytest.mark.parametrize(
-    "name, package, found, refused",
-    [
-        ("diffusers_torchao", "torchao", "0.17.0", True),
-        ("diffusers_torchao", "torchao", "0.18.0", False),
-        ("comfyui", "torchao", "0.17.0", False),
-    ],
-)
-def test_a_version_that_cannot_open_the_result(monkeypatch, name, package, found, refused):
-    monkeypatch.setattr(config_module, "version", lambda asked: found if asked == package else version(asked))
-    if not refused:
-        return check_consumers([name])
-    with pytest.raises(ConfigError, match=rf"{package} {found} is installed, with which .* cannot open the result: "):
-        check_consumers([name])
-
-
-def test_a_package_that_is_missing(monkeypatch):
+def test_a_package_that_is_missing_or_cannot_open_the_result_is_refused(monkeypatch):
+    found = {"torchao": "0.17.0"}
+    monkeypatch.setattr(config_module, "version", lambda asked: found.get(asked) or version(asked))
+    check_consumers(["comfyui"])
+    words = "torchao 0.17.0 is installed, with which .* cannot open the result: "
+    with pytest.raises(ConfigError, match=words):
+        check_consumers(["diffusers_torchao"])
+    found["torchao"] = "0.18.0"
+    check_consumers(["diffusers_torchao"])
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)
     check_consumers(["diffusers_sdnq"])
     with pytest.raises(ResourceError, match=r"gguf is not installed.*pip install 'sd-quant\[gguf\]'"):
@@ -122,20 +119,16 @@ def test_the_facts_are_those_of_the_module_and_it_has_the_functions(name):
         ({"gguf": False}, "b.bin", ConfigError, "the candidate .*b.bin does not exist"),
         ({"gguf": True, "package": "no_such_package"}, "a.bin", ResourceError,
          "no_such_package, which is not installed"),
+        ({"gguf": True, "sdnq": True}, "a.bin", ArtifactError,
+         r"can be read in 2 ways \(gguf, sdnq\), expected one"),
     ],
-    ids=["unknown", "absent", "package"],
+    ids=["unknown", "absent", "package", "two meanings"],
 )  # fmt: skip
 def test_what_cannot_be_opened_is_refused(readers, tmp_path, known, name, error, words):
     readers(**known)
     (tmp_path / "a.bin").write_bytes(b"?")
     with pytest.raises(error, match=words):
         format_of(tmp_path / name)
-
-
-def test_a_file_with_two_meanings_is_refused(readers, tmp_path):
-    readers(gguf=True, sdnq=True)
-    with pytest.raises(ArtifactError, match=r"can be read in 2 ways \(gguf, sdnq\), expected one"):
-        format_of(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"GGUF", b"\x00" * 64, "é".encode() * 9], ids=len)
@@ -145,6 +138,74 @@ def test_no_reader_takes_what_is_none_of_theirs(tmp_path, content):
         (tmp_path / f"a{suffix}").write_bytes(content)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/config.json").write_bytes(content)
-    for path in (*tmp_path.iterdir(), tmp_path / "folder/config.json"):
+    foreign = {"transformer_blocks.0.a.qweight": torch.ones(1), "single_transformer_blocks.0.b": torch.ones(1)}
+    save_file(foreign, tmp_path / "b.safetensors")
+    for path in (*tmp_path.iterdir(), *map(tmp_path.joinpath, ("folder/config.json", "none", "\0"))):
         known = {name for name, reader in READERS.items() if reader.recognizes(path)}
-        assert known <= {"gguf", "comfyui"}, path
+        assert known <= ({"gguf"} if content == b"GGUF" else set()), path
+
+
+# Which files of a folder are ours, and that no others are touched
+
+
+@pytest.fixture
+def result(tmp_path):
+    """A result of two files, with a list that names a third elsewhere."""
+    folder = tmp_path / "comfyui"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("weights", "deep/config.json", "../canary"):
+        (folder / name).touch()
+    (folder / FIGURES).write_text(json.dumps({"files": ["weights", "deep/config.json", "../canary", FIGURES, "gone"]}))
+    return folder
+
+
+def test_a_result_is_free_to_be_replaced_and_goes_by_its_own_list(result):
+    check_free(result)
+    assert own_files(result) == {"weights", "deep/config.json", FIGURES}
+    remove_result(result)
+    assert not result.exists() and (result.parent / "canary").exists()
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "deep/thesis.txt", "mine/thesis.txt"])
+def test_what_a_user_has_put_there_stays_and_nothing_is_written_over_it(result, name):
+    (result / name).parent.mkdir(exist_ok=True)
+    (result / name).touch()
+    with pytest.raises(ConfigError, match=f"comfyui exists and holds {name}, which was not handed over by us; move it"):
+        check_free(result)
+    remove_result(result)
+    assert [path.name for path in result.rglob("*") if path.is_file()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": 3}', '{"files": [["weights"]]}', "[" * 10_000])
+def test_without_a_list_nothing_is_ours(result, text):
+    (result / FIGURES).write_text(text)
+    with pytest.raises(ConfigError, match="which was not handed over by us"):
+        check_free(result)
+    remove_result(result)
+    assert (result / "weights").exists()
+
+
+def test_nothing_and_an_empty_folder_are_free_and_no_link_or_pipe_is(result, tmp_path):
+    check_free(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    check_free(tmp_path / "empty")
+    (tmp_path / "link").symlink_to(result)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "dangling", "pipe"):
+        with pytest.raises(ConfigError, match="is no folder of ours; set hydra.run.dir"):
+            check_free(tmp_path / name)
+        remove_result(tmp_path / name)
+    assert (result / "weights").exists() and (tmp_path / "link").is_symlink()
+
+
+def test_a_linked_folder_is_not_entered(result, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "weights").touch()
+    (result / "more").symlink_to(elsewhere)
+    (result / FIGURES).write_text(json.dumps({"files": ["weights", "deep/config.json", "more/weights"]}))
+    with pytest.raises(ConfigError, match="holds more, which"):
+        check_free(result)
+    remove_result(result)
+    assert (elsewhere / "weights").exists()

@@ -1,4 +1,3 @@
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,13 +6,9 @@ import torch
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import AS_ASSIGNED, FP16, PER_ROW, STATIC, TARGETS
 from sd_quant.interchange.holding import adapted, held, inputs_of
-from sd_quant.models.unet import shared_inputs
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import nvfp4
-from sd_quant.stages.targets import lost
-from tests.presets import recipe_of
 
 from .conftest import PLAIN
 from .conftest import recipe_of as recipe_with
@@ -49,6 +44,7 @@ def test_what_a_target_cannot_hold_at_all_is_refused(tiny, fmt, options, target,
 LITE, IN_FP8, IN_ROWS = "diffusers_nunchaku_lite", {"format": "fp8"}, {"format": "int4_per_row"}
 SOUND = dict.fromkeys(TARGETS, ROW) | {  # what a target holds, where that is not INT8
     LITE: replace(ROW, weight_shape=(128, 256), format="int4", activation_format="int4"),
+    "nunchaku": replace(ROW, weight_shape=(128, 128), format="int4", activation_format="int4"),
     "modelopt_export": replace(ROW, weight_shape=(16, 32), weight_axis=None, format="nvfp4", activation_format="nvfp4"),
     "sglang_fp8": LayerAssignment("single_transformer_blocks.0.attn.to_q", "qkv", (256, 128), "fp8_128x128", "fp8_128"),
 }
@@ -77,6 +73,9 @@ SOUND = dict.fromkeys(TARGETS, ROW) | {  # what a target holds, where that is no
         ("modelopt_export", {"activation_format": None, "activation_amax": None}, "wants a scale of the inputs of"),
         ("modelopt_export", IN_FP8 | {"activation_format": "fp8", "weight_axis": 0}, "only one scale for a weight in"),
         ("modelopt_export", {"per_token": True}, "no inputs of nvfp4 that are scaled per token"),
+        *(("nunchaku", {"name": name}, "leaves such layers") for name in (
+            "a.attn2.to_k", "a.attn2.to_v", "a.proj_in", "a.proj_out", "time_embed.linear_1", "proj_out",
+        )),
         (LITE, {"weight_shape": (128, 192)}, "multiples of 128"),
         (LITE, {"weight_shape": (192, 128)}, "multiples of 128"),
         (LITE, {"activation_format": None}, "inputs quantized in int4"),
@@ -114,10 +113,8 @@ def test_one_tensor_has_one_range_in_formats_that_have_one(fmt):
     assert [(row.format, row.weight_amax.tolist(), row.activation_amax) for row in found] == [(fmt, [4.0], 2.0)] * 3
     apart = joined("diffusers_modelopt", {"activation_amax": 2.0}, 1.0, 4.0, 2.0, format=fmt, activation_format=fmt)
     assert [(row.weight_amax.item(), row.activation_amax) for row in apart] == [(1.0, 1.0), (4.0, 1.0), (2.0, 2.0)]
-
-
-def test_a_scale_for_each_row_is_left_alone():
-    assert [row.weight_amax.item() for row in joined("comfyui", {}, 1.0, 4.0, 2.0)] == [1.0, 4.0, 2.0]
+    by_row = joined("comfyui", {}, 1.0, 4.0, 2.0)
+    assert [row.weight_amax.item() for row in by_row] == [1.0, 4.0, 2.0]
 
 
 @torch.no_grad()
@@ -156,21 +153,6 @@ def test_one_tensor_has_one_format_or_none(target, changes, words):
     assert found[2].reason == "kept" if changes.get("reason") else words in found[2].reason
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k", "add_embedding.linear_1", "x_embedder",
-        "time_text_embed.text_embedder.linear_1", "context_embedder", "caption_projection.linear_1", "proj_out",
-    ],
-)  # fmt: skip
-def test_what_comfyui_tells_models_by_keeps_its_shape(name):
-    """Two numbers to a byte halve a width, and the file is taken for another model: of these weights alone."""
-    for layer, excluded in ((name, True), (f"single_transformer_blocks.0.{name}", False)):
-        row = replace(ROW, name=layer, format="nvfp4", activation_format="nvfp4", weight_axis=None)
-        assert (held(row, COMFYUI).format is None) == (excluded or "attn2" in name)
-        assert held(replace(row, format="int8", activation_format="int8"), COMFYUI).format == "int8"
-
-
 def test_a_shift_goes_with_the_inputs():
     """The weight of a shifted convolution is held where inputs are not, with the convolution's own bias."""
     row = LayerAssignment(
@@ -205,39 +187,6 @@ def test_inputs_that_are_scaled_per_token_are_computed_in_the_consumers_way(targ
     found = held(replace(ROW, per_token=per_token), TARGETS[target])
     assert found.format == "int8" and inputs_of(found, TARGETS[target]) == how
     assert found.per_token == (per_token and how != FP16 and target != "comfyui")
-
-
-def mixed(calibrated, labels: dict[str, str]) -> dict[str, LayerAssignment]:
-    """The small UNet with these presets of layers; all others stay in fp16."""
-    unet, own = calibrated.part().unet, recipe_of("int8", "quant_level=3")
-    return derive(
-        calibrated.roles, lambda name: unet.get_submodule(name).weight, calibrated.statistics.layers, own,
-        shared_inputs(calibrated.roles),
-        {name: own.beside(labels[name]) if name in labels else "kept" for name in calibrated.roles},
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_of_a_mix_each_target_holds_what_it_can_and_names_the_rest(calibrated):
-    """INT8 with folded smoothing, NVFP4, a low-rank branch, and fp16, in one network."""
-    roles, presets = calibrated.roles, ("int8", "nvfp4", "svdquant_nvfp4", "fp16")
-    linears = [shared.readers for shared in shared_inputs(roles) if roles[shared.readers[0]] != "excluded"]
-    labels = {name: presets[index % 4] for index, readers in enumerate(linears) for name in readers if index % 4 != 3}
-    made = mixed(calibrated, labels)
-    by_label = {label: {name for name, own in labels.items() if own == label} for label in presets[:3]}
-    assert {made[name].format for name in labels} == {"int8", "nvfp4"}
-    assert all(made[name].format is None for name in calibrated.roles if name not in labels)
-    holds = {"comfyui": ["int8", "nvfp4"], "diffusers_modelopt": ["int8"], "modelopt_export": ["nvfp4"]}
-    for target, held_labels in holds.items():
-        found = adapted(made, TARGETS[target])
-        quantized = {name for name, row in found.items() if row.format is not None}
-        wanted = set().union(*(by_label[label] for label in held_labels))
-        assert quantized and quantized <= wanted, target
-        for name in wanted - quantized:  # for another reason than the mix
-            assert not found[name].reason.startswith(f"{target} holds no weights in"), (target, found[name].reason)
-        for name in labels.keys() - wanted:
-            assert found[name].reason.startswith(f"{target} "), "it is named with the reason"
-        assert lost(made, found) == dict(Counter(found[name].reason for name in labels.keys() - quantized))
 
 
 def test_a_branch_that_is_not_held_is_refused_where_every_linear_has_one_and_left_out_of_a_mix(tiny):

@@ -8,26 +8,38 @@ The rules are those of SGLang 0.5.23 (``modelopt_quant.py``, ``dits/flux.py``; i
 import json
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import zip_longest
+from pathlib import Path
 from types import SimpleNamespace
 
 import diffusers
 import modelopt.torch.quantization as mtq
+import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.cosmos.mixed_precision import Cosmos3MixedPrecisionConfig
+from ml_dtypes import float8_e4m3fn
 from modelopt.torch.export import export_hf_checkpoint
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.files.tensors import lazy
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.denoiser import weights_alone
-from sd_quant.interchange.holding import adapted, check_served, servers_of
-from sd_quant.interchange.inputs import Multiplied, StaticFloat8
+from sd_quant.interchange.holding import adapted, check_served, not_held, servers_of
+from sd_quant.interchange.inputs import BlockFloat8, Multiplied, StaticFloat8
 from sd_quant.interchange.modelopt_export import config_of, ignored, precise_ends
-from sd_quant.models.checkpoint import denoiser_weights
+from sd_quant.interchange.sglang_fp8 import LAYOUT, skips
+from sd_quant.interchange.stored import LayerTensors
+from sd_quant.interchange.weights import codes_and_scales
+from sd_quant.models.checkpoint import denoiser_weights, empty_denoiser
+from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.quantization.formats import FORMATS
 from tests.refusals import refused
 
 from ..observed.conftest import observe, tiny_folder  # noqa: F401 fixtures
@@ -56,19 +68,14 @@ def quantized_layers(case: Tiny, recipe: str) -> dict[str, LayerAssignment]:
 
 
 def stored(folder) -> tuple[dict[str, Tensor], dict]:
-    """Its tensors, and what its config says of them."""
     (file,) = folder.glob("*.safetensors")
     return load_file(file), json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
 def layer_tensors(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """By the ends of their names, without its bias."""
     found = {key.removeprefix(f"{name}."): each for key, each in tensors.items() if key.startswith(f"{name}.")}
     found.pop("bias", None)
     return found
-
-
-# Oracles
 
 
 def exported(case: Tiny, layers: dict[str, LayerAssignment], weights: dict[str, Tensor], folder) -> tuple[dict, dict]:
@@ -136,8 +143,6 @@ def test_it_is_what_modelopt_exports(tiny, tmp_path, recipe):
         assert ours == others == (name not in layers), name
 
 
-# Exclusions
-
 FLUX, QWEN, Z_IMAGE, WAN = "FluxPipeline", "QwenImagePipeline", "ZImagePipeline", "WanPipeline"
 SERVERS = ("SGLang", "vLLM-Omni", "TensorRT-LLM")
 EXCLUDED = {  # linears, those of them that are quantized, and the entries of ``ignore``
@@ -174,40 +179,36 @@ def test_what_neither_list_nor_config_says_is_refused_before_anything_is_written
         config_of(rows, ["a", "b"])
 
 
-# Holding
-
 ROW = LayerAssignment("", "qkv", (16, 32), "nvfp4", "nvfp4", weight_amax=torch.tensor([1.0]), activation_amax=2.0)
 IN_FP8 = {"format": "fp8", "activation_format": "fp8"}
 BY_ROW = IN_FP8 | {"per_token": True, "weight_axis": 0}
 
 
-def held(*changes: dict) -> list[LayerAssignment]:
-    """Query, key and value of one attention and the query of another, with these changes."""
-    names = ("a.to_q", "a.to_k", "a.to_v", "b.to_q")
-    rows = [replace(ROW, name=name, **each) for name, each in zip_longest(names, changes, fillvalue={})]
-    return list(adapted({each.name: each for each in rows}, TARGET).values())
-
-
-@pytest.mark.parametrize("change, ranges", [({}, [3, 2, 2]), (IN_FP8, [3, 2, 2]), (BY_ROW, [3, 1, 2])])
-def test_queries_of_another_tensor_keep_their_own_scale(change, ranges):
-    """And scales of rows stack."""
-    inputs = ((3.0, 9.0), (1.0, 2.0), (2.0, 2.0))
-    parts = [change | {"weight_amax": torch.tensor([amax]), "activation_amax": largest} for amax, largest in inputs]
-    assert [each.weight_amax.item() for each in held(*parts)[:3]] == ranges
-
-
-@pytest.mark.parametrize("other", [dict.fromkeys(("format", "activation_format")), IN_FP8])
-def test_a_joint_layer_is_held_whole_or_not_at_all(other):
-    *joint, alone = held({}, other)
-    assert "modelopt_export joins it with layers in other formats" in joint[0].reason and joint[0].weight_amax is None
-    assert not any(each.format for each in joint) and alone.format
+@pytest.mark.parametrize(
+    "changes, ranges",
+    [
+        # queries of another tensor keep their own scale, and scales of rows stack
+        ([{}] * 3, [3, 2, 2, 1]), ([IN_FP8] * 3, [3, 2, 2, 1]), ([BY_ROW] * 3, [3, 1, 2, 1]),
+        ([{}, dict.fromkeys(("format", "activation_format"))], None), ([{}, IN_FP8], None),
+    ],
+)  # fmt: skip
+def test_a_joint_layer_is_held_whole_with_one_range_or_not_at_all(changes, ranges):
+    """Query, key and value of one attention, whose key and value are joint, and the query of another."""
+    inputs = zip(("a.to_q", "a.to_k", "a.to_v"), (3.0, 1.0, 2.0), (9.0, 2.0, 2.0), strict=True)
+    rows = {name: replace(ROW, name=name, weight_amax=torch.tensor([amax]), activation_amax=largest, **change)
+            for (name, amax, largest), change in zip_longest(inputs, changes, fillvalue={})}  # fmt: skip
+    *joint, alone = adapted(rows | {"b.to_q": replace(ROW, name="b.to_q")}, TARGET).values()
+    if ranges is None:
+        assert "modelopt_export joins it with layers in other formats" in joint[0].reason and alone.format
+        assert not any(each.format for each in joint) and joint[0].weight_amax is None
+    else:
+        assert [each.weight_amax.item() for each in (*joint, alone)] == ranges
 
 
 # Servers and pipelines
 
 
 def checkpoint_of(pipeline: str, networks: int = 1) -> SimpleNamespace:
-    """A checkpoint of a pipeline with so many transformers."""
     names = ("transformer", "transformer_2")[:networks]
     family = SimpleNamespace(
         PIPELINES=(pipeline,), DENOISER="transformer", NETWORKS=dict.fromkeys(names, "WanTransformer3DModel")
@@ -246,6 +247,8 @@ def test_a_pipeline_that_no_server_loads_is_refused_with_the_targets_that_could(
     words = r"none loads this pipeline \(SGLang: it loads no quantized SanaPipeline; .*to diffusers_modelopt, diffusers"
     with pytest.raises(ConfigError, match=words):
         check_served(TARGET, checkpoint_of("SanaPipeline"))
+    with pytest.raises(ConfigError, match="SGLang: it loads no quantized StableDiffusion3Pipeline"):
+        check_served(TARGETS["sglang_fp8"], checkpoint_of("StableDiffusion3Pipeline"))
     check_served(TARGETS["diffusers_torchao"], checkpoint_of("SanaPipeline"))
     check_served(TARGET, checkpoint_of(FLUX))
 
@@ -271,9 +274,6 @@ IN_HIGH_PRECISION = {
     "pipeline, own, ends, able",
     [
         (QWEN, {}, {"weight", "weight_scale", "input_scale", "weight_scale_2"}, SERVERS),
-        pytest.param(QWEN, IN_FP8, {"weight", "weight_scale", "input_scale"}, SERVERS, marks=pytest.mark.nightly),
-        pytest.param(Z_IMAGE, {}, {"weight", "weight_scale", "input_scale", "weight_scale_2"}, SERVERS[:2],
-                     marks=pytest.mark.nightly),
         (Z_IMAGE, BY_ROW, {"weight", "weight_scale"}, SERVERS[1:2]),
     ],
 )  # fmt: skip
@@ -299,8 +299,6 @@ def test_a_pipeline_that_was_observed_is_written_as_its_servers_load_it(observe,
     assert tuple(name for name in told if told[name] is None) == able
 
 
-# Steps with unquantized inputs
-
 POLICY = {  # of NVIDIA's Cosmos3 checkpoints, as vLLM-Omni's tests have it (pull request 6560)
     "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": ["transformer"],
     "default_mode": "native", "first_steps": {"count": 3, "mode": "a16"}, "last_steps": {"count": 2, "mode": "a16"},
@@ -323,9 +321,7 @@ def test_precise_ends_are_written_as_diffusers_reads_them_and_read_back(tiny, tm
     name = min(layers)
     layer = replace(candidate.layers[name], inputs=Multiplied(torch.full((4,), 2.0), False, StaticFloat8(1.0)))
     precise = weights_alone(replace(candidate, layers=candidate.layers | {name: layer})).layers
-    assert precise.keys() == layers.keys() and torch.equal(
-        precise[name].inputs(torch.ones(1, 4)), torch.full((1, 4), 2.0)
-    )
+    assert precise.keys() == layers.keys() and (precise[name].inputs(torch.ones(1, 4)) == 2).all()
     assert all(each.inputs is None for other, each in precise.items() if other != name)
 
 
@@ -352,3 +348,109 @@ def test_a_policy_that_servers_refuse_is_refused(tmp_path, change, ends):
     assert precise_ends(tmp_path, {"runtime": None}, "transformer") == precise_ends(tmp_path, {}, "unet") == (0, 0)
     with pytest.raises(ArtifactError):
         precise_ends(tmp_path, {"runtime": ["diffusion_step_policy"]}, "transformer")
+
+
+# SGLang's FP8 in blocks and vLLM-Omni's INT8, as their loaders' sources have them
+
+SGLANG, VLLM = "sglang_fp8", "vllm_int8"
+BLOCK = "single_transformer_blocks.0"
+KEPT = "single_transformer_blocks.1.proj_out"  # by the recipe, in SGLang's
+LOADED = {
+    SGLANG: recipe_of("fp8_128x128", "fp8_128", smoothing="none", alpha=None),
+    VLLM: recipe_of("int8", smoothing="none", alpha=None, per_token=True),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tiny, tmp_path_factory):
+    @cache
+    def write(target: str):
+        case = tiny("flux")
+        assignment = case.assignment(LOADED[target], target)
+        if target == SGLANG:
+            assignment[KEPT] = not_held(assignment[KEPT], "sensitive")
+        return case, assignment, case.written(assignment, target, tmp_path_factory.mktemp(target))
+
+    return write
+
+
+def test_transformers_decodes_the_numbers_of_the_assignment(written):
+    case, assignment, folder = written(SGLANG)
+    (tensors, told), read = stored(folder / "transformer"), case.read(folder, SGLANG)
+    config = FineGrainedFP8Config(**told)
+    assert config.modules_to_not_convert == told["ignored_layers"]
+    assert tuple(config.weight_block_size) == (128, 128)
+    held_rows = [row for row in assignment.values() if row.format]
+    assert len(held_rows) == 2 * 8 + 2 * 5 - 1
+    for row in held_rows:
+        codes, scales = codes_and_scales(case.checkpoint, row)
+        own = {end: tensors[f"{row.name}.{end}"] for end in ("weight", "weight_scale_inv")}
+        (decoded,) = Fp8Dequantize(None).convert(own).values()
+        assert torch.equal(decoded, FORMATS["fp8_128x128"].dequantize(codes, scales))
+        assert torch.equal(read.layers[row.name].weight.read(), decoded)
+        assert str(read.layers[row.name].inputs) == "float8_e4m3fn, a scale for 128 numbers"
+
+
+def test_sglang_ignores_whole_words_and_none_that_would_match_a_quantized_layer(written):
+    case, assignment, folder = written(SGLANG)
+    ignored = stored(folder / "transformer")[1]["ignored_layers"]
+    assert {KEPT, "transformer_blocks.0.ff.net.2", "transformer_blocks.1.norm1.linear", "x_embedder"} <= set(ignored)
+    assert "proj_out" not in ignored and assignment[f"{BLOCK}.proj_out"].format
+    network = empty_denoiser(case.checkpoint)
+    linears = [name for name, each in network.named_modules() if isinstance(each, nn.Linear)]
+    kept = {name for name in linears if assignment.get(name) is None or assignment[name].format is None}
+    assert {name for name in linears if skips(ignored, name)} == kept - {"proj_out"}
+
+
+@pytest.mark.parametrize(
+    "entry, found",
+    {
+        "proj_out": True, BLOCK: True, f"{BLOCK}.proj_out": True, "0": True, f"{BLOCK}.": True, "proj": False,
+        "transformer_blocks.0.proj_out": False, "*.proj_out": False, f"{BLOCK}.proj_out.x": False,
+    }.items(),
+)  # fmt: skip
+def test_an_entry_of_sglangs_is_whole_words_of_a_name(entry, found):
+    """``is_layer_skipped`` of a linear that is not stacked."""
+    assert found == skips([entry], f"{BLOCK}.proj_out")
+
+
+def test_vllm_ignores_exact_names_of_parts_and_of_what_is_stacked(written):
+    ignored = stored(written(VLLM)[2] / "transformer")[1]["ignored_layers"]
+    expected = {f"{BLOCK}.attn.{name}" for name in ("to_q", "to_k", "to_v", "to_qkv")} | {f"{BLOCK}.norm.linear"}
+    assert expected <= set(ignored) and not any("*" in name for name in ignored)
+    assert f"{BLOCK}.proj_mlp" not in ignored
+
+
+OF_BLOCKS = LayerAssignment("layer", "qkv", (200, 256), "fp8_128x128", "fp8_128", weight_amax=torch.ones(1))
+
+
+def test_such_rows_are_written_with_a_scale(monkeypatch):
+    """200 rows are no whole blocks."""
+    weight = torch.randn(200, 256, generator=torch.Generator().manual_seed(0))
+    codes, (scales,) = OF_BLOCKS.codes_and_scales(weight)
+    monkeypatch.setattr("sd_quant.interchange.layouts.codes_and_scales", lambda checkpoint, layer: (codes, scales))
+    made = LAYOUT.tensors(None, OF_BLOCKS)
+    tensors = {name.removeprefix("layer."): each.read() for name, each in made.items()}
+    assert tensors["weight_scale_inv"].tolist() == [scales[0].tolist(), scales[128].tolist()]
+    assert torch.equal(scales[128], scales[199]) and not torch.equal(scales[0], scales[128])
+    own = LayerTensors(Path("x"), "a", {end: lazy(tensor) for end, tensor in tensors.items()})
+    layer, expected = LAYOUT.layer(own, (200, 256), own.size(), None), codes.float()
+    for row, column in np.ndindex(2, 2):
+        block = tensors["weight_scale_inv"][row, column]
+        expected[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)] *= block
+    assert torch.equal(layer.weight.read(), expected)
+    assert layer.stored_bytes == 200 * 256 + 4 * 4 and layer.scales == "1 for 128 x 128"
+
+
+def test_inputs_are_rounded_as_sglangs_kernel_does():
+    """In numpy: ``448 / amax`` and ``amax * (1 / 448)`` in fp32, amax at least 1e-10, E4M3 by ml_dtypes."""
+    x = torch.randn(3, 5, 384, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 384)
+    x[0, 0, :128], x[0, 1, :128] = 0.0, 1e-12
+    blocks = x.numpy().reshape(3, 5, 3, 128)
+    largest = np.maximum(np.abs(blocks).max(-1, keepdims=True), np.float32(1e-10))
+    codes = np.clip(blocks * (np.float32(448) / largest), -448, 448).astype(float8_e4m3fn).astype(np.float32)
+    expected = (codes * (largest * np.float32(1 / 448))).reshape(x.shape)
+    found = BlockFloat8(128)(x)
+    assert np.array_equal(found.numpy(), expected) and not found[0, 0, :128].any()
+    assert BlockFloat8(128)(x.half()).dtype == torch.float16
+    assert 0.01 < relative_error(x, found) < 0.04

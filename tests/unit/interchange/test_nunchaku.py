@@ -5,9 +5,12 @@ comfy-kitchen's, row by row, with the tiles taken apart.
 """
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,16 +19,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.errors import ConfigError
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange import nunchaku_tiles as tiles
-from sd_quant.interchange.holding import adapted, why_not_held
+from sd_quant.interchange.holding import adapted
 from sd_quant.interchange.nunchaku import modulation, new_name, old_name, shifted
 from sd_quant.interchange.nunchaku_linears import SHIFT, in_chunks, interleaved, w4a16_layer, w4a16_tensors
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment, rewritten
+from sd_quant.quantization.assignment import rewritten
 
 from .conftest import recipe_of
 
@@ -37,7 +40,6 @@ FAMILIES = {"sdxl_wide": {"rank": 0.1}, "flux": {"rank": 0.1}}
 
 @pytest.fixture(scope="module")
 def made(written_once):
-    """``made(family, format)``: a tiny checkpoint with its assignment, and the file that is written."""
     return lambda family, fmt="int4": written_once(NAME, family, fmt, **FAMILIES[family])
 
 
@@ -124,37 +126,20 @@ def test_names_of_deepcompressor_and_nunchaku_are_translated_both_ways():
 # Products, by comfy-kitchen in place of nunchaku's kernels, which need a GPU
 
 
-def svdquant():
-    return pytest.importorskip("comfy_kitchen.backends.eager.svdquant")
-
-
-def quantized_inputs(x: Tensor, down: Tensor, smooth: Tensor, size: int, unsigned: bool = False) -> tuple:
-    """Codes and scales of the inputs, and their product with ``down``, which reads them as they come."""
+def by_kitchen(x: Tensor, own: dict[str, Tensor], unsigned: bool) -> Tensor:
+    """The product of a layer's tensors, whose branch reads inputs as they come."""
+    kitchen = pytest.importorskip("comfy_kitchen.backends.eager.svdquant")
+    weight, (rows, half) = own["qweight"], own["qweight"].shape
+    wscales, down, up = own["wscales"].float(), own["lora_down"].float(), own["lora_up"].float()
+    factors = tiles.vector_from_tiles(own["smooth"].float())
     natural = tiles.down(down.shape[1], down.shape[0]).natural(down).T
     shifted = x + SHIFT if unsigned else x
-    factors = tiles.vector_from_tiles(smooth)
-    return svdquant().quantize_svdquant_w4a4(shifted, factors, natural, size, unsigned, lora_x=x)
-
-
-def product(inputs: tuple, weight: Tensor, wscales: Tensor, up: Tensor, bias: Tensor | None, unsigned: bool = False):
-    codes, scales, lora = inputs
-    rows, columns = weight.shape[0], 2 * weight.shape[1]
-    packed = svdquant()._pack_int4_row_major(tiles.unpacked(tiles.codes(rows, columns), weight).view(torch.int8))
-    natural = tiles.scales(rows, columns // 64).natural(wscales).T.contiguous()
-    bias = None if bias is None else tiles.vector_from_tiles(bias)
+    codes, scales, lora = kitchen.quantize_svdquant_w4a4(shifted, factors, natural, 64, unsigned, lora_x=x)
+    packed = kitchen._pack_int4_row_major(tiles.unpacked(tiles.codes(rows, 2 * half), weight).view(torch.int8))
+    natural = tiles.scales(rows, half // 32).natural(wscales).T.contiguous()
+    bias = tiles.vector_from_tiles(own["bias"].float()) if "bias" in own else None
     up = tiles.up(rows, up.shape[1]).natural(up)
-    return svdquant().scaled_mm_svdquant_w4a4(codes, packed, scales, natural, lora, up, bias, unsigned)
-
-
-def with_multiplied(family: str, folder: Path, tiny, fmt: str = "int4") -> tuple:
-    """A file whose inputs are multiplied, alike for what is fused."""
-    case = tiny(family)
-    assignment = case.assignment(recipe_of(fmt, **FAMILIES[family]), NAME)
-    for name, row in assignment.items():
-        if row.format:
-            factors = torch.rand(row.weight_shape[1], generator=torch.Generator().manual_seed(0)) + 0.5
-            assignment[name] = replace(row, pre_quant_scale=factors, folded_into=None)
-    return case, case.written(assignment, NAME, folder)
+    return kitchen.scaled_mm_svdquant_w4a4(codes, packed, scales, natural, lora, up, bias, unsigned)
 
 
 @pytest.mark.slow
@@ -163,22 +148,25 @@ def with_multiplied(family: str, folder: Path, tiny, fmt: str = "int4") -> tuple
 @torch.no_grad()
 def test_linears_compute_what_comfy_kitchen_computes(tiny, tmp_path, family):
     """Every linear of the file beside those of diffusers that it stands for, with the inputs that it has there."""
-    case, path = with_multiplied(family, tmp_path, tiny)
+    case = tiny(family)
+    assignment = case.assignment(recipe_of("int4", **FAMILIES[family]), NAME)
+    for name, row in assignment.items():
+        if row.format:  # inputs are multiplied, alike for what is fused
+            factors = torch.rand(row.weight_shape[1], generator=torch.Generator().manual_seed(0)) + 0.5
+            assignment[name] = replace(row, pre_quant_scale=factors, folded_into=None)
+    path = case.written(assignment, NAME, tmp_path)
     stored, ours = load_file(path), case.network(case.read(path, NAME)).eval()
     random = torch.Generator().manual_seed(0)
     seen = 0
     for key in (key for key in stored if key.endswith(".lora_down")):
         old = key.removesuffix(".lora_down")
         name = new_name(f"{old}.qweight").removesuffix(".qweight")
-        weight = stored[f"{old}.qweight"]
-        wscales, down, up, smooth = (stored[f"{old}.{end}"].float() for end in
-                                     ("wscales", "lora_down", "lora_up", "smooth"))  # fmt: skip
-        bias = stored[f"{old}.bias"].float() if f"{old}.bias" in stored else None
-        x = torch.randn(64, 2 * weight.shape[1], generator=random)
+        own = {end.removeprefix(f"{old}."): each for end, each in stored.items() if end.startswith(f"{old}.")}
+        x = torch.randn(64, 2 * own["qweight"].shape[1], generator=random)
         head, _, last = name.rpartition(".")
         unsigned = family == "flux" and name.endswith(("ff.net.2", "ff_context.net.2", "mlp_fc2"))
         x = F.gelu(x, approximate="tanh") if unsigned else x
-        theirs = product(quantized_inputs(x, down, smooth, 64, unsigned), weight, wscales, up, bias, unsigned)
+        theirs = by_kitchen(x, own, unsigned)
         single = "single_" in name
         if last in ("to_qkv", "add_qkv_proj"):
             names = [f"{head}.{last.replace('qkv', letter)}" for letter in "qkv"]
@@ -202,14 +190,6 @@ def test_linears_compute_what_comfy_kitchen_computes(tiny, tmp_path, family):
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def in_e2m1(x: Tensor) -> Tensor:
-    """Inputs in blocks of 16 with a scale in E4M3, each rounded to the nearest number."""
-    blocks = x.unflatten(1, (-1, 16))
-    scale = (blocks.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
-    nearest = (blocks.abs() / scale)[..., None].sub(E2M1).abs().argmin(-1)
-    return (E2M1[nearest] * blocks.sign() * scale).flatten(1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family, layer",
@@ -218,29 +198,22 @@ def in_e2m1(x: Tensor) -> Tensor:
         ("flux", "transformer_blocks.0.qkv_proj_context"),
     ],
 )
-@torch.no_grad()
-def test_a_linear_of_nvfp4_computes_the_formula(tiny, tmp_path, family, layer):
+def test_a_weight_of_nvfp4_is_what_the_formula_says(made, family, layer):
     """Each number of the file by its place in memory: no library has the product."""
-    case, path = with_multiplied(family, tmp_path, tiny, "nvfp4")
-    stored = {end: load_file(path)[f"{layer}.{end}"] for end in
-              ("qweight", "wscales", "wcscales", "smooth", "lora_down", "lora_up")}  # fmt: skip
-    bias = load_file(path).get(f"{layer}.bias")
-    (rows, half), rank = stored["qweight"].shape, stored["lora_down"].shape[1]
-    n, k, r = torch.arange(rows)[:, None], torch.arange(2 * half), torch.arange(rank)
+    case, _, path = made(family, "nvfp4")
+    stored = {end: load_file(path)[f"{layer}.{end}"] for end in ("qweight", "wscales", "wcscales")}
+    rows, half = stored["qweight"].shape
+    n, k = torch.arange(rows)[:, None], torch.arange(2 * half)
     nibbles = torch.stack([stored["qweight"].view(torch.uint8) & 15, stored["qweight"].view(torch.uint8) >> 4], -1)
     codes = nibbles.flatten()[8 * word(n, k, 2 * half) + k % 8].long()
-    vectors = {end: stored[end].float() for end in ("wcscales", "smooth")} | ({} if bias is None else {"bias": bias})
-    natural = {end: each[scale(torch.arange(len(each)), 0, 1)].float() for end, each in vectors.items()}
     of_block = stored["wscales"].view(torch.uint8).flatten()[micro_scale(n, k // 16, 2 * half)]
-    weight = E2M1[codes & 7] * (1 - 2.0 * (codes >> 3)) * of_block.view(torch.float8_e4m3fn).float()
-    weight *= natural["wcscales"][:, None]
-    down = stored["lora_down"].float().flatten()[in_sixteens(k[:, None], r, r, k[:, None], rank)]
-    up = stored["lora_up"].float().flatten()[in_sixteens(n, r, n, r, rank)]
-    x = torch.randn(64, 2 * half, generator=torch.Generator().manual_seed(0))
-    expected = in_e2m1(x / natural["smooth"]) @ weight.T + x @ down @ up.T + natural.get("bias", 0)
-    ours, fused = case.network(case.read(path, NAME)).eval(), new_name(f"{layer}.qweight").removesuffix(".qweight")
-    found = [ours.get_submodule(fused.replace("qkv", letter))(x) for letter in "qkv"]
-    assert relative_error(expected, torch.cat(found, -1)) < 1e-5
+    expected = E2M1[codes & 7] * (1 - 2.0 * (codes >> 3)) * of_block.view(torch.float8_e4m3fn).float()
+    expected *= stored["wcscales"].float()[scale(n, 0, 1)]
+    read, fused = case.read(path, NAME), new_name(f"{layer}.qweight").removesuffix(".qweight")
+    for letter, third in zip("qkv", expected.chunk(3), strict=True):
+        own = read.layers[fused.replace("qkv", letter)]
+        up, down = (each.read().float() for each in own.branch)
+        assert relative_error(third, own.weight.read() - up @ down) < 1e-5
 
 
 @pytest.mark.slow
@@ -284,24 +257,15 @@ def test_branches_with_one_down_are_not_stacked(made, tiny, tmp_path, family):
     assert case.error(case.network(found), case.denoiser()) < 0.25
 
 
-# Modulations
-
-
-@pytest.mark.parametrize("chunks", [3, 6])
-def test_rows_of_a_modulation_take_turns(chunks):
-    """Stored row r is row (r mod S) N / S + r div S."""
-    rows = 128 * chunks
-    natural = torch.arange(rows)[:, None]
-    places = torch.arange(rows) % chunks * (rows // chunks) + torch.arange(rows) // chunks
-    assert torch.equal(interleaved(natural, chunks)[:, 0], places)
-
-
 def own(tensors: Mapping[str, Tensor]) -> LayerTensors:
     return LayerTensors(Path("a"), "norm", {name: lazy(each) for name, each in tensors.items()})
 
 
 @pytest.mark.parametrize("chunks", [3, 6])
-def test_a_modulation_comes_back_within_half_a_step(chunks):
+def test_a_modulation_comes_back_within_half_a_step_and_its_rows_take_turns(chunks):
+    """Stored row r is row (r mod S) N / S + r div S."""
+    rows = torch.arange(128 * chunks)
+    assert torch.equal(interleaved(rows[:, None], chunks)[:, 0], rows % chunks * 128 + rows // chunks)
     weight = torch.randn(128 * chunks, 128, generator=torch.Generator().manual_seed(0))
     tensors = {name: each.read() for name, each in w4a16_tensors(lazy(weight), chunks, torch.bfloat16).items()}
     read = w4a16_layer(own(tensors), *weight.shape, chunks).weight.read()
@@ -309,12 +273,27 @@ def test_a_modulation_comes_back_within_half_a_step(chunks):
     assert ((read - weight).unflatten(1, (-1, 64)).abs() <= 0.52 * step).all()
 
 
+@pytest.fixture
+def svdquant_w4a16(monkeypatch):
+    """A file of auto-round's as a module. The package itself would import transformers' and a dozen more."""
+    package = find_spec("auto_round")
+    if package is None:
+        pytest.skip("auto_round is not installed")
+    for name in ("auto_round", "auto_round.data_type", "auto_round.data_type.mxfp"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    path = Path(package.origin).parent / "export/svdquant_w4a16.py"
+    spec = spec_from_file_location("svdquant_w4a16", path)
+    monkeypatch.setitem(sys.modules, spec.name, module := module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.consumer
 @pytest.mark.parametrize("chunks", [3, 6])
-def test_auto_rounds_modulation_is_read(auto_round, chunks):  # noqa: F811
-    theirs = auto_round("svdquant_w4a16")
-    weight = torch.randn(1024 * chunks, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
-    bias = torch.randn(1024 * chunks, generator=torch.Generator().manual_seed(1)).bfloat16()
+def test_auto_rounds_modulation_is_read_and_its_codes_are_packed_alike(svdquant_w4a16, chunks):
+    theirs, random = svdquant_w4a16, torch.Generator().manual_seed(0)
+    weight = torch.randn(1024 * chunks, 1024, generator=random).bfloat16()
+    bias = torch.randn(1024 * chunks, generator=random).bfloat16()
     packed = theirs.quantize_adanorm_w4a16_rtn(weight, bias, splits=chunks)
     pieces = {"qweight": packed.qweight, "wscales": packed.wscales, "wzeros": packed.wzeros, "bias": packed.bias}
     layer, read = modulation(own(pieces), *weight.shape)
@@ -323,19 +302,10 @@ def test_auto_rounds_modulation_is_read(auto_round, chunks):  # noqa: F811
     assert torch.equal(layer.weight.read(), in_chunks(codes * scales + zeros, chunks))
     assert relative_error(weight.float(), layer.weight.read()) < 0.2
     assert (read.read() - bias.float()).abs().max() < 0.02  # bf16 holds 1 + bias no better
-    stored = interleaved(shifted(bias.float(), chunks, 1), chunks).bfloat16()
-    assert torch.equal(stored, packed.bias)
-
-
-# What cannot be held, and files that are wrong
-
-
-def test_what_nunchaku_leaves_alone_stays_in_high_precision():
-    layer = LayerAssignment("a.attn2.to_k", "linear", (128, 128), format="int4", activation_format="int4")
-    for name in ("a.attn2.to_k", "a.attn2.to_v", "a.proj_in", "a.proj_out", "time_embed.linear_1", "proj_out"):
-        assert "leaves such layers" in why_not_held(replace(layer, name=name), TARGETS[NAME])
-    for name in ("a.attn2.to_q", "a.attn1.to_v", "a.ff.net.2", "single_transformer_blocks.0.proj_out"):
-        assert why_not_held(replace(layer, name=name), TARGETS[NAME]) is None
+    assert torch.equal(interleaved(shifted(bias.float(), chunks, 1), chunks).bfloat16(), packed.bias)
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=random)
+    ours = tiles.packed(tiles.awq_codes(N, K), codes).view(torch.int32).view(N // 4, K // 2)
+    assert torch.equal(ours, theirs._pack_code_rows(codes.to(torch.int32)))
 
 
 @pytest.mark.slow
@@ -350,15 +320,6 @@ def test_a_run_that_leaves_a_layer_or_smooths_fused_ones_apart_is_refused(made):
     ):
         with pytest.raises(ConfigError, match=words):
             adapted(assignment | {layer: replace(assignment[layer], **change)}, TARGETS[NAME])
-
-
-@pytest.mark.slow
-def test_another_family_is_refused(made, tiny):
-    _, _, path = made("flux")
-    with pytest.raises(ArtifactError, match="is of NunchakuFlux.*, expected NunchakuSDXL"):
-        tiny("sdxl_wide").read(path, NAME)
-    with pytest.raises(ArtifactError, match="which a SD3Transformer2DModel is not"):
-        tiny("sd3").read(path, NAME)
 
 
 # Where tiles put each number: flat formulas, and the packers of cache-dit and auto-round, bit for bit
@@ -396,31 +357,22 @@ def awq(n, k):
     return ((place * 2 + k % 64 // 32) * 8 + k % 8) * 4 + k % 32 // 8
 
 
-def numbers(rows: int, columns: int) -> torch.Tensor:
-    return torch.arange(rows * columns).view(rows, columns)
-
-
-PLACES = {
-    "codes": (tiles.codes(N, K), 8 * word(ROW[:, None], COLUMN) + COLUMN % 8),
-    "scales": (tiles.scales(N, K // 64), scale(ROW[:, None], GROUP)),
-    "micro_scales": (tiles.micro_scales(N, K // 16), micro_scale(ROW[:, None], MICRO)),
-    "down": (tiles.down(R, K), in_sixteens(COLUMN, RANK[:, None], RANK[:, None], COLUMN)),
-    "up": (tiles.up(N, R), in_sixteens(ROW[:, None], RANK, ROW[:, None], RANK)),
-    "awq": (tiles.awq_codes(N, K), awq(ROW[:, None], COLUMN)),
-}
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_a_number_lies_where_the_formula_says(name):
-    layout, places = PLACES[name]
-    matrix = numbers(*layout.shape)
+@pytest.mark.parametrize(
+    "layout, places",
+    [
+        (tiles.codes(N, K), 8 * word(ROW[:, None], COLUMN) + COLUMN % 8),
+        (tiles.scales(N, K // 64), scale(ROW[:, None], GROUP)),
+        (tiles.micro_scales(N, K // 16), micro_scale(ROW[:, None], MICRO)),
+        (tiles.down(R, K), in_sixteens(COLUMN, RANK[:, None], RANK[:, None], COLUMN)),
+        (tiles.up(N, R), in_sixteens(ROW[:, None], RANK, ROW[:, None], RANK)),
+        (tiles.awq_codes(N, K), awq(ROW[:, None], COLUMN)),
+    ],
+    ids=["codes", "scales", "micro_scales", "down", "up", "awq"],
+)
+def test_a_number_lies_where_the_formula_says(layout, places):
+    matrix = torch.arange(layout.shape[0] * layout.shape[1]).view(layout.shape)
     stored = layout.tiled(matrix)
-    assert torch.equal(stored[places], matrix)
-    assert torch.equal(layout.natural(stored), matrix)
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).half()
+    assert torch.equal(stored[places], matrix) and torch.equal(layout.natural(stored), matrix)
 
 
 @pytest.mark.consumer
@@ -428,46 +380,36 @@ def test_cache_dit_packs_alike():
     pytest.importorskip("cache_dit")
     from cache_dit.quantization.svdquant.packing import SVDQWeightPacker
 
-    packer = SVDQWeightPacker(bits=4)
-    codes = torch.randint(-8, 8, (N, K), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    packer, generator = SVDQWeightPacker(bits=4), torch.Generator().manual_seed(0)
+    codes = torch.randint(-8, 8, (N, K), dtype=torch.int32, generator=generator)
+    scales, vector, micro, down, up = (
+        torch.randn(shape, generator=generator).half() for shape in ((N, K // 64), (N,), (N, K // 16), (R, K), (N, R))
+    )
     ours = tiles.packed(tiles.codes(N, K), codes.to(torch.int8)).view(torch.int8).view(N, K // 2)
     assert torch.equal(ours, packer.pack_weight(codes))
-    scales = random(N, K // 64)
     theirs = packer.pack_scale(packer.pad_scale(scales.view(N, 1, -1, 1), 64), 64)
     assert torch.equal(tiles.scales(N, K // 64).tiled(scales), theirs.flatten())
-    vector = random(N)
     theirs = packer.pack_scale(packer.pad_scale(vector.view(-1, 1), -1), -1)
     assert torch.equal(tiles.vector_in_tiles(vector), theirs.flatten())
-    micro = random(N, K // 16).abs()
-    theirs = packer.pack_micro_scale(packer.pad_scale(micro.view(N, 1, -1, 1), 16), 16)
-    ours = tiles.micro_scales(N, K // 16).tiled(micro.to(torch.float8_e4m3fn).view(torch.uint8))
+    theirs = packer.pack_micro_scale(packer.pad_scale(micro.abs().view(N, 1, -1, 1), 16), 16)
+    ours = tiles.micro_scales(N, K // 16).tiled(micro.abs().to(torch.float8_e4m3fn).view(torch.uint8))
     assert torch.equal(ours, theirs.view(torch.uint8).flatten())
-    for layout, matrix, down in ((tiles.down(R, K), random(R, K), True), (tiles.up(N, R), random(N, R), False)):
-        theirs = packer.pack_lowrank_weight(packer.pad_lowrank_weight(matrix, down=down), down=down)
+    for layout, matrix, is_down in ((tiles.down(R, K), down, True), (tiles.up(N, R), up, False)):
+        theirs = packer.pack_lowrank_weight(packer.pad_lowrank_weight(matrix, down=is_down), down=is_down)
         assert torch.equal(layout.tiled(matrix), theirs.flatten())
-
-
-@pytest.mark.consumer
-def test_auto_round_packs_awq_alike(auto_round):
-    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    ours = tiles.packed(tiles.awq_codes(N, K), codes).view(torch.int32).view(N // 4, K // 2)
-    assert torch.equal(ours, auto_round("svdquant_w4a16")._pack_code_rows(codes.to(torch.int32)))
 
 
 # Folders for nunchaku_lite; ``tests.programs`` has diffusers load one
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_a_folder_for_nunchaku_lite_holds_what_diffusers_config_says(written_once):
     case, assignment, folder = written_once("diffusers_nunchaku_lite", "flux", "int4", rank=0.1, smoothing="modelopt")
     config = json.loads((folder / case.component / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "nunchaku_lite" and config["compute_dtype"] == "float16"
-    section = config["svdq_w4a4"]
-    assert {key: section[key] for key in ("precision", "group_size", "rank")} == {
-        "precision": "int4", "group_size": 64, "rank": 16,
-    }  # fmt: skip
-    assert section["targets"] == [row.name for row in assignment.values() if row.format]
+    section = {"precision": "int4", "group_size": 64, "rank": 16}
+    section["targets"] = [row.name for row in assignment.values() if row.format]
+    assert config | {"quant_method": "nunchaku_lite", "compute_dtype": "float16"} == config
+    assert config["svdq_w4a4"] | section == config["svdq_w4a4"]
     (file,) = (folder / case.component).glob("*.safetensors")
     tensors = load_file(file)
     assert not any(name.endswith(("smooth_factor_orig", "wcscales", "wtscale")) for name in tensors)

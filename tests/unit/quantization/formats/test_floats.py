@@ -1,6 +1,6 @@
 """Numbers of eight and four bits against ml_dtypes; their blocks against ModelOpt's tensors and OCP's specification.
 
-``interchange.test_comfyui`` and ``test_servers`` have the decoders of comfy-kitchen and of transformers.
+``interchange.test_comfyui`` and ``test_modelopt_export`` have the decoders of comfy-kitchen and of transformers.
 """
 
 import math
