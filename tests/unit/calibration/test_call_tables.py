@@ -64,9 +64,6 @@ def test_a_folder_is_a_video_and_a_mask_is_grey(folder):
     (call,) = arguments_of(KNOB, [], [row])
     assert [each.getpixel((0, 0)) for each in call["video"]] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     assert call["mask_image"].mode == "L" and call["mask_image"].size == (40, 20)
-
-
-def test_large_images_are_read_smaller_in_their_own_shape(folder):
     assert read_whole(folder / "a.png", 200, "RGB").size == (20, 10)
 
 
@@ -98,11 +95,10 @@ def test_a_table_of_another_form_is_refused(folder, name, content, sentence):
         read_rows(KNOB, folder / name)
 
 
-class Edits:
-    def __call__(self, prompt, image, width, height, strength=1.0): ...
-
-
 def test_a_column_that_is_no_argument_or_that_knobs_decide_is_refused():
+    class Edits:
+        def __call__(self, prompt, image, width, height, strength=1.0): ...
+
     check_taken(Edits, KNOB, ["image", "strength"])
     with pytest.raises(ConfigError, match="infer.table has picture, which Edits does not take; it takes prompt"):
         check_taken(Edits, KNOB, ["image", "picture"])

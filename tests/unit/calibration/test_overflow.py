@@ -61,13 +61,13 @@ class Residual(nn.Module):
         return self.norm(x + self.one(x))
 
 
-@pytest.mark.parametrize("value, place", [(-30_000.0, "input of norm"), (1.0, "input of norm")])
-def test_a_residual_stream_is_seen_by_the_norm_that_reads_it(value, place):
-    network = Residual()
-    with watch({"part": network}) as peaks:
-        network(torch.tensor([[value, 0.0]]))
-    assert peaks == {"part": Peak(place, 2 * abs(value))}
-    assert not network.norm._forward_hooks and not network.norm._forward_pre_hooks
+def test_a_residual_stream_is_seen_by_the_norm_that_reads_it():
+    for value in (-30_000.0, 1.0):
+        network = Residual()
+        with watch({"part": network}) as peaks:
+            network(torch.tensor([[value, 0.0]]))
+        assert peaks == {"part": Peak("input of norm", 2 * abs(value))}
+        assert not network.norm._forward_hooks and not network.norm._forward_pre_hooks
 
 
 def test_peaks_are_kept_with_the_statistics(tmp_path: Path):

@@ -17,12 +17,11 @@ from sd_quant.calibration.prompts import (
     write_prompts,
 )
 from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.places import HOME
 
 pytestmark = pytest.mark.commit
 
 HEADER = b"id\timage_id\tcaption\theight\twidth\tfile_name\tcoco_url\n"  # of MLPerf's captions.tsv
-HOME = Path(__file__).parents[3]
-CONF = HOME / "conf"
 TEXT, TABLE = "prompts.txt", "captions.tsv"
 LONG = "é" * LONGEST_PROMPT
 UNCHANGED = ["ein Kätzchen, „süß“", "猫の写真 🐈", "../../etc/passwd; rm -rf $HOME", "${oc.env:HOME}", "a\u2028b"]
@@ -131,15 +130,8 @@ COLUMNS = "has {} columns in line 4, expected 7 as in its header; put one tab"
         ("a.json", f'{{"annotations": [0{",0" * 10**6}]}}', None, "1000001 entries, at most 1000000 work"),
         ("a.csv", "Prompts,Category\na cat, a dog,Animals\n", None, "3 columns in line 2, expected 2 as in its head"),
         ("a.csv", "id,text\n1,a cat\n", None, r"begins with 'id,text', expected a header line .* between commas; add"),
-        *(
-            (
-                TABLE,
-                header + b"\n" + row("a cat"),
-                None,
-                "begins with '.*', expected a header line with one column .caption.",
-            )
-            for header in (b"", b"id\timage_id\tcaptions", b"id,image_id,caption", b"caption\tid\tprompt")
-        ),
+        *((TABLE, header + b"\n" + row("a cat"), None, "begins with '.*', expected a header line with one column .capt")
+          for header in (b"", b"id\timage_id\tcaptions", b"id,image_id,caption", b"caption\tid\tprompt")),
         ("a.json", "{", None, r"is not JSON \(.*; download it again"),
         ("a.json", "[" * 100_000, None, r"is not JSON \(.*recursion.*; download it again"),
         ("a.json", '{"a": {"prompt": "\\ud800"}}', None, "is not UTF-8 in entry a; save it as UTF-8"),
@@ -148,7 +140,7 @@ COLUMNS = "has {} columns in line 4, expected 7 as in its header; put one tab"
         ("a.json", {"a": {"prompt": ["a cat"]}}, None, "has an unknown layout in entry a"),
     ],
     ids=lambda value: repr(value)[:40],
-)
+)  # fmt: skip
 def test_a_file_that_holds_something_else_is_refused_in_a_sentence(tmp_path, name, content, category, message):
     with pytest.raises(ConfigError, match=message) as refused:
         read_prompt_set(written(tmp_path, name, content), category)
@@ -167,12 +159,9 @@ def test_a_file_too_large_is_refused_before_it_is_read(tmp_path):
             read_prompts(tmp_path / name)
 
 
-# What is shipped
-
-
-def test_shipped_prompts_differ_and_those_of_every_model_are_many_and_short():
-    paths = list(CONF.rglob("prompts/*.txt"))
-    general = CONF / "model/prompts/general.txt"
+def test_shipped_prompts_differ_those_of_every_model_are_short_and_none_is_calibrated_on_and_judged_by():
+    paths = list((HOME / "conf").rglob("prompts/*.txt"))
+    general = HOME / "conf/model/prompts/general.txt"
     assert general in paths
     for path in paths:
         prompts = read_prompts(path)
@@ -181,8 +170,6 @@ def test_shipped_prompts_differ_and_those_of_every_model_are_many_and_short():
     for prompt in read_prompts(general):
         assert prompt.isascii() and len(prompt) <= 400 and 3 <= len(prompt.split()) <= 60, prompt
 
-
-def test_no_prompt_is_both_calibrated_on_and_judged_by():
     def prompts(*names: str) -> set[str]:
         return set().union(*(read_prompts(HOME / f"{name}.txt") for name in names))
 
@@ -192,23 +179,16 @@ def test_no_prompt_is_both_calibrated_on_and_judged_by():
     assert not prompts(mini) & prompts(*reported)
 
 
-# What is drawn
-
-
 PROMPTS = [*(f"prompt {number}" for number in range(39)), "prompt 0"]  # equal captions are drawn as often as they stand
-
-
-def test_a_draw_is_the_beginning_of_a_larger_one():
-    largest = draw_prompts(PROMPTS, len(PROMPTS), 42)
-    assert largest != PROMPTS and sorted(largest) == sorted(PROMPTS)
-    for count in range(len(PROMPTS)):
-        assert draw_prompts(PROMPTS, count, 42) == largest[:count]
 
 
 def test_a_draw_depends_on_nothing_but_the_seed():
     """Another order would make every cache worthless, as statistics are kept under their prompts."""
-    assert draw_prompts(PROMPTS, 5, 42) == ["prompt 16", "prompt 20", "prompt 33", "prompt 37", "prompt 36"]
-    assert draw_prompts(PROMPTS, 5, 43) != draw_prompts(PROMPTS, 5, 42)
+    largest = draw_prompts(PROMPTS, len(PROMPTS), 42)
+    assert largest[:5] == ["prompt 16", "prompt 20", "prompt 33", "prompt 37", "prompt 36"]
+    assert sorted(largest) == sorted(PROMPTS) and draw_prompts(PROMPTS, 5, 43) != largest[:5]
+    for count in range(len(PROMPTS)):
+        assert draw_prompts(PROMPTS, count, 42) == largest[:count]
     for count in (-1, 41):
         with pytest.raises(ValueError, match=f"{count} prompts cannot be drawn from 40"):
             draw_prompts(PROMPTS, count, 0)
@@ -219,18 +199,13 @@ OF_CATEGORIES = [Prompt(f"prompt {number}", "ABC"[min(number // 3, 2)]) for numb
 
 def test_a_draw_has_as_many_of_each_category_while_these_last():
     largest = draw_evenly(OF_CATEGORIES, 40, 42)
-    assert sorted(largest) == sorted(OF_CATEGORIES)
+    assert [prompt.text for prompt in largest[:4]] == ["prompt 5", "prompt 16", "prompt 2", "prompt 4"]
+    assert sorted(largest) == sorted(OF_CATEGORIES) and draw_evenly(OF_CATEGORIES, 4, 43) != largest[:4]
     for count in range(40):
         drawn = draw_evenly(OF_CATEGORIES, count, 42)
         counts = sorted(sum(prompt.category == each for prompt in drawn) for each in "ABC")
         assert drawn == largest[:count]
         assert counts[2] - counts[0] <= 1 if count <= 9 else counts[:2] == [3, 3]
-
-
-def test_an_even_draw_depends_on_nothing_but_the_seed_and_is_random_within_a_category():
-    drawn = [prompt.text for prompt in draw_evenly(OF_CATEGORIES, 4, 42)]
-    assert drawn == ["prompt 5", "prompt 16", "prompt 2", "prompt 4"]
-    assert draw_evenly(OF_CATEGORIES, 4, 43) != draw_evenly(OF_CATEGORIES, 4, 42)
     alone = [Prompt(text) for text in PROMPTS]
     assert [prompt.text for prompt in draw_evenly(alone, 7, 42)] == draw_prompts(PROMPTS, 7, 42)
 

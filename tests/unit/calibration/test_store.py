@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sd_quant.calibration.store import Entries, content_digest
 from sd_quant.files import digest
-from sd_quant.files.tensors import bytes_of
 
 from .some_statistics import assert_same, statistics
 
@@ -36,9 +35,6 @@ def kept(tmp_path_factory) -> tuple[Entries, bytes]:
 def refused(entries: Entries, caplog, segment: range = SEGMENT) -> bool:
     caplog.clear()
     return entries.read(segment) is None and f"the cached statistics {entries.path(segment)}" in caplog.text
-
-
-# What is kept
 
 
 @pytest.mark.parametrize("left", [".00000-00002.safetensors.17.part", "00000-00002.safetensors"])
@@ -75,15 +71,11 @@ def test_a_hessian_that_layers_share_is_kept_once_and_shared_again(entries):
     assert found.layers["down.conv1"].hessian.shape == (3, 4, 4) and found.layers["up.conv1"].hessian is None
 
 
-def test_a_single_number_has_a_digest_whatever_its_stride():
-    """As the range of a convolution has in a pass of one prompt and one step: a column of many."""
+def test_the_same_statistics_are_the_same_bytes(entries):
+    """Also the range of a convolution in a pass of one prompt and one step, a column of many."""
     column = torch.arange(26.0).view(1, 26)[:, 3]
     assert column.stride() == (26,)
     assert content_digest("", "", {"amax": column}) == content_digest("", "", {"amax": torch.tensor([3.0])})
-    assert bytes_of(column).tobytes() == torch.tensor([3.0]).numpy().tobytes()
-
-
-def test_the_same_statistics_are_the_same_bytes(entries):
     written = set()
     for _ in range(3):  # the library alone would order the metadata in 6 ways
         entries.write(SEGMENT, statistics(SEGMENT))
@@ -104,9 +96,6 @@ def test_the_longest_entry_wins(entries, caplog):
     assert str(entries.path(range(0, 5))) in caplog.text
 
 
-# What is not trusted
-
-
 @given(change=st.data(), difference=st.integers(1, 255))
 @settings(max_examples=150, deadline=None)
 def test_a_changed_byte_is_noticed(kept, change, difference):
@@ -120,9 +109,7 @@ def test_a_changed_byte_is_noticed(kept, change, difference):
     assert entries.read(SEGMENT) is None
 
 
-@pytest.mark.parametrize(
-    "change", [{"checkpoint": "b" * 64}, {"sampling": {"steps": 2, "seed": 43}}, {"device": "cpu"}]
-)
+@pytest.mark.parametrize("change", [{"sampling": {"steps": 2, "seed": 43}}, {"device": "cpu"}])
 def test_another_origin_has_a_folder_of_its_own(entries, caplog, tmp_path, change):
     other = Entries(tmp_path, ORIGIN | change, PROMPTS)
     other.write(SEGMENT, statistics(SEGMENT))
@@ -130,12 +117,8 @@ def test_another_origin_has_a_folder_of_its_own(entries, caplog, tmp_path, chang
     entries.folder.mkdir()
     entries.path(SEGMENT).write_bytes(other.path(SEGMENT).read_bytes())  # copied from the other's folder
     assert refused(entries, caplog)
-
-
-@pytest.mark.parametrize("prompts", [["a cat", "a cow"], ["a dog", "a cat"], ["a cata", " dog"], ["a cat"]], ids=str)
-def test_other_prompts(entries, caplog, tmp_path, prompts):
-    entries.write(SEGMENT, statistics(SEGMENT))
-    assert refused(Entries(tmp_path, ORIGIN, prompts), caplog)
+    for prompts in (["a cat", "a cow"], ["a dog", "a cat"], ["a cata", " dog"], ["a cat"]):
+        assert refused(Entries(tmp_path, ORIGIN | change, prompts), caplog)
 
 
 @pytest.mark.parametrize("written, read", [((0, 2), (0, 3)), ((0, 1), (4, 5))])
@@ -147,12 +130,9 @@ def test_an_entry_under_another_name(entries, caplog, written, read):
     assert entries.longest(read[0], 5) is None
 
 
-@pytest.mark.parametrize("name", ["00000-", "00000-²", "00000-00002 (copy)", "00000--0002", "00000-2"])
-def test_files_with_other_names_are_passed_by(entries, name):
+def test_files_with_other_names_are_passed_by_and_texts_are_told_apart(entries):
     entries.folder.mkdir(parents=True)
-    (entries.folder / f"{name}.safetensors").write_bytes(b"garbage")
+    for name in ("00000-", "00000-²", "00000-00002 (copy)", "00000--0002", "00000-2"):
+        (entries.folder / f"{name}.safetensors").write_bytes(b"garbage")
     assert entries.longest(0, 5) is None
-
-
-def test_texts_are_told_apart():
     assert len({digest("ab", "c"), digest("a", "bc"), digest("abc"), digest("abc", ""), digest()}) == 5

@@ -102,18 +102,15 @@ def test_a_checkpoint_for_inpainting(folder_of, family):
     single = assert_equal(folder_of(family, True), family, CLASSES[family][1], given)
     double = ours(opened(folder_of(family, True), family), sampling_of(given, batch_size=2))
     assert torch.allclose(double.latents, single.latents, rtol=0, atol=1e-3 * single.latents.abs().max())
-
-
-def test_a_checkpoint_for_inpainting_wants_a_mask(folder_of):
-    check_mask(opened(folder_of("sd15"), "sd15"), "infer.", None)
-    check_mask(opened(folder_of("sd15", True), "sd15"), "infer.", "mask.png")
+    check_mask(opened(folder_of(family), family), "infer.", None)
+    check_mask(opened(folder_of(family, True), family), "infer.", "mask.png")
     with pytest.raises(ConfigError, match=r"^infer.image and infer.mask are not given, .*: it reads 9 channels, 4 of"):
-        check_mask(opened(folder_of("sd15", True), "sd15"), "infer.", None)
+        check_mask(opened(folder_of(family, True), family), "infer.", None)
 
 
-def test_the_encoder_is_open_before_the_denoiser(folder_of):
-    """Where one part is open at a time, each is opened once for all images of both batches."""
-    checkpoint, opened_parts = opened(folder_of("sd15"), "sd15"), []
+def test_the_encoder_is_open_before_the_denoiser_and_each_call_encodes_its_images_again(folder_of):
+    """Where one part is open at a time, each is opened once for all images of both batches; an image's time has all."""
+    checkpoint, opened_parts, calls = opened(folder_of("sd15"), "sd15"), [], []
     engines = load_model(checkpoint).torch_engines()
 
     def open_part(part: str):
@@ -125,12 +122,6 @@ def test_the_encoder_is_open_before_the_denoiser(folder_of):
     variant = Variant(Pool(open_part, most=1), {part: part for part in engines})
     pipeline_of(checkpoint, variant)(PROMPTS, sampling_of(source(True, 0.6), batch_size=2))
     assert opened_parts == ["text_encoder", VAE_ENCODER, "unet", "vae"]
-
-
-def test_each_call_encodes_its_images_again(folder_of):
-    """Else the time of an image would lack it."""
-    checkpoint = opened(folder_of("sd15"), "sd15")
-    engines, calls = load_model(checkpoint).torch_engines(), []
     encode = engines[VAE_ENCODER]
     engines[VAE_ENCODER] = lambda **inputs: calls.append(inputs) or encode(**inputs)
     pipeline = pipeline_of(checkpoint, engines)

@@ -88,15 +88,12 @@ def layers_of(narrow: float = 0.0, wide: float = 0.0, **leans: float | None) -> 
     return layers_entry({"narrow": LayerDifference(narrow, 3e-3, straight), "wide": LayerDifference(wide, 1e-2, leans)})
 
 
-def test_the_worst_layer_is_the_one_nearest_its_tolerance():
+@pytest.mark.parametrize("fault", ["input", "weight", "scale"])
+def test_the_worst_layer_is_the_one_nearest_its_tolerance_and_may_go_half_of_the_way_to_a_fault(fault):
     found = layers_of(narrow=0.002, wide=0.004)
     assert (found["count"], found["worst"], found["tolerance"]) == (2, "narrow", 0.003)
     with pytest.raises(SdQuantError, match="layer wide by 0.04 "):
         layers_of(narrow=0.002, wide=0.04)
-
-
-@pytest.mark.parametrize("fault", ["input", "weight", "scale"])
-def test_a_layer_may_go_half_of_the_way_to_a_fault(fault):
     entry = layers_of(**{fault: 0.4})["faults"][fault]
     assert entry.pop("hidden_scales", 0) == 0
     assert entry == {"worst": "wide", "lean": 0.4, "limit": 0.5, "layers": 2, "hidden": 0}
@@ -161,27 +158,22 @@ def test_the_network_is_half_to_one_and_a_half_times_as_far_from_full_precision_
         network_entry("unet", 0.04, 0.1)
 
 
-PAIRS = {"fast": ("int8", "int8"), "slow": ("int8", "int8"), "lost": ("int8", "int8"), "stored": ("int8", None),
-         "kept": (None, None)}  # fmt: skip
-LAYERS = {name: layer(name, *formats) for name, formats in PAIRS.items()}
-
-
 def test_layers_that_fell_back_are_named_and_warned_of(caplog):
+    pairs = dict.fromkeys(("fast", "slow", "lost"), ("int8", "int8")) | {"stored": ("int8", None), "kept": (None, None)}
+    layers = {name: layer(name, *formats) for name, formats in pairs.items()}
     with caplog.at_level(logging.WARNING):
-        entry = executed_entry("runtime", {"fast": "INT8", "slow": "FLOAT", "stored": "FLOAT"}, LAYERS)
+        entry = executed_entry("runtime", {"fast": "INT8", "slow": "FLOAT", "stored": "FLOAT"}, layers)
     assert entry == {
         "count": 1, "of": 3, "weights_only": 1, "fell_back": ["slow"], "unknown": ["lost"],
         "reason": "runtime does not say what became of 1 layers",
     }  # fmt: skip
     assert caplog.messages == ["runtime computes 1 of 3 quantized layers in floating point: slow"]
     caplog.clear()
-    entry = executed_entry("runtime", dict.fromkeys(("fast", "slow", "lost"), "INT8"), LAYERS)
+    entry = executed_entry("runtime", dict.fromkeys(("fast", "slow", "lost"), "INT8"), layers)
     assert (entry["count"], entry["fell_back"], entry["unknown"], entry["reason"]) == (3, [], [], None)
     assert not caplog.messages
-    assert executed_entry("runtime", {"fast": "FLOAT8E4M3FN"}, {"fast": LAYERS["fast"]})["fell_back"] == ["fast"]
-
-
-def test_the_two_products_of_an_attention_count_like_layers():
+    assert executed_entry("runtime", {"fast": "FLOAT8E4M3FN"}, {"fast": layers["fast"]})["fell_back"] == ["fast"]
+    # the two products of an attention count like layers
     row = LayerAssignment("attn", "attention", (16,), activation_format="int8", attention_amax=(torch.ones(1),) * 4)
     kept = LayerAssignment("other", "attention", (16,), reason="it reads the text")
     entry = executed_entry("runtime", {"attn.scores": "INT8", "attn.values": "FLOAT"}, {"attn": row, "other": kept})

@@ -100,9 +100,7 @@ def test_the_worst_frame_is_that_of_one_video():
     assert found["psnr"]["worst_index"] == FRAMES + 3 and found["psnr"]["min"] == pytest.approx(8.13, abs=0.01)
     assert found["psnr"]["values"].count(None) == 3 * FRAMES - 1 and "identical" in found["psnr"]["reason"]
     assert np.argmax(found["flicker"]["values"]) == 1
-
-
-def test_what_has_no_change_has_a_reason():
+    # what has no change has a reason
     still = np.full((1, 8, WIDTH, 3), 9, np.uint8)
     alone = video_scores(still, still, WIDTH)
     assert alone["flicker"]["reason"] == "a single frame" and alone["flicker"]["interval"] == [None, None]

@@ -176,12 +176,11 @@ def test_the_first_token_is_apart_and_zeros_that_pad_a_text_do_not_count():
     assert moved(torch.ones(1, 3, 2, 2), torch.full((1, 3, 2, 2), 1.5)) == {"relative_error": pytest.approx(0.5)}
 
 
-class Attention(nn.Module):
-    def forward(self, query):
-        return nn.functional.scaled_dot_product_attention(query, query, query)
-
-
 def test_two_operations_for_each_multiplication_with_its_addition():
+    class Attention(nn.Module):
+        def forward(self, query):
+            return nn.functional.scaled_dot_product_attention(query, query, query)
+
     with torch.device("meta"):
         module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 16, 10))
         total, of = operations(module, {"input": torch.empty(2, 3, 4, 4)})

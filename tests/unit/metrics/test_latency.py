@@ -42,24 +42,17 @@ def test_a_gpu_is_timed_between_its_own_events(monkeypatch):
     """Nothing may be queued from before, and the second event is waited for before it is read."""
     told = []
 
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
+    def event(enable_timing):
+        assert enable_timing
+        return SimpleNamespace(
+            record=lambda: told.append("record"), synchronize=lambda: told.append("wait for the event"),
+            elapsed_time=lambda end: told.append("read") or 4.5,
+        )  # fmt: skip
 
-        def record(self):
-            told.append("record")
-
-        def synchronize(self):
-            told.append("wait for the event")
-
-        def elapsed_time(self, end):
-            assert told[-1] == "wait for the event"
-            return 4.5
-
-    monkeypatch.setattr(latency.torch.cuda, "Event", Event)
+    monkeypatch.setattr(latency.torch.cuda, "Event", event)
     monkeypatch.setattr(latency.torch.cuda, "synchronize", lambda: told.append("wait for all"))
     assert latency.cuda_events(lambda: told.append("call")) == 4.5
-    assert told == ["wait for all", "record", "call", "record", "wait for the event"]
+    assert told == ["wait for all", "record", "call", "record", "wait for the event", "read"]
 
 
 @pytest.fixture
@@ -80,15 +73,12 @@ def calls_taking(seconds, **durations):
     return {name: call(values) for name, values in durations.items()}
 
 
-def test_statistics_are_those_of_the_samples(seconds):
+def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
     [call] = calls_taking(seconds, a=[3.0, 1.0, 2.0, 5.0, 4.0]).values()
     found = measure(call, warmup=0, repeats=5)
     assert found["samples_ms"] == [3000, 1000, 2000, 5000, 4000]
     assert (found["min_ms"], found["p50_ms"], found["mean_ms"]) == (1000, 3000, 3000)
     assert 3000 < found["p90_ms"] < found["p99_ms"] <= 5000
-
-
-def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
     steady = measure_together(calls_taking(seconds, a=[2.0], b=[1.0]), 1, Stopping(10, 0.02, 1e9))
     assert (steady.stopped, len(steady.samples["a"])) == ("narrow", 10)
     noisy = measure_together(calls_taking(seconds, a=[2.0, 2.2, 1.9], b=[1.0, 1.3]), 0, Stopping(10, 0.02, 1e9))
@@ -97,19 +87,15 @@ def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
 
 
 def test_a_budget_ends_rounds_that_stay_wide_but_not_the_fewest(seconds):
+    """The first call is what the others are compared with: their ratio to each other may be sure."""
     wide = calls_taking(seconds, a=[1.0], b=[1.0, 9.0])
     rounds = measure_together(wide, 0, Stopping(4, 0.001, 100))
     assert rounds.stopped == "budget" and len(rounds.samples["a"]) == 18  # of 6 seconds on average
     assert len(measure_together(wide, 0, Stopping(4, 0.001, 0)).samples["a"]) == 4
     assert measure_together(wide, 0, Stopping(4, 0.001, 1e9, most=12)).stopped == "rounds"
-
-
-def test_the_first_call_is_what_the_others_are_compared_with(seconds):
-    """Two calls whose ratio to each other is sure, and to the reference is not."""
-    calls = calls_taking(seconds, reference=[1.0, 3.0, 2.0], a=[1.0], b=[1.0])
-    assert measure_together(calls, 0, Stopping(10, 0.02, 100)).stopped == "budget"
-    calls = calls_taking(seconds, a=[1.0], b=[1.0])
-    assert measure_together(calls, 0, Stopping(10, 0.02, 100)).stopped == "narrow"
+    for calls, stopped in (({"reference": [1.0, 3.0, 2.0], "a": [1.0], "b": [1.0]}, "budget"),
+                           ({"a": [1.0], "b": [1.0]}, "narrow")):  # fmt: skip
+        assert measure_together(calls_taking(seconds, **calls), 0, Stopping(10, 0.02, 100)).stopped == stopped
 
 
 def test_a_row_has_as_many_calls_as_an_image_or_half_a_second_has_room_for(seconds):

@@ -1,5 +1,7 @@
 """Ranges and products of attentions; those of whole networks against what diffusers' processors multiply."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,13 +75,6 @@ def test_integers_have_ranges_for_each_head_over_all_rows_that_the_attention_rea
 def test_what_stays_in_high_precision_says_why(given, reason):
     row = assigned(**given)
     assert (row.reason, row.activation_format, row.attention_products) == (reason, None, ())
-
-
-def test_a_head_of_zeros_has_finite_factors():
-    zeros = (torch.zeros(HEADS),) * 4
-    row = LayerAssignment("attn", "attention", (WIDTH,), activation_format="int8", attention_amax=zeros)
-    found = head_factors(row)
-    assert all(torch.isfinite(factor).all() for factor in (found.query, found.key, found.logit, found.output))
 
 
 def integer_error(query: Tensor, key: Tensor, value: Tensor, mean: Tensor | None = None) -> tuple[float, Tensor]:
@@ -222,7 +217,10 @@ def test_positions_turn_pairs_of_channels_as_diffusers_does():
     assert torch.equal(at_positions(heads, (), random), heads[None])
 
 
-def test_other_norms_than_those_of_the_published_models_are_left_alone():
+def test_a_head_of_zeros_has_finite_factors_and_other_norms_than_the_published_models_are_left_alone():
+    row = LayerAssignment("attn", "attention", (WIDTH,), activation_format="int8")
+    found = head_factors(replace(row, attention_amax=(torch.zeros(HEADS),) * 4))
+    assert all(torch.isfinite(factor).all() for factor in (found.query, found.key, found.logit, found.output))
     network = transformer(True)
     assert len(FAMILY.attentions(network)) == 3
     network.register_to_config(qk_norm="layer_norm")

@@ -34,9 +34,7 @@ def test_it_is_the_diagonal_of_the_product_of_all_rows(block, monkeypatch):
         part = slice(index * block, (index + 1) * block)
         torch.testing.assert_close(blocks.double(), whole[part, part], rtol=1e-5, atol=1e-4)
     assert found.dtype == torch.float32 and len(found) == -(-160 // block)
-
-
-def test_what_fp16_cannot_hold_is_cut_and_fp16_is_summed_in_fp32():
+    # what fp16 cannot hold is cut, and fp16 is summed in fp32
     assert summed(nn.Linear(1, 1), 1, 64, torch.tensor([[1e30], [-1e30]])).item() == 2 * torch.tensor(65504.0) ** 2
     assert summed(nn.Linear(1, 1), 1, 64, torch.full((4, 1), 60000.0).half()).item() == 4 * 60000.0**2
 

@@ -1,4 +1,4 @@
-"""Smoothing by hand, two or three channels wide; against ModelOpt's on a network see test_against_modelopt.py."""
+"""Smoothing by hand, two or three channels wide; against ModelOpt's on a network see simulation/test_modelopt.py."""
 
 from dataclasses import replace
 
@@ -8,15 +8,11 @@ import torch
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.linears import Readers, absorb_scale, assign_linears
-from sd_quant.quantization.low_rank import low_rank
-from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.row_chunks import layer_of_rows
-from sd_quant.quantization.smoothing import SMOOTHINGS, awake, pre_quant_scale, range_keeping_scale
+from sd_quant.quantization.smoothing import awake, pre_quant_scale, range_keeping_scale
 from sd_quant.quantization.statistics import LayerStatistics
-from tests.layers import drawn, sample_of
-
-from ...joint_attention import calibrated
+from tests.layers import sample_of
 
 pytestmark = pytest.mark.commit
 
@@ -31,12 +27,8 @@ AMAX, COLUMNS = torch.tensor([4.0, 16.0, 1.0]), torch.tensor([1.0, 4.0, 9.0])
         (1.0, [0.25, 0.0625, 1.0]),  # 1 / a: every input channel gets the same range
     ],
 )
-def test_a_table_worked_by_hand(alpha, expected):
+def test_a_table_worked_by_hand_where_dead_channels_are_left_alone(alpha, expected):
     torch.testing.assert_close(pre_quant_scale(AMAX, COLUMNS, alpha), torch.tensor(expected), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
-def test_dead_channels_are_left_alone(alpha):
     dead = torch.tensor([0.0, 2.0**-31, 1.0, 1.0])
     assert pre_quant_scale(dead, torch.tensor([1.0, 1.0, 0.0, 1.0]), alpha).tolist() == [1, 1, 1, 1]
 
@@ -52,13 +44,6 @@ def test_a_modulations_vector_is_a_multiple_that_keeps_the_range_of_the_input():
     scale = range_keeping_scale(AMAX, COLUMNS, 0.5)
     assert scale.tolist() == [1.0, 1.0, 6.0] and (AMAX * scale).max() == AMAX.max()
     assert range_keeping_scale(torch.zeros(2), torch.ones(2), 0.5).tolist() == [1.0, 1.0]
-
-
-def test_folded_keeps_the_readers_of_an_input_together_and_modelopt_takes_every_layer_alone():
-    """What no module absorbs is not modulated either."""
-    inputs = [SharedInput(("to_q", "to_k"), "norm1.linear", modulation=(0, 1)), SharedInput(("proj_out",), "norm")]
-    assert SMOOTHINGS["folded"](inputs) == inputs
-    assert SMOOTHINGS["modelopt"](inputs) == [SharedInput((name,)) for name in ("to_q", "to_k", "proj_out")]
 
 
 ATTENTION = SharedInput(("to_q",), "norm1.linear", modulation=(0, 1))
@@ -88,39 +73,11 @@ def test_factors_of_one_input_multiply_and_rows_have_their_part():
     twice, once = absorb(ATTENTION, absorb(ATTENTION, ROW, SCALE), OTHER), absorb(ATTENTION, ROW, SCALE * OTHER)
     assert torch.equal(rewritten(BIAS, twice), rewritten(BIAS, once))
     assert torch.equal(rewritten(BIAS[1:4], layer_of_rows(once, slice(1, 4))), rewritten(BIAS, once)[1:4])
-
-
-def test_without_a_bias_or_beyond_fp16_it_absorbs_nothing():
+    # without a bias, or beyond fp16, it absorbs nothing
     assert absorb(ATTENTION, ROW, SCALE, bias=None) is None
     assert absorb(ATTENTION, ROW, SCALE, bias=BIAS * 5e3) is not None
     assert absorb(ATTENTION, ROW, SCALE, bias=BIAS * 3e4) is None
     assert absorb(ATTENTION, ROW, SCALE, weight=WEIGHT * 1e4) is None
-
-
-def test_a_quantized_modulation_has_other_ranges_and_another_branch():
-    weight = drawn(12, 6)
-    row = replace(ROW, reason=None, format="int8", weight_axis=0)
-    row = with_weight_range(replace(row, low_rank=low_rank(weight, 2)), weight)
-    once = absorb(ATTENTION, row, SCALE, weight)
-    twice = absorb(FEED_FORWARD, once, OTHER, weight)
-    factor = twice.output_scale
-    torch.testing.assert_close(twice.weight_amax, row.weight_amax * factor, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(twice.low_rank[0].float(), row.low_rank[0].float() * factor[:, None], rtol=1e-3, atol=0)
-    assert torch.equal(twice.low_rank[1], row.low_rank[1])
-
-
-def test_fp16_holds_a_small_factor_of_a_scale():
-    """A channel 1000 times as large as the other: not (0.001, 1), whose bias of -0.999 fp16 rounds by 2 % of 0.001."""
-    reader = LayerAssignment("to_q", "qkv", (2, 2))
-    statistics = LayerStatistics("linear", torch.tensor([[1000.0, 1.0]]), sample_of(torch.empty(0, 2)))
-    weights = {"to_q": torch.ones(2, 2), ROW.name: WEIGHT}
-    rows = assign_linears(
-        ATTENTION, {"to_q": reader, ROW.name: ROW}, {"to_q": weights["to_q"]}, weights.__getitem__,
-        lambda name: torch.zeros(12), {"to_q": statistics}, Recipe(3.0, 1.0, collect_method="min-max"),
-    )  # fmt: skip
-    assert rows["to_q"].pre_quant_scale.tolist() == [1.0, 1000.0] and rows["to_q"].activation_amax == 1000.0
-    stored = rewritten(torch.zeros(12), rows[ROW.name]).half().float()
-    torch.testing.assert_close(1 + stored[2:4], rows["to_q"].pre_quant_scale, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("per_token, wakes, room", [(False, True, True), (False, False, False), (True, True, False)])
@@ -153,11 +110,3 @@ def test_what_one_fold_of_the_prompts_has_beyond_the_range_of_the_other():
         assert readers.clipped_squares(alpha, quiet).tolist() == [0.0, (8 - 3) ** 2 / 2]
     one = replace(statistics, folds=torch.stack([folds[0], torch.zeros(2)]))
     assert replace(readers, statistics=one).clipped_squares(1.0, 0.0).tolist() == [0.0, 0.0]
-
-
-def test_without_a_bias_readers_stay_unfolded_and_the_graph_multiplies():
-    recipe = Recipe(3.0, 0.5, collect_method="min-max", enable=Enable(Pair("int8", "int8"), Pair("int8", "int8"), None))
-    rows = calibrated("sd3", modulated=True).derived(recipe, bias_of=lambda name: None)
-    readers = [row for name, row in rows.items() if name.endswith(("attn.to_q", "ff.net.0.proj", "add_k_proj"))]
-    assert len(readers) == 6 and all(row.multiplies and row.format for row in readers)
-    assert all(row.output_scale is None and row.output_shift is None for name, row in rows.items() if ".norm" in name)

@@ -1,7 +1,13 @@
-"""Ranges of inputs as they are, scaled per token or rotated, and of weights: rotated with them, or by observers."""
+"""Ranges of inputs as they are, scaled per token or rotated, and of weights; and of steps, by percentile.
 
+NVIDIA's own calibrator, run outside the project, wrote percentile_golden.json; its ``source`` says how.
+"""
+
+import json
 import math
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +17,7 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.percentile import ranges_by_step
+from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS, corrected_amax, modelopt_amax, ranges_by_step
 from sd_quant.quantization.ranges import observed_range
 from sd_quant.quantization.recipe import ROTATIONS, Enable, Pair, Recipe
 from sd_quant.quantization.rotation import rotation_matrix
@@ -64,15 +70,11 @@ def test_ranges_of_weights_are_those_of_what_is_rotated(group, alpha):
 
 
 def test_ranges_of_rotated_inputs_are_those_of_the_sample_with_headroom():
-    """Twice the largest. NVFP4 has a scale of all numbers, which such a range is for."""
+    """Twice the largest. Without a sample a rotated number is a sum of ``group`` numbers over root(group)."""
     rows = assigned(NVFP4, rotation=64)
     expected = 2 * turned(ROWS.half(), 64).abs().max().item()
     assert rows["up"].activation_amax == pytest.approx(expected)
     assert assigned(NVFP4)["up"].activation_amax == pytest.approx(1.5 * ROWS.abs().max().item())
-
-
-def test_without_a_sample_a_rotated_input_is_no_larger_than_a_group_of_the_largest_numbers():
-    """A rotated number is a sum of ``group`` numbers over root(group)."""
     recipe = Recipe(3.0, None, enable=Enable(Pair("nvfp4", None), NVFP4, None), rotation=16)
     assert observed_range(torch.empty(0, WIDTH), 3.0, "ffn", recipe) == 3.0 * 16**0.5
 
@@ -123,10 +125,53 @@ def test_each_step_has_the_quartiles_of_a_linears_channels_or_a_convolutions_pro
     ]  # fmt: skip
     assert [row["kept"] for row in rows] == pytest.approx([6.35, 6.35, 8.35, 8.35], rel=1e-3)  # shifted by 40 codes
 
+    for change in ({"pre_quant_scale": torch.ones(5)}, {"per_token": True}, {"rotation": 16}):  # not rounded as it is
+        assert [each["kept"] for each in ranges_by_step({"linear": replace(row, **change)}, found)] == [None] * 2
+    assert ranges_by_step({"linear": replace(row, activation_format=None)}, found) == []
 
-@pytest.mark.parametrize("change", [{"pre_quant_scale": torch.ones(5)}, {"per_token": True}, {"rotation": 16}])
-def test_what_a_recipe_keeps_is_said_where_the_input_is_rounded_as_it_is(change):
-    found = {"layer": LayerStatistics("linear", torch.ones(1, 5), sample_of(drawn(2, 5)))}
-    row = replace(static_layer(drawn(4, 5), "int8", True), **change)
-    assert [row["kept"] for row in ranges_by_step({"layer": row}, found)] == [None]
-    assert ranges_by_step({"layer": replace(row, activation_format=None)}, found) == []
+
+# Ranges of steps, by percentile
+
+METHODS = ("global_min", "min-max", "min-mean", "mean-max")
+GOLDEN = json.loads((Path(__file__).parent / "percentile_golden.json").read_text())["cases"]
+
+#                      step 0  1    2    3    4
+AMAX = torch.tensor([[9.0, 5.0, 4.0, 8.0, 1.0], [6.0, 2.0, 7.0, 3.0, 1.0], [3.0, 5.0, 4.0, 4.0, 1.0]])
+# min over prompts      3    2    4    3    1
+# max                   9    5    7    8    1
+# mean                  6    4    5    5    1
+
+
+@pytest.mark.parametrize(
+    "collect_method, table",
+    [
+        ("global_min", {1.0: 1, 0.8: 2, 0.2: 3}),
+        ("min-max", {1.0: 1, 0.8: 5, 0.2: 9}),
+        ("min-mean", {1.0: 1, 0.8: 4, 0.2: 6}),
+        ("mean-max", {1.0: 6, 0.6: 7, 0.79: 7}),  # (9 + 5 + 7 + 8 + 1) / 5; int(5 * 0.79) = 3 steps
+    ],
+)
+def test_corrected_gives_a_table_worked_by_hand(collect_method, table):
+    """Whatever the batch size."""
+    for (percentile, expected), batch_size in product(table.items(), (1, 2, 7)):
+        assert corrected_amax(AMAX, percentile, collect_method, batch_size) == pytest.approx(expected), percentile
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["name"])
+def test_modelopt_gives_what_nvidias_class_gave(case):
+    amax = torch.tensor(case["amax"])
+    for batch_size, percentile, *expected in case["results"]:
+        found = [modelopt_amax(amax, percentile, method, batch_size) for method in METHODS]
+        assert found == pytest.approx(expected, rel=1e-6), (batch_size, percentile)
+        if batch_size == 1:  # 7 prompts on 5 steps: 1.4 times the mean
+            ours = corrected_amax(amax, percentile, "min-mean", batch_size)
+            assert expected[METHODS.index("min-mean")] == pytest.approx(len(amax) / len(amax[0]) * ours, rel=1e-6)
+
+
+@pytest.mark.parametrize(("calibrator", "collect_method"), product(PERCENTILE_CALIBRATORS, METHODS))
+def test_a_percentile_that_selects_no_step_or_more_than_there_are_is_refused(calibrator, collect_method):
+    calibrate = PERCENTILE_CALIBRATORS[calibrator]
+    with pytest.raises(ValueError, match=r"percentile 0.19 selects 0 of 5 steps.* from 0.2 to 1"):
+        calibrate(AMAX, 0.19, collect_method, 1)
+    with pytest.raises(ValueError, match=r"percentile 1.2 selects 6 of 5 steps"):
+        calibrate(AMAX, 1.2, collect_method, 1)

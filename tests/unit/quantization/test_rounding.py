@@ -21,7 +21,7 @@ from sd_quant.quantization.rounding import (
     with_refined_branches,
     with_rounded_weight,
 )
-from sd_quant.quantization.row_chunks import layer_of_rows, output_error
+from sd_quant.quantization.row_chunks import layer_of_rows
 from tests.layers import drawn, statistics_of
 
 pytestmark = pytest.mark.commit
@@ -139,7 +139,7 @@ def test_four_over_six_worked_by_hand():
 
 @pytest.mark.parametrize("fmt", PLAIN)
 def test_smoothed_and_split_weights_are_rounded_for_the_smoothed_input(fmt):
-    """The branch is not rounded, and the rows are those that the codes are multiplied with."""
+    """The branch is not rounded, and the rows are those that the codes are multiplied with; so it is where rotated."""
     weight, rows = drawn(OUTPUTS, INPUTS), inputs(64)
     factors = drawn(INPUTS, seed=3).exp()
     layer = row(weight, fmt, pre_quant_scale=factors, low_rank=(drawn(OUTPUTS, 4).half(), drawn(4, INPUTS).half()))
@@ -147,25 +147,11 @@ def test_smoothed_and_split_weights_are_rounded_for_the_smoothed_input(fmt):
     chosen = rounded(replace(layer, weight_amax=amax_of(smoothed, fmt)), weight, rows)
     expected = rounded(row(smoothed, fmt), smoothed, rows * factors)
     assert all(map(torch.equal, chosen.rounded, expected.rounded))
-
-
-@pytest.mark.parametrize("fmt, rotation", ROTATIONS)
-def test_a_branch_that_is_fitted_again_leaves_less_of_outputs_that_it_has_not_seen(fmt, rotation):
-    """Whatever rounds the residual; the rank stays, and the error that is left is that of the new branch.
-
-    Where inputs are rotated GPTQ leaves 0.92 to 1.06, by the processor; fitted to what is rotated, a branch would make
-    it more.
-    """
-    weight, rows, others = drawn(OUTPUTS, INPUTS), inputs(128), inputs(500, seed=2)
-    layer = branched(weight, fmt, rotation)
-    # fitted to the weight, FP4 has 0.82 and 0.88 left
-    for rounding, left in (("nearest", 0.8 if FORMATS[fmt].bits == 4 else 0.86), ("gptq", 1.08 if rotation else 0.96)):
-        before, after = (
-            rounded(layer, weight, rows, rounding, True, rank=4, branch_rounds=rounds) for rounds in (0, 3)
-        )
-        errors = [output_error(each, weight, others) for each in (before, after)]
-        assert errors[1] < left * errors[0]
-        assert before.low_rank is layer.low_rank and after.low_rank[1].shape == (4, INPUTS)
+    rotated_weight, rotated_rows = (rotated(x, 16) for x in (weight, rows))
+    chosen = rounded(replace(row(rotated_weight, fmt), rotation=16), weight, rows, scale_search=True)
+    expected = rounded(row(rotated_weight, fmt), rotated_weight, rotated_rows, scale_search=True)
+    assert all(map(torch.equal, chosen.rounded, expected.rounded))
+    torch.testing.assert_close(chosen.rounded_weight(weight), rotated(expected.rounded_weight(rotated_weight), 16))
 
 
 @pytest.mark.parametrize("fmt", BLOCKED)
@@ -186,17 +172,6 @@ def test_a_shared_branch_is_fitted_to_what_rounding_has_left_of_all_its_layers(f
     assert 0.999 < ((errors - fitted) @ factor).norm() / best < 1.01
     for each, weight in zip(after, weights, strict=True):
         assert torch.equal(each.weight_amax, rewritten(weight, each).abs().amax().view(1))
-
-
-@pytest.mark.parametrize("fmt", PLAIN)
-def test_gptq_rounds_what_is_rotated_for_inputs_that_are_rotated(fmt):
-    """The codes are those of a layer whose weight and inputs were rotated before anybody saw them."""
-    weight, rows = drawn(OUTPUTS, INPUTS), inputs(64)
-    rotated_weight, rotated_rows = (rotated(x, 16) for x in (weight, rows))
-    chosen = rounded(replace(row(rotated_weight, fmt), rotation=16), weight, rows, scale_search=True)
-    expected = rounded(row(rotated_weight, fmt), rotated_weight, rotated_rows, scale_search=True)
-    assert all(map(torch.equal, chosen.rounded, expected.rounded))
-    torch.testing.assert_close(chosen.rounded_weight(weight), rotated(expected.rounded_weight(rotated_weight), 16))
 
 
 def test_inputs_far_apart_do_not_make_up_for_each_other(monkeypatch):
@@ -222,13 +197,10 @@ def test_some_rows_of_a_weight_have_their_own_codes(fmt):
     codes, scales = layer.codes_and_scales(weight)
     some, its_scales = layer_of_rows(layer, slice(5, 9)).codes_and_scales(weight[5:9])
     assert torch.equal(some.float(), codes[5:9].float())
-    numbers = FORMATS[fmt].dequantize(some, *its_scales)
-    assert torch.equal(numbers, FORMATS[fmt].dequantize(codes, *scales)[5:9])
+    assert torch.equal(FORMATS[fmt].dequantize(some, *its_scales), FORMATS[fmt].dequantize(codes, *scales)[5:9])
 
 
-WITHOUT_HESSIAN = (
-    "^quantize.hessian is 128, and the statistics have {} of layer layer; calibrate with quantize.hessian=128"
-)
+WITHOUT_HESSIAN = "^quantize.hessian is 128, and the statistics have {} of layer layer; calibrate with quantize.hessian"
 FORGED = torch.full((1, INPUTS, INPUTS), 2.0)
 FORGED[0].fill_diagonal_(1.0)
 
@@ -260,18 +232,8 @@ def test_with_the_hessian_of_the_sampled_rows_codes_are_those_of_the_rows(fmt, r
     layer = branched(weight, fmt, rotation)
     by_rows = rounded(layer, weight, rows, scale_search=True)
     others = inputs(16, seed=9)  # of which only their number counts
-    by_hessian = rounded(layer, weight, others, scale_search=True, hessian=hessian_of(rows, size), block=size)
+    hessian = hessian_of(rows, size)
+    by_hessian = rounded(layer, weight, others, scale_search=True, hessian=hessian, block=size)
+    assert torch.equal(hessian, hessian_of(rows, size))
     numbers = [FORMATS[fmt].dequantize(*each.rounded) for each in (by_rows, by_hessian)]
     assert torch.isclose(*numbers, rtol=1e-4).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("fmt", SEARCHED)
-def test_the_hessian_of_all_rows_errs_less_on_rows_that_nobody_has_seen(fmt):
-    weight, rows, others = drawn(OUTPUTS, WIDE), inputs(4000, size=WIDE), inputs(500, seed=2, size=WIDE)
-    layer, hessian = row(weight, fmt), hessian_of(rows, WIDE)
-    before = hessian.clone(), rows.clone()
-    sampled = rounded(layer, weight, rows[:128], scale_search=True)
-    whole = rounded(layer, weight, rows[:128], scale_search=True, hessian=hessian, block=WIDE)
-    errors = [output_error(each, weight, others) for each in (sampled, whole)]
-    assert errors[1] < 0.9 * errors[0]
-    assert torch.equal(hessian, before[0]) and torch.equal(rows, before[1])

@@ -91,11 +91,12 @@ def test_a_convolution_that_has_no_product_is_rounded(fmt, place, given, kind):
     assert isinstance(layer_of(conv, layer, PRODUCTS[place]), kind)
 
 
-@pytest.mark.parametrize("outputs, inputs, unfit", [(32, 64, False), (36, 64, True), (32, 40, True)])
-def test_sizes_that_cuda_does_not_take_are_the_kernels(monkeypatch, outputs, inputs, unfit):
+def test_sizes_that_cuda_does_not_take_are_the_kernels(monkeypatch):
     monkeypatch.setattr(native, "kernel_linear", lambda *_: "kernel")
-    layer, product = SimpleNamespace(codes=torch.zeros(outputs, inputs)), native.aligned(lambda *_: "library", 16)
-    assert product(torch.zeros(4, inputs), layer, torch.float16) == ("kernel" if unfit else "library")
+    product = native.aligned(lambda *_: "library", 16)
+    for outputs, inputs, computed in ((32, 64, "library"), (36, 64, "kernel"), (32, 40, "kernel")):
+        layer = SimpleNamespace(codes=torch.zeros(outputs, inputs))
+        assert product(torch.zeros(4, inputs), layer, torch.float16) == computed
 
 
 @pytest.mark.slow
@@ -172,15 +173,13 @@ def test_a_linear_in_blocks_multiplies_what_the_simulation_rounds(dtype):
     torch.testing.assert_close(torch.compile(made, backend="eager", fullgraph=True)(x), found)
 
 
-def test_hopper_multiplies_int8_by_torch_and_other_gpus_by_the_kernel(monkeypatch):
+def test_a_gpu_has_the_products_of_its_capability_or_is_refused(monkeypatch):
+    """Hopper multiplies INT8 by torch and other GPUs by the kernel."""
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: (int(device.index == 0) + 8, 0))
     hopper, other = (native.products_on(torch.device("cuda", index)) for index in (0, 1))
     assert hopper["INT8"] == native.Products(native.aligned_int_mm, None)
     assert other["INT8"] == native.Products(native.kernel_linear, native.kernel_convolution)
     assert hopper["FLOAT8E4M3FN"] == other["FLOAT8E4M3FN"]
-
-
-def test_a_gpu_without_the_product_is_refused_by_its_capability(monkeypatch):
     monkeypatch.setattr(native.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda: (8, 6))
     check_device({"int8"})

@@ -93,6 +93,10 @@ def test_the_curve_keeps_the_worst_layers_first(sensitivity):
         assert point["predicted"] == pytest.approx(sum(error_by_hand([name]) ** 2 for name in rest) ** 0.5, rel=1e-3)
     errors = [point["relative_error"] for point in sensitivity.curve]
     assert errors[0] > 2 * errors[1] > 2 * errors[2] > 0
+    table = sensitivity_rows(sensitivity, ASSIGNMENT, kept=2)
+    for rank, (row, (name, error)) in enumerate(zip(table, sensitivity.network_error.items(), strict=True), 1):
+        assert (row["name"], row["network_error"], row["rank"]) == (name, error, rank)
+        assert (row["kept"], row["role"]) == (rank <= 2, "ffn")
 
 
 def test_layers_that_are_not_named_stay_as_they_are():
@@ -104,13 +108,6 @@ def test_layers_that_are_not_named_stay_as_they_are():
     assert found.network_error["4"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_rows_are_ranked_and_say_which_layers_are_kept(sensitivity):
-    table = sensitivity_rows(sensitivity, ASSIGNMENT, kept=2)
-    for rank, (row, (name, error)) in enumerate(zip(table, sensitivity.network_error.items(), strict=True), 1):
-        assert (row["name"], row["network_error"], row["rank"]) == (name, error, rank)
-        assert (row["kept"], row["role"]) == (rank <= 2, "ffn")
-
-
 @pytest.mark.parametrize("keep, kept", [(0, 0), (9, 9), (0.0, 0), (0.3, 3), (0.01, 0), (10, None), (0.99, None)])
 def test_a_budget_is_a_number_of_layers_or_a_fraction_and_does_not_keep_everything(keep, kept):
     if kept is not None:
@@ -118,11 +115,7 @@ def test_a_budget_is_a_number_of_layers_or_a_fraction_and_does_not_keep_everythi
         return
     with pytest.raises(ConfigError, match=f"keep is {keep}, which keeps all 10 layers .* keep at most 9"):
         layers_to_keep(keep, 10)
-
-
-@pytest.mark.parametrize("kept, quantized, expected", [(0, 1, [0]), (2, 3, [0, 1, 2]), (7, 16, [0, 1, 2, 4, 7, 8])])
-def test_points_of_the_curve(kept, quantized, expected):
-    assert curve_points(kept, quantized) == expected
+    assert [curve_points(*each) for each in ((0, 1), (2, 3), (7, 16))] == [[0], [0, 1, 2], [0, 1, 2, 4, 7, 8]]
 
 
 def test_an_error_that_both_halves_have_counts_once():

@@ -1,22 +1,25 @@
-"""What all formats have in common, and that they are those of NVIDIA ModelOpt and of ONNX."""
+"""What all formats have in common, those of NVIDIA ModelOpt and of ONNX; integers by hand and by ml_dtypes' packing."""
 
+import math
 import subprocess
 import sys
-from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 import torch
 from modelopt.torch.quantization.config import QuantizerAttributeConfig
 from modelopt.torch.quantization.nn import TensorQuantizer
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
+from sd_quant.places import HOME
 from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
-from sd_quant.quantization.formats.blocks import per_channel
+from sd_quant.quantization.formats.blocks import pack_nibbles, per_channel
+from sd_quant.quantization.formats.integers import INT4, SMALLEST_SCALE, scale_of
 from tests.layers import drawn
 
 pytestmark = pytest.mark.commit
@@ -67,20 +70,17 @@ def test_zeros_stay_zeros_and_a_block_of_them_does_not_touch_the_others(fmt):
         assert not fake_quantize(fmt, torch.zeros(2, 256), torch.tensor(amax)).any()
 
 
-def test_numbers_that_blocks_do_not_divide_are_refused(fmt):
+def test_numbers_that_blocks_do_not_divide_and_a_range_without_end_are_refused(fmt):
     if fmt.block is None:
         assert fake_quantize(fmt, torch.ones(2, 100), torch.tensor(1.0)).shape == (2, 100)
-        return
-    with pytest.raises(SdQuantError, match=f"100 numbers do not divide into blocks of {fmt.block}"):
-        fmt.scales(torch.ones(2, 100), torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_a_range_without_end_is_refused(fmt, value):
-    x = gaussian()
-    x[3, 77] = value
-    with pytest.raises(OverflowError, match="inf|nan|NaN"):
-        fmt.scales(x, x.abs().max())
+    else:
+        with pytest.raises(SdQuantError, match=f"100 numbers do not divide into blocks of {fmt.block}"):
+            fmt.scales(torch.ones(2, 100), torch.tensor(1.0))
+    for value in (math.inf, -math.inf, math.nan):
+        x = gaussian()
+        x[3, 77] = value
+        with pytest.raises(OverflowError, match="inf|nan|NaN"):
+            fmt.scales(x, x.abs().max())
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -109,7 +109,7 @@ def dequantizing(fmt: Format, x: Tensor, opset: int) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_onnx_computes_the_same_numbers_from_what_is_stored(name):
+def test_onnx_computes_the_same_numbers_from_what_is_stored_and_its_opset_is_the_first_with_these_types(name):
     """Exactly: its fp16 products are ours rounded to fp16."""
     fmt, x = FORMATS[name], gaussian()[:8]
     model = dequantizing(fmt, x, fmt.opset)
@@ -117,19 +117,13 @@ def test_onnx_computes_the_same_numbers_from_what_is_stored(name):
     found = ReferenceEvaluator(model).run(None, {})[0]
     assert found.dtype == np.float16
     assert np.array_equal(found, fake_quantize(fmt, x, largest(x)).half().numpy())
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_the_opset_is_the_first_that_has_these_types(name):
-    fmt = FORMATS[name]
-    model = dequantizing(fmt, gaussian()[:8], fmt.opset - 1)
     with pytest.raises((onnx.checker.ValidationError, onnx.shape_inference.InferenceError)):
-        onnx.checker.check_model(model, full_check=True)
+        onnx.checker.check_model(dequantizing(fmt, x, fmt.opset - 1), full_check=True)
 
 
 def test_the_facts_of_formats_need_no_torch():
     code = "import sys, sd_quant.quantization.formats as f; sys.exit('torch' in sys.modules or len(f.FORMATS) < 5)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=HOME).returncode == 0
 
 
 def uneven(axis: int | None) -> tuple[Tensor, Tensor]:
@@ -158,3 +152,36 @@ def test_it_is_modelopts_fake_quantization(name, axis):
     ours = fmt.dequantize(fmt.quantize(weight, scale), scale)
     torch.testing.assert_close(ours, quantizer(weight), rtol=2.0**-21, atol=0)
     assert not torch.equal(ours, weight)
+
+
+# Integers
+
+SCALES = {  # by range
+    127.0: 1.0, 0.0: 1.0, 127 * 2.0**-14: 2.0**-14, 1e-30: SMALLEST_SCALE, 127 * 65504.0: 65504.0,
+    127 * (1 + 2.0**-12): 1.0,  # rounded to fp16
+}  # fmt: skip
+
+
+def test_scales_are_fp16_numbers_in_fp32():
+    scale = scale_of(torch.tensor(list(SCALES)), 127)
+    assert scale.dtype == torch.float32 and scale.tolist() == list(SCALES.values())
+    for amax in (127 * 65536.0, math.inf, math.nan):
+        with pytest.raises(OverflowError, match="fp16 cannot hold"):
+            scale_of(torch.tensor([1.0, amax]), 127)
+
+
+def test_a_block_worked_by_hand():
+    block = torch.tensor([14.0, -14.0, 1.0, 3.0, 0.9, 5.0] + [0.0] * 58)
+    (scale,) = INT4.scales(block, torch.tensor(0.0))
+    assert scale.tolist() == [2.0]
+    assert INT4.quantize(block, scale).tolist()[:6] == [7, -7, 0, 2, 0, 2]  # 0.5 and 2.5 go to the even neighbour
+    assert INT4.dequantize(INT4.quantize(block, scale), scale).tolist()[:6] == [14, -14, 0, 4, 0, 4]
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 5), (2, 3, 5)])  # the last two of an odd number
+def test_codes_are_packed_as_onnx_packs_them(shape):
+    """Those of a transposed weight in its own order."""
+    codes = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    for given in (codes, codes.movedim(0, -1)):
+        stored = numpy_helper.from_array(np.ascontiguousarray(given.numpy()).astype(ml_dtypes.int4))
+        assert pack_nibbles(given).numpy().tobytes() == stored.raw_data

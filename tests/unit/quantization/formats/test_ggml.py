@@ -60,17 +60,6 @@ def test_the_number_of_largest_magnitude_has_the_code_farthest_from_zero(name, c
         assert codes[0, -1] == code and codes.dtype == torch.int8
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_scales_are_numbers_of_the_types_that_hold_them(name):
-    for scales in FORMATS[name].tried_scales(uneven(), torch.zeros(1)):
-        halves, integers = (
-            (scales[: len(scales) // 2], scales[len(scales) // 2 :]) if name in K_QUANTS else (scales, ())
-        )
-        assert all(torch.equal(each, each.half().float()) for each in halves)
-        low, high = (-128, 127) if name == "q6_k" else (0, 63)
-        assert all(torch.equal(each, each.round().clamp(low, high)) for each in integers)
-
-
 def test_a_weight_that_blocks_of_256_do_not_divide_has_llama_cpps_other_format():
     assert [dividing(name, 512) for name in K_QUANTS] == K_QUANTS
     assert [dividing(name, 640) for name in K_QUANTS] == ["q5_0", "q5_1", "q8_0"]
