@@ -143,22 +143,19 @@ WITHOUT_HESSIANS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("segments", "block", "asked", "sentence"),
-    [
-        ([(0, 3)], 0, {"calib_size": 2}, DIVIDED.format("3", 2)),
-        ([(0, 2), (2, 5)], 0, {"calib_size": 3}, DIVIDED.format("2 or 5", 3)),
-        ([(0, 2), (3, 5)], 0, {"calib_size": 5}, DIVIDED.format("2", 5)),
-        ([(2, 4)], 0, {"calib_size": 4}, "holds no statistics of the first prompt; give the folder with all entries"),
-        ([(0, 2)], 0, {"here": with_sampling(steps=20)},
-         "holds statistics of 2 denoising steps and quantize.n_steps is 20; set quantize.n_steps=2"),
-        ([(0, 2)], 0, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("no Hessians", 0)),
-        ([(0, 2)], 128, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("Hessians in blocks of 128", 128)),
-        ([(0, 2)], 64, {"hessians": SUMMED},
-         "holds no Hessians of 2 of the 2 layers whose codes GPTQ chooses, such as down.to_q; set quantize.hessian=0, "
-         "or collect them with the same quantize="),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("segments", "block", "asked", "sentence"), [
+    ([(0, 3)], 0, {"calib_size": 2}, DIVIDED.format("3", 2)),
+    ([(0, 2), (2, 5)], 0, {"calib_size": 3}, DIVIDED.format("2 or 5", 3)),
+    ([(0, 2), (3, 5)], 0, {"calib_size": 5}, DIVIDED.format("2", 5)),
+    ([(2, 4)], 0, {"calib_size": 4}, "holds no statistics of the first prompt; give the folder with all entries"),
+    ([(0, 2)], 0, {"here": with_sampling(steps=20)},
+     "holds statistics of 2 denoising steps and quantize.n_steps is 20; set quantize.n_steps=2"),
+    ([(0, 2)], 0, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("no Hessians", 0)),
+    ([(0, 2)], 128, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("Hessians in blocks of 128", 128)),
+    ([(0, 2)], 64, {"hessians": SUMMED},
+     "holds no Hessians of 2 of the 2 layers whose codes GPTQ chooses, such as down.to_q; set quantize.hessian=0, "
+     "or collect them with the same quantize="),
+])  # fmt: skip
 def test_entries_of_other_prompts_steps_or_hessians(tmp_path, segments, block, asked, sentence):
     folder = written(tmp_path, *segments, block=block)
     assert refusal(ConfigError, folder, **asked) == f"{folder} {sentence}"
@@ -210,31 +207,28 @@ IMPOSSIBLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "change", "block", "words"),
-    [
-        *((key, change, 0, "is of another UNet") for key, change in (
-            ("linear|down.to_q|amax", lambda amax: amax.double()),
-            ("conv|down.conv1|amax", lambda amax: amax[:1]),
-            ("conv|down.conv1|rows", lambda rows: rows[:0]),
-            ("conv|down.conv1|rows", lambda rows: rows.repeat(43, 1)),  # 129
-            ("conv|down.conv1|priority", lambda priority: priority.float()),
-            ("call|x|rows", lambda rows: rows[..., :-1].contiguous()),
-            ("call|y|rows", lambda rows: rows.repeat(5, 1, 1)),  # 10
-            ("call|z|rows", lambda rows: torch.zeros(1)),
-        )),
-        *((f"hessian|{key}", lambda none, shape=shape: torch.zeros(shape), block, "is of another UNet")
-          for key, shape, block in (
-            ("down.to_q|blocks", (1, 4, 4), 0),  # which the entry does not tell of
-            ("down.to_q|blocks", (2, 4, 4), 64),
-            ("down.to_q,down.conv1|blocks", (1, 4, 4), 64),  # which cannot read one tensor
-            ("down.to_q,down.to_q,elsewhere|blocks", (1, 4, 4), 64),
-            ("down.to_q", (1, 4, 4), 64),
-            ("down.to_q|rows", (1, 4, 4), 64),
-        )),
-        *((key, ending_with(value), 0, f"negative or infinite values in {key!r}") for key, value in IMPOSSIBLE.items()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "change", "block", "words"), [
+    *((key, change, 0, "is of another UNet") for key, change in (
+        ("linear|down.to_q|amax", lambda amax: amax.double()),
+        ("conv|down.conv1|amax", lambda amax: amax[:1]),
+        ("conv|down.conv1|rows", lambda rows: rows[:0]),
+        ("conv|down.conv1|rows", lambda rows: rows.repeat(43, 1)),  # 129
+        ("conv|down.conv1|priority", lambda priority: priority.float()),
+        ("call|x|rows", lambda rows: rows[..., :-1].contiguous()),
+        ("call|y|rows", lambda rows: rows.repeat(5, 1, 1)),  # 10
+        ("call|z|rows", lambda rows: torch.zeros(1)),
+    )),
+    *((f"hessian|{key}", lambda none, shape=shape: torch.zeros(shape), block, "is of another UNet")
+      for key, shape, block in (
+        ("down.to_q|blocks", (1, 4, 4), 0),  # which the entry does not tell of
+        ("down.to_q|blocks", (2, 4, 4), 64),
+        ("down.to_q,down.conv1|blocks", (1, 4, 4), 64),  # which cannot read one tensor
+        ("down.to_q,down.to_q,elsewhere|blocks", (1, 4, 4), 64),
+        ("down.to_q", (1, 4, 4), 64),
+        ("down.to_q|rows", (1, 4, 4), 64),
+    )),
+    *((key, ending_with(value), 0, f"negative or infinite values in {key!r}") for key, value in IMPOSSIBLE.items()),
+])  # fmt: skip
 def test_tensors_that_no_pass_leaves(tmp_path, key, change, block, words):
     entry = next(written(tmp_path, (0, 2), block=block).iterdir())
     tensors = load(entry.read_bytes())

@@ -80,25 +80,22 @@ COCO = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "category", "expected"),
-    [
-        ("PartiPrompts.tsv", PARTI, None, [
-            ('a sign that says "HELLO"', "Artifacts"), ('"LOVE" on a mug, "PEACE" on a wall', "Artifacts"),
-            ("two owls", "Animals"),
-        ]),
-        ("PartiPrompts.tsv", PARTI, "challenge", [
-            ('a sign that says "HELLO"', "Writing & Symbols"),
-            ('"LOVE" on a mug, "PEACE" on a wall', "Writing & Symbols"), ("two owls", "Quantity"),
-        ]),
-        ("drawbench.csv", DRAWBENCH, None, [
-            ("A red car.", "Colors"), ("Two cups, a saucer.", "Counting"), ("One dog.", "Gary et al."),
-        ]),
-        ("meta_data.json", MJHQ, None, [("a soup, steaming", "food"), ("a fox", "logo")]),
-        ("captions_val2017.json", COCO, None, [("A cat on a mat.", None), ("A grey cat.", None)]),
-        ("captions_val2017.json", COCO | {"annotations": COCO["annotations"][:1]}, None, [("A cat on a mat.", None)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "category", "expected"), [
+    ("PartiPrompts.tsv", PARTI, None, [
+        ('a sign that says "HELLO"', "Artifacts"), ('"LOVE" on a mug, "PEACE" on a wall', "Artifacts"),
+        ("two owls", "Animals"),
+    ]),
+    ("PartiPrompts.tsv", PARTI, "challenge", [
+        ('a sign that says "HELLO"', "Writing & Symbols"),
+        ('"LOVE" on a mug, "PEACE" on a wall', "Writing & Symbols"), ("two owls", "Quantity"),
+    ]),
+    ("drawbench.csv", DRAWBENCH, None, [
+        ("A red car.", "Colors"), ("Two cups, a saucer.", "Counting"), ("One dog.", "Gary et al."),
+    ]),
+    ("meta_data.json", MJHQ, None, [("a soup, steaming", "food"), ("a fox", "logo")]),
+    ("captions_val2017.json", COCO, None, [("A cat on a mat.", None), ("A grey cat.", None)]),
+    ("captions_val2017.json", COCO | {"annotations": COCO["annotations"][:1]}, None, [("A cat on a mat.", None)]),
+])  # fmt: skip
 def test_published_layouts_are_read_with_their_categories(tmp_path, name, content, category, expected):
     assert read_prompt_set(written(tmp_path, name, content), category) == [Prompt(*each) for each in expected]
 

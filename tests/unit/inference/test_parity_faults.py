@@ -268,13 +268,10 @@ def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network
         assert all(lean is None or abs(lean) < 0.2 for lean in found.leans.values())
 
 
-@pytest.mark.parametrize(
-    ("recipe", "engine", "multiplied"),
-    [
-        ("int8", "openvino", "INT8"), ("int8_rotated", "openvino", "INT8"), ("int4_weight_only", "openvino", "FLOAT"),
-        ("fp8", "openvino", "FLOAT"), ("int8", "onnxruntime", "FLOAT"), ("fp8", "onnxruntime", "FLOAT"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("recipe", "engine", "multiplied"), [
+    ("int8", "openvino", "INT8"), ("int8_rotated", "openvino", "INT8"), ("int4_weight_only", "openvino", "FLOAT"),
+    ("fp8", "openvino", "FLOAT"), ("int8", "onnxruntime", "FLOAT"), ("fp8", "onnxruntime", "FLOAT"),
+])  # fmt: skip
 def test_a_runtime_says_in_which_numbers_it_multiplies(export, recipe, engine, multiplied, request):
     """OpenVINO has kernels for INT8; ONNX Runtime fuses none of this export's Q/DQ pairs, whose scales are fp16."""
     if multiplied == "INT8":

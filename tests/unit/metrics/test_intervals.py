@@ -124,16 +124,13 @@ def test_intervals_cover_what_they_say_although_openings_end_when_they_are_narro
     assert 0.88 <= covered / 150 <= 1
 
 
-@pytest.mark.parametrize(
-    ("values", "corrected"),
-    [
-        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # Wikipedia, "Holm-Bonferroni method"
-        ([0.01, 0.02, 0.03, 0.04, 0.05], [0.05, 0.08, 0.09, 0.09, 0.09]),  # as R's p.adjust
-        ([0.01, 0.04, None, 0.03], [0.03, 0.06, None, 0.06]),
-        ([0.6, 0.7], [1, 1]),
-        ([], []),
-    ],
-)
+@pytest.mark.parametrize(("values", "corrected"), [
+    ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # Wikipedia, "Holm-Bonferroni method"
+    ([0.01, 0.02, 0.03, 0.04, 0.05], [0.05, 0.08, 0.09, 0.09, 0.09]),  # as R's p.adjust
+    ([0.01, 0.04, None, 0.03], [0.03, 0.06, None, 0.06]),
+    ([0.6, 0.7], [1, 1]),
+    ([], []),
+])  # fmt: skip
 def test_holms_correction(values, corrected):
     assert holm(values) == pytest.approx(corrected)
 

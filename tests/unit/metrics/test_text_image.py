@@ -112,17 +112,14 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
     assert again["references"] == "val.npz"
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        {"mu": np.zeros(12)},
-        {"mu": np.zeros(12), "sigma": np.zeros((12, 11))},
-        {"mu": np.zeros(12), "sigma": np.full((12, 12), np.nan)},
-        {"mu": np.float64(0), "sigma": np.zeros((1, 1))},
-        {"mu": np.zeros(5), "sigma": np.eye(5)},
-        {"mu": np.array([None]), "sigma": np.eye(1)},
-    ],
-)
+@pytest.mark.parametrize("stored", [
+    {"mu": np.zeros(12)},
+    {"mu": np.zeros(12), "sigma": np.zeros((12, 11))},
+    {"mu": np.zeros(12), "sigma": np.full((12, 12), np.nan)},
+    {"mu": np.float64(0), "sigma": np.zeros((1, 1))},
+    {"mu": np.zeros(5), "sigma": np.eye(5)},
+    {"mu": np.array([None]), "sigma": np.eye(1)},
+])  # fmt: skip
 def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path, stored):
     np.savez(tmp_path / "broken.npz", **stored)
     found = fid(random_images(24), tmp_path / "broken.npz")

@@ -63,15 +63,12 @@ def test_integers_have_ranges_for_each_head_over_all_rows_that_the_attention_rea
         torch.testing.assert_close(amax, 1.25 * heads.abs().amax((1, 2)))
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"fmt": "int8", "cross": True}, "it reads the text, whose first token is far larger than the others"),
-        ({"fmt": "int8", "width": 24}, "its heads are 24 wide, no multiple of 16"),
-        ({"fmt": "fp8", "width": 24}, "its heads are 24 wide, no multiple of 16"),
-        ({"fmt": "int8", "level": 3.0}, "role attention is not in quant_level 3"),
-    ],
-)
+@pytest.mark.parametrize(("given", "reason"), [
+    ({"fmt": "int8", "cross": True}, "it reads the text, whose first token is far larger than the others"),
+    ({"fmt": "int8", "width": 24}, "its heads are 24 wide, no multiple of 16"),
+    ({"fmt": "fp8", "width": 24}, "its heads are 24 wide, no multiple of 16"),
+    ({"fmt": "int8", "level": 3.0}, "role attention is not in quant_level 3"),
+])  # fmt: skip
 def test_what_stays_in_high_precision_says_why(given, reason):
     row = assigned(**given)
     assert (row.reason, row.activation_format, row.attention_products) == (reason, None, ())

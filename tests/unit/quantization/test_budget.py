@@ -130,17 +130,14 @@ def test_one_label_for_all_is_taken_where_labels_err_together_and_it_fits():
     assert found.candidates["all in a"].labels == ["a", "a", KEPT, "a", "a", "a"]
 
 
-@pytest.mark.parametrize(
-    "role, recipe, expected",
-    [
-        ("ffn", None, 2 * 64 * 128),
-        ("ffn", INT4, 64 * 128 // 2 + 2 * 64 * 2 + 2 * 8 * (64 + 128)),  # codes, scales of 64 numbers, the branch
-        ("conv", INT4, 64 * 128 // 2 + 2 * 64 * 2),
-        ("ffn", with_weights(INT4, "int8"), 64 * 128 + 2 * 64),
-        ("ffn", with_weights(INT4, "nvfp4"), 64 * 128 // 2 + 64 * 128 // 16 + 4),
-        ("ffn", Recipe(3.0, None, per_channel=False), 64 * 128 + 2),
-    ],
-)
+@pytest.mark.parametrize("role, recipe, expected", [
+    ("ffn", None, 2 * 64 * 128),
+    ("ffn", INT4, 64 * 128 // 2 + 2 * 64 * 2 + 2 * 8 * (64 + 128)),  # codes, scales of 64 numbers, the branch
+    ("conv", INT4, 64 * 128 // 2 + 2 * 64 * 2),
+    ("ffn", with_weights(INT4, "int8"), 64 * 128 + 2 * 64),
+    ("ffn", with_weights(INT4, "nvfp4"), 64 * 128 // 2 + 64 * 128 // 16 + 4),
+    ("ffn", Recipe(3.0, None, per_channel=False), 64 * 128 + 2),
+])  # fmt: skip
 def test_bytes_of_a_layer_worked_by_hand(role, recipe, expected):
     shape = (64, 32, 2, 2) if role == "conv" else (64, 128)
     assert stored_bytes(shape, role, recipe) == expected

@@ -282,16 +282,13 @@ def test_rows_are_plain_values_that_a_csv_holds():
         assert text.getvalue().strip() == expected
 
 
-@pytest.mark.parametrize(
-    "given, error, reason",
-    [
-        ({"statistics": {"conv": seen("conv", [[0.0]])}}, SdQuantError, "layer conv only ever saw zeros"),
-        ({"statistics": {"up": seen("linear", [[0.0, 0.0]])}}, SdQuantError, "layer up only ever saw zeros"),
-        ({"statistics": {"to_k": None}}, SdQuantError, "layer to_k was never reached"),
-        ({"statistics": {"conv": seen("conv", [[1e7]])}}, SdQuantError, "cannot be quantized: an amax of 1e.07"),
-        ({"quant_level": 1, "kept": ["conv"]}, ConfigError, "quant_level=1 with 1 layer kept leaves no layer"),
-    ],
-)
+@pytest.mark.parametrize("given, error, reason", [
+    ({"statistics": {"conv": seen("conv", [[0.0]])}}, SdQuantError, "layer conv only ever saw zeros"),
+    ({"statistics": {"up": seen("linear", [[0.0, 0.0]])}}, SdQuantError, "layer up only ever saw zeros"),
+    ({"statistics": {"to_k": None}}, SdQuantError, "layer to_k was never reached"),
+    ({"statistics": {"conv": seen("conv", [[1e7]])}}, SdQuantError, "cannot be quantized: an amax of 1e.07"),
+    ({"quant_level": 1, "kept": ["conv"]}, ConfigError, "quant_level=1 with 1 layer kept leaves no layer"),
+])  # fmt: skip
 def test_what_cannot_be_quantized_is_refused_by_name(given, error, reason):
     with pytest.raises(error, match=reason):
         assign(**given)
