@@ -32,7 +32,6 @@ def with_hessians(segment: range) -> Statistics:
 
 
 def written(folder: Path, *segments: tuple[int, int], statistics=statistics, block: int = 0, **other: object) -> Path:
-    """A cache folder with entries of these prompts, which tell of Hessians in blocks of ``block``."""
     other |= {"hessians": {"block": block, "of": "x"}} if block else {}
     entries = Entries(folder, ORIGIN | other, PROMPTS)
     for segment in segments:

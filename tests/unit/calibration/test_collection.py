@@ -48,7 +48,6 @@ SHA256 = "a" * 64
 
 @pytest.fixture(scope="module")
 def model():
-    """The shipped checkpoint's, loaded."""
     return loading.load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
 
 

@@ -99,7 +99,6 @@ def whole() -> Statistics:
 
 @pytest.fixture(scope="module")
 def singles() -> list[Statistics]:
-    """Of each prompt by itself."""
     return [calibrate([prompt]) for prompt in range(PROMPTS)]
 
 

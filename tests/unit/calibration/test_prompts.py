@@ -35,7 +35,6 @@ UNCHANGED = ["ein Kätzchen, „süß“", "猫の写真 🐈", "../../etc/passw
 
 
 def written(folder: Path, name: str, content: bytes | str | dict | list) -> Path:
-    """Bytes or a text as they are, anything else as JSON."""
     path = folder / name
     if not isinstance(content, bytes):
         content = (content if isinstance(content, str) else json.dumps(content)).encode()

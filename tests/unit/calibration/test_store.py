@@ -155,7 +155,6 @@ HALF = {"t5": dataclasses.replace(PART.contract, weights=torch.float16)}
 
 
 def encoder(scale: float = 1.0) -> nn.Module:
-    """A tiny T5 as a part, whose feed-forward's last weight is ``scale`` times as large."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 8, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
     network = T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu")).eval().requires_grad_(False)

@@ -63,7 +63,6 @@ def modules(small_config):
 
 @pytest.fixture
 def build(engines, modules):
-    """A pipeline with a given scheduler."""
     parts = sdxl.FAMILY.parts({name: modules[name].config for name in ("unet", "vae")}, CONTEXT_TOKENS, "nemo")
 
     def built(scheduler):
@@ -84,7 +83,6 @@ def pipeline(build):
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory) -> Callable[..., Path]:
-    """The folder of a tiny pipeline or variant by its name, each written once."""
     from ...zoo.families import TINY, VARIANTS, for_inpainting  # seconds, which most tests here need not wait
 
     root = tmp_path_factory.mktemp("families")

@@ -193,7 +193,6 @@ def test_statistics_are_of_the_inputs_that_a_checkpoint_is_read_with(opened, tmp
 
 
 def test_t5_can_be_left_out_of_a_folder_that_has_it(opened):
-    """And then the images are those of a folder that was saved without it, from the same weights."""
     whole = opened("sd3")
     lean = open_pipeline(whole.path, "sd3", TOKENS, parts=list(opened("sd3_no_t5").parts()))
     latents = pipeline(lean)(PROMPTS, SAMPLING, decode=()).latents
@@ -265,7 +264,6 @@ ENTRIES = {  # of a scheduler's config, and what is drawn for those that a class
 
 
 def drawn_folder(of: random.Random, kind: type, sound: Path, folder: Path) -> dict[str, Any]:
-    """Writes the folder of a tiny pipeline with another scheduler and another autoencoder's config."""
     shutil.copytree(sound, folder)
     known = inspect.signature(kind).parameters
     entries = {name: of.choice(values) for name, values in ENTRIES.items() if name in known}
@@ -304,7 +302,6 @@ def by_diffusers(folder: Path, sampling: Sampling) -> np.ndarray:
 
 
 def compare(family: str, scheduler: str, sound: Path, root: Path) -> None:
-    """Compares the images of the first draw that diffusers takes."""
     for attempt in range(50):
         of, folder = random.Random(f"{family} {scheduler} {attempt}"), root / str(attempt)
         sampling = Sampling(
@@ -423,7 +420,6 @@ def test_an_image_is_changed_and_a_part_of_one_made_anew(folder_of, family, stre
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 def test_a_checkpoint_for_inpainting(folder_of, family):
-    """Also in batches of two, whose sums are of another order."""
     given = source(True, 1.0)
     single = assert_equal(folder_of(family, True), family, CLASSES[family][1], given)
     double = ours(to_encode(folder_of(family, True), family), sampling_of(given, batch_size=2))

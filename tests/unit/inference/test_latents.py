@@ -18,8 +18,6 @@ NOISE = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0))
 
 
 class Code:
-    """Runs when it is unpickled by a reader that lets it."""
-
     def __reduce__(self):
         return pytest.fail, ("a pickle was executed",)
 

@@ -109,7 +109,6 @@ def test_a_layer_is_compared_where_its_input_is_not_the_zeros_of_the_uncondition
 
 
 def layers_of(narrow: float = 0.0, wide: float = 0.0, **leans: float | None) -> dict:
-    """The entry for layers of tolerances 3e-3 and 1e-2 with these errors; the wide one leans."""
     straight = dict.fromkeys(leans, 0.0)
     return layers_entry({"narrow": LayerDifference(narrow, 3e-3, straight), "wide": LayerDifference(wide, 1e-2, leans)})
 
@@ -304,7 +303,6 @@ def assign(network: Network, recipe: str) -> dict[str, LayerAssignment]:
 
 @pytest.fixture(scope="module")
 def export(network, tmp_path_factory):
-    """The assignment, simulation and file of a recipe."""
     traced = trace(Network, CONTRACT)
 
     @cache
@@ -419,7 +417,6 @@ def test_a_fault_of_one_layer_is_caught(export, network, monkeypatch, recipe, en
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["int8", "fp8", "int8_dynamic", "int8_rotated"])
 def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network, recipe):
-    """In bf16 with inputs that it holds: it is coarser than half a step of INT8 from code 64 on."""
     assignment, simulation, _ = export(recipe)
     native = with_native_layers(deepcopy(network), assignment)
     bias = native.up.bias.clone()
@@ -428,6 +425,7 @@ def test_layers_of_codes_pass_and_leave_their_biases_as_they_are(export, network
     assert bias.any()
     if recipe not in ("fp8", "int8_rotated"):
         return
+    # in bf16 with inputs that it holds: it is coarser than half a step of INT8 from code 64 on
     native = placed(with_native_layers(deepcopy(network), assignment), torch.device("cpu"), torch.bfloat16)
     held = rounded_inputs(simulation, torch.bfloat16)
     outputs = native_outputs(native, held)

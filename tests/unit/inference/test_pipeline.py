@@ -44,7 +44,6 @@ def test_images_are_decoded_in_tiles_where_that_is_asked_for(pipeline, engines):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_images_take_the_sizes_in_turn(pipeline, engines, batch_size):
-    """Each is that of a run of its size alone, in the order of the prompts; a batch has one size."""
     batches = []
     sizes, sampling = [(64, 64), (128, 64)], replace(SAMPLING, batch_size=batch_size)
     mixed = pipeline(PROMPTS, replace(sampling, sizes=sizes), on_batch=batches.append)
@@ -61,7 +60,6 @@ def test_images_take_the_sizes_in_turn(pipeline, engines, batch_size):
 
 @pytest.mark.parametrize(("given", "batch_size"), [(0, 2), (1, 2), (3, 1), (3, 2)])
 def test_each_image_has_noise_of_its_own_seed_or_that_is_given(pipeline, engines, given, batch_size):
-    """One for each, or one for all; at NeMo's first noise level the network is given the very numbers."""
     seeded = [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5 + number)) for number in range(3)]
     noise = torch.randn(given, 4, 8, 8, generator=torch.Generator().manual_seed(1)) if given else torch.cat(seeded)
     pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, latents=noise if given else None), decode=())
@@ -70,8 +68,6 @@ def test_each_image_has_noise_of_its_own_seed_or_that_is_given(pipeline, engines
 
 
 def test_batches_may_be_made_in_any_order(pipeline):
-    """As by several processes, each of which makes what the others do not."""
-
     def backwards(batches, make, also):
         assert batches == [[0, 1], [2]]
         return [make(place) for place in (1, 0)][::-1]
@@ -103,7 +99,6 @@ def test_what_decides_the_images_is_described(pipeline):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_negative_prompts_are_the_unconditional_half_in_turn(pipeline, engines, batch_size):
-    """Whatever the batch: the third image gets the first of two again."""
     negatives = ["a", "bbbbb"]  # the tokenizer here gives their lengths
     pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, negative_prompts=negatives), decode=())
     contexts = []

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.precision import best_steps, predicted_gain, products_of_steps
 from sd_quant.inference.reuse import (
     Replacement,
-    answers_before,
     best_replacements,
     candidates,
     changed_by,
@@ -107,17 +105,6 @@ def test_neither_ends_nor_neighbours_are_replaced():
     assert schedule_of([Replacement(2, "e"), Replacement(5, "r")], 7) == "ccecccr"[:5] + "rc"
 
 
-def test_calls_before_the_replaced_step_are_answered_from_a_whole_run():
-    """Of two batches of four steps with two calls each; other parts' calls are the same in every run."""
-    whole = {"unet": [{"out": number} for number in range(16)], "clip": [{"z": 0}, {"z": 1}]}
-    answer = answers_before(whole, "unet", step=2, places=[0, 0, 1, 1, 2, 2, 3, 3])
-    answers = [answer("unet", number) for number in range(12)]
-    assert [each and each["out"] for each in answers] == [0, 1, 2, 3, None, None, 8, 9, 10, 11, None, None]
-    assert answer("clip", 1) == {"z": 1} and answer("clip", 2) is None
-    uneven = answers_before(whole, "unet", step=1, places=[0, 0, 1, 2])  # as PNDM's first step, of four batches
-    assert [each and each["out"] for each in map(partial(uneven, "unet"), range(6))] == [0, 1, None, 4, 5, None]
-
-
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
     monkeypatch.setattr(reuse, "pipeline_of", lambda checkpoint, variant: Toy(variant))
@@ -132,7 +119,6 @@ def chosen(unquantized, recipe, prompts, saved):
 
 
 def test_steps_are_replaced_where_it_costs_nothing():
-    """The chosen schedule has no error, the evenly spread one and fewer steps have some."""
     found = chosen(engines(), engines(), 8, saved=3)
     assert found["schedule"].count("c") == 7 and all(found["schedule"][jump] == "c" for jump in JUMPS)
     assert "rr" not in found["schedule"] and found["schedule"][0] == found["schedule"][-1] == "c"

@@ -137,7 +137,7 @@ def test_images_that_do_not_match_or_are_no_batch_are_refused(score, pair):
 
 
 def distorted_images() -> tuple[np.ndarray, np.ndarray]:
-    """[6, 96, 64, 3] twice, by whole-number arithmetic: the same everywhere. One image, and six distortions of it."""
+    """By whole-number arithmetic: the same everywhere. One image, and six distortions of it."""
     y, x = np.mgrid[:96, :64]
     checks = (x // 8 + y // 8) % 2
     channels = 3 * x + y, 2 * y + 64 * checks, ((x - 32) ** 2 + (y - 48) ** 2) // 16
@@ -248,13 +248,11 @@ WIDTH, FRAMES = 8, 6
 
 
 def videos(count: int = 3) -> np.ndarray:
-    """[N, H, frames * width, 3] of moving frames in the middle of the range."""
     moving = np.random.default_rng(0).integers(80, 120, (count, 8, FRAMES, WIDTH, 3))
     return moving.reshape(count, 8, FRAMES * WIDTH, 3).astype(np.uint8)
 
 
 def with_noise(of_frame) -> np.ndarray:
-    """The videos with a number of levels added to each frame."""
     levels = np.repeat([of_frame(frame) for frame in range(FRAMES)], WIDTH)
     return (videos().astype(int) + levels[:, None]).astype(np.uint8)
 

@@ -64,7 +64,6 @@ def drawn(engines: int, openings: int, rounds: int = 3) -> np.ndarray:
 
 @pytest.mark.parametrize("openings", [10, 40])
 def test_two_engines_have_students_interval_over_their_openings(openings):
-    """Of ten, or of ten batches of neighbouring ones."""
     a, b = drawn(2, openings)
     medians = np.median(np.log(a / b).reshape(10, -1), axis=1)
     low, high = stats.ttest_1samp(medians, 0).confidence_interval(0.9)

@@ -64,8 +64,6 @@ def seconds(monkeypatch):
 
 
 def calls_taking(seconds, **durations):
-    """Calls that take these seconds, one after the other in each list and then from its start."""
-
     def call(values):
         turn = cycle(values)
         return lambda: setattr(seconds, "now", seconds.now + next(turn))

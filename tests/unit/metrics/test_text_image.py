@@ -30,7 +30,6 @@ def clip_folder(tmp_path_factory):
 
 
 def by_transformers(folder, images: np.ndarray) -> torch.Tensor:
-    """100 cos of each image and its prompt, one at a time, by CLIPModel's own forward."""
     from transformers import CLIPModel, CLIPProcessor
 
     model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)

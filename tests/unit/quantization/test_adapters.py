@@ -62,7 +62,6 @@ LINEARS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 
 
 def adapter_of(network: nn.Module, path, names=LINEARS, size: float = 0.1):
-    """A file with factors for the linears of these names; a convolution's where one is named."""
     tensors = {}
     for name, layer in network.named_modules():
         if isinstance(layer, nn.Linear | nn.Conv2d) and any(name.endswith(f".{each}") for each in names):

@@ -27,7 +27,6 @@ OF_FP16 = 1e-4
 
 
 def tokens(rows: int = 64, width: int = 96) -> Tensor:
-    """Of very different magnitudes, 2^-8 to 2^8."""
     return drawn(rows, width) * 2.0 ** torch.linspace(-8, 8, rows)[:, None]
 
 

@@ -32,13 +32,11 @@ HEADS, WIDTH, INT8 = 3, 16, Pair("int8", "int8")
 
 
 def drawn_attention(width: int = WIDTH) -> tuple[dict[str, Tensor], Tensor]:
-    """Weights of query, key and value, and the rows that they read."""
     torch.manual_seed(0)
     return {f"attn.to_{letter}": torch.randn(HEADS * width, 8) for letter in "qkv"}, torch.randn(12, 8)
 
 
 def assigned(fmt: str, cross: bool = False, width: int = WIDTH, level: float = 4.0) -> LayerAssignment:
-    """The row of an attention; each of its linears has a part of the rows that it reads."""
     weights, inputs = drawn_attention(width)
     rows = {name: LayerAssignment(name, "qkv", (HEADS * width, 8)) for name in weights}
     parts = zip(weights, (inputs[:6], inputs[6:], inputs[:1]), strict=True)
@@ -75,7 +73,6 @@ def test_what_stays_in_high_precision_says_why(given, reason):
 
 
 def integer_error(query: Tensor, key: Tensor, value: Tensor, mean: Tensor | None = None) -> tuple[float, Tensor]:
-    """How far the two products of integers are from exact ones, and the exact output."""
     mean = key.mean((0, 2)) if mean is None else mean
     scores = query @ (key - mean[:, None]).transpose(2, 3)
     ranges = tuple(heads.abs().amax((0, 2, 3)) for heads in (query, key - mean[:, None], value, scores))

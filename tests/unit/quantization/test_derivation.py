@@ -173,7 +173,6 @@ def test_the_observer_sees_the_sampled_inputs_that_the_quantizer_will_see(monkey
 
 
 def random_input(seed: int = 0, readers: int = 2):
-    """Weights of layers that read one input with a few outlier channels, and its statistics."""
     random = torch.Generator().manual_seed(seed)
     rows = torch.randn(64, 24, generator=random) * torch.randn(24, generator=random).exp() * 3
     rows = rows.half().float()
@@ -190,7 +189,6 @@ def derive_readers(weights, statistics, alpha, **recipe) -> list[LayerAssignment
 
 
 def torchs_error(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> float:
-    """With torch's own fake quantization."""
     scale = torch.ones(()) if layer.pre_quant_scale is None else layer.pre_quant_scale
     zeros = torch.zeros(len(weight), dtype=torch.int32)
     quantized = torch.fake_quantize_per_channel_affine(
@@ -201,7 +199,6 @@ def torchs_error(layer: LayerAssignment, weight: Tensor, rows: Tensor) -> float:
 
 
 def test_weights_of_another_network_take_no_statistics():
-    """One range for each output; what its network keeps stays."""
     weights = {"fc1": drawn(6, 4), "wo": drawn(4, 6), "conv": drawn(3, 2, 3, 3)}
     roles, recipe = {"fc1": "linear", "wo": "excluded", "conv": "conv"}, recipe_of("int8_weight_only")
     assert derive_nearest(roles, weights.__getitem__, {"fc1": recipe})["conv"].format is None
@@ -216,7 +213,6 @@ def test_weights_of_another_network_take_no_statistics():
 
 @pytest.mark.parametrize("alpha", [0.0, 0.8])
 def test_the_output_error_is_that_of_torchs_fake_quantization(alpha):
-    """Of linears, and of a convolution's patches."""
     weights, rows, statistics = random_input()
     for layer in derive_readers(weights, statistics, alpha):
         expected = torchs_error(layer, weights[layer.name], rows)
@@ -316,7 +312,6 @@ def test_a_weight_is_worked_on_row_by_row_with_what_belongs_to_each_row(monkeypa
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_query_and_key_of_one_input_share_the_down_of_their_branch(shared):
-    """One tensor, before and after it is fitted again; a feed-forward that reads the same has its own."""
     rows = drawn(64, 64, seed=1)
     roles = {"to_q": "qkv", "ff": "ffn", "to_k": "qkv", "alone": "qkv"}
     weights = {name: drawn(32, 64, seed=seed) for seed, name in enumerate(roles)}
@@ -332,7 +327,6 @@ def test_query_and_key_of_one_input_share_the_down_of_their_branch(shared):
 
 
 def test_each_layer_by_its_own_recipe_with_codes_that_err_less_where_the_recipe_chooses_them():
-    """Two linears of 64 inputs in INT4; GPTQ makes the error that is reported smaller, and INT8 has no such codes."""
     rows = drawn(64, 8) @ drawn(8, 64, seed=1)
     weights = {"first": drawn(32, 64, seed=2), "second": drawn(32, 64, seed=3)}
     statistics = {name: seen("linear", [rows.abs().amax(0).tolist()], rows) for name in weights}

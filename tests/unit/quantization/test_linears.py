@@ -136,7 +136,6 @@ def squared_error(values: Tensor, chosen: InputRange) -> float:
 
 
 def assigned(values: Tensor, amax: float | None = None, recipe: Recipe = RECIPE, scale: float = 1) -> LayerAssignment:
-    """The row of a convolution of 2x2, calibrated on ``values`` as its patches."""
     values, weight = values[: len(values) // 12 * 12].view(-1, 12)[:128], 2 * scale * drawn(8, 3, 2, 2)
     amax = values.abs().max().item() if amax is None and len(values) else amax or 0.0
     statistics = LayerStatistics("conv", torch.tensor([[amax]]), sample_of(values))
@@ -203,7 +202,6 @@ def test_fp16_holds_the_bias_of_a_shifted_input(monkeypatch):
 
 
 def test_all_codes_are_used_where_nothing_is_clipped():
-    """The calibrator's range is the bound where it is smaller."""
     chosen = shifted_range(SILU, 1.0, RECIPE)
     assert (127 - chosen.zero_point) * shifted_layer(chosen).activation_scale == pytest.approx(1.0, rel=2e-2)
     layer = shifted_layer(shifted_range(SILU, SILU.max().item(), replace(RECIPE, observer="min_max")))

@@ -114,7 +114,6 @@ def test_it_is_a_regular_hadamard_matrix_that_fp16_holds(group):
 
 
 def test_each_step_has_the_quartiles_of_a_linears_channels_or_a_convolutions_prompts():
-    """Five channels at two steps, and three prompts at two."""
     sample = sample_of(drawn(2, 5))
     channels = torch.tensor([[1.0, 2, 3, 4, 9], [0, 0, 0, 0, 8]])
     prompts = torch.tensor([[1.0, 10], [2, 30], [3, 20]])
@@ -152,7 +151,6 @@ AMAX = torch.tensor([[9.0, 5.0, 4.0, 8.0, 1.0], [6.0, 2.0, 7.0, 3.0, 1.0], [3.0,
     ("mean-max", {1.0: 6, 0.6: 7, 0.79: 7}),  # (9 + 5 + 7 + 8 + 1) / 5; int(5 * 0.79) = 3 steps
 ])  # fmt: skip
 def test_corrected_gives_a_table_worked_by_hand(collect_method, table):
-    """Whatever the batch size."""
     for (percentile, expected), batch_size in product(table.items(), (1, 2, 7)):
         assert corrected_amax(AMAX, percentile, collect_method, batch_size) == pytest.approx(expected), percentile
 
@@ -182,7 +180,6 @@ each_distribution = pytest.mark.parametrize("distribution", ["gaussian", "rectif
 
 
 def draw(distribution: str) -> Tensor:
-    """fp32 [COUNT], the same every time."""
     random = np.random.default_rng(0)
     values = random.standard_t(3, size=COUNT) if distribution == "heavy-tailed" else random.normal(size=COUNT)
     if distribution == "one outlier":

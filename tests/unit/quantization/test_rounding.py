@@ -57,7 +57,6 @@ def amax_of(weight: Tensor, fmt: str) -> Tensor:
 
 
 def branched(weight: Tensor, fmt: str, rotation: int) -> LayerAssignment:
-    """A row with factors of smoothing and a branch of rank 4."""
     factors = drawn(INPUTS, seed=3).mul(0.3).exp()
     layer = row(weight, fmt, pre_quant_scale=factors, rotation=rotation)
     return with_weight_range(replace(layer, low_rank=low_rank(rewritten(weight, layer), 4)), weight)
@@ -76,7 +75,6 @@ def rounded(
 
 
 def hessian_of(rows: Tensor, block: int) -> Tensor:
-    """The Hessian of rows [n, in] in blocks that divide the inputs."""
     parts = rows.unflatten(1, (-1, block)).transpose(0, 1)
     return parts.mT @ parts
 
@@ -336,7 +334,6 @@ def with_spectrum(shape: tuple[int, int], spectrum: str) -> Tensor:
 
 
 def over_the_best(weight: Tensor, rank: int) -> float:
-    """Norm of the residual over that of the exact truncated decomposition's."""
     up, down = low_rank(weight, rank)
     assert up.shape == (len(weight), rank) and down.shape == (rank, weight.shape[1])
     residual = weight.double() - up.double() @ down.double()
@@ -417,7 +414,6 @@ class OutlierLayer:
         return found["0"]
 
     def error(self, layer: LayerAssignment) -> float:
-        """Of the output on the test rows."""
         network = nn.Sequential(nn.Linear(WIDTH, 512, bias=False)).requires_grad_(False)
         network[0].weight.copy_(self.weight)
         return relative_error(self.rows @ self.weight.T, simulate(network, {"0": layer})(self.rows))

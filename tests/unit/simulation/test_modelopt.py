@@ -162,7 +162,6 @@ LAYERS = {"small": (48, 18), "checkpoint": (124, 26)}  # linears and convolution
 
 @pytest.fixture(scope="module")
 def checkpoint(calibrate):
-    """The shipped UNet, and its statistics over a few calls along the denoising."""
     model = load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
     shapes = model.contracts["unet_xl"].shapes(batch=2, height=8, width=8)
     calls = [
@@ -220,14 +219,11 @@ def test_vectors_weights_and_ranges_are_those_of_modelopt(name, alpha, calibrate
 
 
 class Exact(nn.Module):
-    """What the products are when nothing is rounded."""
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, *mask, scale=1.0)
 
 
 def calls_of(joint: Joint, names: list[str]) -> dict[str, tuple[tuple, dict, Tensor | tuple[Tensor, ...]]]:
-    """What these attentions of the network are given in one call, and what they return."""
     part, found = joint.part(), {}
     for name in names:
         part.transformer.get_submodule(name).register_forward_hook(
@@ -241,7 +237,6 @@ def calls_of(joint: Joint, names: list[str]) -> dict[str, tuple[tuple, dict, Ten
 @pytest.mark.parametrize("fmt", ["int8", "fp8"])
 @torch.no_grad()
 def test_it_is_diffusers_own_but_for_what_is_rounded(name, fmt):
-    """In both streams: each attention alone, with the text, positions and mask that the network gives it."""
     joint = calibrated_joint(name)
     rows = {each: row for each, row in joint.rows(fmt).items() if row.role == "attention"}
     quantized = [each for each, row in rows.items() if row.attention_products]
@@ -298,7 +293,6 @@ FOLDED = {  # by network: readers of a block, and what their input's modulation 
 
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_network_whose_modulations_have_absorbed_factors_computes_the_same(name):
-    """The readers' weights are divided, and nothing is rounded."""
     joint = calibrated_joint(name, modulated=True)
     assignment = joint.derived(Recipe(3.0, 0.5, collect_method="min-max", per_channel=True))
     found = {reader: assignment[reader].folded_into for reader in FOLDED[name]}

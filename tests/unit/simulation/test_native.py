@@ -39,7 +39,6 @@ TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  #
 
 
 def codes_of(x: torch.Tensor, layer: LayerAssignment) -> torch.Tensor:
-    """float64, the numbers that the codes of ``x`` stand for."""
     codes = FORMATS[layer.format].quantize(x, torch.tensor(layer.activation_scale))
     return codes.double() * layer.activation_scale
 
@@ -176,7 +175,6 @@ def test_a_linear_in_blocks_multiplies_what_the_simulation_rounds(dtype):
 
 
 def test_a_gpu_has_the_products_of_its_capability_or_is_refused(monkeypatch):
-    """Hopper multiplies INT8 by torch and other GPUs by the kernel."""
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: (int(device.index == 0) + 8, 0))
     hopper, other = (native.products_on(torch.device("cuda", index)) for index in (0, 1))
     assert hopper["INT8"] == native.Products(native.aligned_int_mm, None)
@@ -196,14 +194,12 @@ OUTPUTS, INPUTS, TOKENS = 48, 128, 80
 
 
 def tokens() -> Tensor:
-    """[2, tokens, inputs], their magnitudes from 2^-6 to 2^6, with an outlier channel."""
     x = drawn(2, TOKENS, INPUTS, seed=1) * 2.0 ** torch.linspace(-6, 6, TOKENS)[:, None]
     x[..., 7] *= 20
     return x
 
 
 def module(has_bias: bool) -> nn.Module:
-    """A network of one linear, ``layer``."""
     linear = nn.Linear(INPUTS, OUTPUTS, bias=has_bias)
     linear.weight.data = drawn(OUTPUTS, INPUTS)
     if has_bias:
@@ -212,7 +208,6 @@ def module(has_bias: bool) -> nn.Module:
 
 
 def row_of(fmt: str, smoothed: bool = False, rank: int = 0, **given) -> LayerAssignment:
-    """The row of ``layer``; where it is smoothed its input is multiplied in front of it."""
     pair, weight = Pair(fmt, fmt), drawn(OUTPUTS, INPUTS)
     recipe = Recipe(3.0, None, enable=Enable(pair, pair, None), per_channel=fmt == "int8", **given)
     row = LayerAssignment("layer", "ffn", (OUTPUTS, INPUTS))

@@ -47,7 +47,6 @@ ASSIGNMENT = {name: assigned(name) for name in NAMES}
 
 
 def by_hand(quantized: Collection[str]) -> Tensor:
-    """The network's output with some of its layers quantized."""
     x = X
     for name, layer in ASSIGNMENT.items():
         linear = NETWORK.get_submodule(name)
@@ -69,7 +68,6 @@ def error_by_hand(quantized: Collection[str]) -> float:
 
 @pytest.fixture(scope="module")
 def sensitivity() -> Sensitivity:
-    """Measured; the simulation is left with every layer quantized."""
     simulated = simulate(copy.deepcopy(NETWORK), ASSIGNMENT)
     switched, asked = Switched(simulated, lambda: simulated(X), NAMES), []
     found = sensitivity_of(lambda quantized: asked.append(None) or switched.error(quantized), NAMES, 2)
@@ -100,7 +98,6 @@ def test_the_curve_keeps_the_worst_layers_first(sensitivity):
 
 
 def test_layers_that_are_not_named_stay_as_they_are():
-    """They are part of what the others are compared with."""
     simulated = simulate(copy.deepcopy(NETWORK), ASSIGNMENT)
     found = sensitivity_of(Switched(simulated, lambda: simulated(X), ["0", "4"]).error, ["0", "4"], 0)
     assert found.network_error.keys() == {"0", "4"}

@@ -101,7 +101,6 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def dequantizing(fmt: Format, x: Tensor, opset: int) -> onnx.ModelProto:
-    """A model of what the format stores, with DequantizeLinear of its types and fp16 for an output."""
     scales = fmt.scales(x, largest(x))
     stored = [("codes", fmt.onnx_type, x.shape, fmt.pack(fmt.quantize(x, *scales)))]
     for index, (kind, dtype, scale) in enumerate(zip(fmt.onnx_scale_types, fmt.scale_dtypes, scales, strict=True)):
@@ -193,7 +192,6 @@ def test_a_block_worked_by_hand():
 
 @pytest.mark.parametrize("shape", [(16,), (3, 5), (2, 3, 5)])  # the last two of an odd number
 def test_codes_are_packed_as_onnx_packs_them(shape):
-    """Those of a transposed weight in its own order."""
     codes = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     for given in (codes, codes.movedim(0, -1)):
         stored = numpy_helper.from_array(np.ascontiguousarray(given.numpy()).astype(ml_dtypes.int4))
@@ -324,7 +322,6 @@ def defined(x: np.ndarray, amax: float) -> tuple[np.ndarray, float, np.ndarray, 
 
 
 def weight(magnitude: float = 1.0) -> torch.Tensor:
-    """Rows and blocks of different ranges, two blocks of zeros."""
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(32, 256, generator=random) * torch.logspace(-2, 0, 32)[:, None]
     weight[:, : 4 * BLOCK] *= torch.rand(32, 4, generator=random).repeat_interleave(BLOCK, 1)
@@ -385,7 +382,6 @@ IN_GGUF = [name for name in NAMES if name in WRITTEN]
 
 
 def uneven_rows() -> Tensor:
-    """Rows of very different size, of one sign, with zeros for whole blocks and for parts, and in a few magnitudes."""
     x = drawn(24, 1024) * torch.logspace(-6, 1, 24)[:, None]
     x[3, 256:512] = x[4, 300:340] = x[20, 512:544] = 0
     x[5], x[6] = x[5].abs(), -x[6].abs() - 1
@@ -393,7 +389,6 @@ def uneven_rows() -> Tensor:
 
 
 def searched(weight: Tensor, name: str) -> tuple[Tensor, ...]:
-    """Codes and scales as a recipe with a search has them."""
     pair = Pair(name, None)
     recipe = Recipe(3.0, None, enable=Enable(pair, pair, None), scale_search=True)
     layer = LayerAssignment("layer", "ffn", tuple(weight.shape), name, weight_amax=weight.abs().amax().view(1))
@@ -450,7 +445,6 @@ def test_a_file_of_each_type_has_a_name_of_llama_cpps():
 
 
 def encoded_by_others(name: str, x: Tensor) -> dict[str, Tensor]:
-    """The numbers that the package gguf and auto-round make of ``x``, each by its own encoder."""
     gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[name.upper()]
     packing = pytest.importorskip("auto_round.export.export_to_gguf.packing")
