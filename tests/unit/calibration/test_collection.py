@@ -5,7 +5,6 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -99,45 +98,33 @@ def test_every_layer_is_reached(model, names, whole):
     assert with_it == {name for name in whole.layers if name.endswith(("attn2.to_k", "attn2.to_v"))} != set()
 
 
-def hooked(model, names, see: Callable[[str, nn.Module, torch.Tensor], object]) -> None:
-    """Calls ``see`` with what each of these layers reads in the pipeline that makes images."""
-    hooks = [
-        layer.register_forward_pre_hook(lambda layer, inputs, name=name: see(name, layer, inputs[0]))
-        for name, layer in ((name, model.modules["unet"].get_submodule(name)) for name in names)
-    ]
-    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=())
-    for hook in hooks:
-        hook.remove()
-
-
-def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
-    """Of one linear and one conv."""
-    seen = {}
-    linear = next(name for name in names if name.endswith("attn1.to_q"))
-    conv = next(name for name in names if name.endswith("resnets.0.conv1"))
-    hooked(model, (linear, conv), lambda name, layer, x: seen.setdefault(name, []).append(x.abs().clone()))
-    by_call = torch.stack([x.flatten(0, -2).amax(0) for x in seen[linear]]).view(3, 2, -1)  # prompts, steps, channels
-    assert torch.equal(whole.layers[linear].amax, by_call.amax(0))
-    assert torch.equal(whole.layers[conv].amax, torch.stack([x.amax() for x in seen[conv]]).view(3, 2))
-
-
-def test_hessians_are_those_of_what_each_layer_reads_and_of_no_other_layer(model, names, whole, tmp_path):
+def test_ranges_and_hessians_are_those_of_what_each_layer_reads_and_of_no_other_layer(model, names, whole, tmp_path):
     """Every reader of a shared input has that of its own, to rounding. Entries with and without do not mix."""
-    roles, int4, seen = FAMILY.layer_roles(model.modules["unet"]), Pair("int4", None), {}
+    roles, int4, seen, ranges = FAMILY.layer_roles(model.modules["unet"]), Pair("int4", None), {}, {}
     inputs = model.checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
     recipe = Recipe(3.0, None, enable=Enable(int4, int4, None), rounding="gptq", hessian=64)
     wanted = hessians_of(roles, inputs, recipe)
     assert {name for readers in wanted.readers for name in readers} == set(names)
 
-    def add_product(name: str, layer: nn.Module, x: torch.Tensor) -> None:
-        if isinstance(layer, nn.Conv2d):
-            x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
-        rows = x.double().flatten(0, -2)
-        seen[name] = seen.get(name, 0) + rows.T @ rows
+    def hook(name: str):
+        def see(layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            (x,) = inputs
+            linear = isinstance(layer, nn.Linear)
+            ranges.setdefault(name, []).append(x.abs().flatten(0, -2).amax(0) if linear else x.abs().amax())
+            x = x if linear else F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
+            rows = x.double().flatten(0, -2)
+            seen[name] = seen.get(name, 0) + rows.T @ rows
 
-    hooked(model, names, add_product)
+        return model.modules["unet"].get_submodule(name).register_forward_pre_hook(see)
+
+    hooks = list(map(hook, names))
+    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=())  # as images are made
+    for each in hooks:
+        each.remove()
     statistics = collected(model, names, cache=tmp_path, snapshots=[2], hessians=wanted)
     for name, layer in statistics.layers.items():
+        by_call = torch.stack(ranges[name]).unflatten(0, (len(PROMPTS), SAMPLING.steps))
+        assert torch.equal(layer.amax, by_call if layer.kind == "conv" else by_call.amax(0)), name
         blocks = diagonal_blocks(layer.hessian, len(seen[name]), None, 0)
         largest = seen[name].diagonal().max()
         for index, block in enumerate(blocks):
