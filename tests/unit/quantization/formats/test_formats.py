@@ -25,7 +25,7 @@ from sd_quant.interchange.gguf import FILE_TYPES, WRITTEN, blocks_of
 from sd_quant.places import HOME
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.budget import weight_bytes
-from sd_quant.quantization.formats import FORMATS, Format, dividing, e2m1, fake_quantize, ggml
+from sd_quant.quantization.formats import FORMATS, Format, dividing, e2m1, fake_quantize
 from sd_quant.quantization.formats.blocks import pack_nibbles, per_channel
 from sd_quant.quantization.formats.floats import FP8
 from sd_quant.quantization.formats.integers import INT4, SMALLEST_SCALE, scale_of
@@ -469,11 +469,3 @@ def test_the_search_errs_less_than_other_encoders(name, monkeypatch):
     ours = (FORMATS[name].dequantize(codes, *scales) - x).double().square().sum()
     for tool, theirs in encoded_by_others(name, x).items():
         assert ours < (theirs - x).double().square().sum(), tool
-
-
-def test_least_squares_of_a_line():
-    x, codes = drawn(5, 3, 32), torch.randint(0, 16, (5, 3, 32), generator=torch.Generator().manual_seed(0)).float()
-    scale, least = ggml.Q4_1.line.fitted(x, codes)
-    columns = torch.stack([codes, torch.ones_like(codes)], -1)
-    expected = torch.linalg.lstsq(columns, x[..., None]).solution
-    torch.testing.assert_close(torch.cat([scale, least], -1)[..., None], expected, rtol=1e-4, atol=1e-5)
