@@ -67,12 +67,8 @@ def assign(
     return derive(ROLES, (WEIGHTS | dict(weights)).__getitem__, reached, recipe, INPUTS, exceptions)
 
 
-def test_a_convolution_worked_by_hand():
-    layer = assign()["conv"]
-    assert layer.weight_amax.tolist() == pytest.approx([2.54, 5.08])
-    assert layer.weight_scale.tolist() == [float(torch.tensor(scale).half()) for scale in (0.02, 0.04)]
-    assert layer.activation_amax == 254.0  # over prompts max (381, 254), over steps min
-    assert (layer.activation_scale, layer.pre_quant_scale, layer.alpha, layer.weight_axis) == (2.0, None, None, 0)
+def test_percentile_and_collect_method_are_for_convolutions_alone():
+    assert assign()["conv"].activation_amax == 254.0  # over prompts max (381, 254), over steps min
     # percentile and collect_method: in the first half of the steps 254 and 381; two of a call make one range
     for calibrator, method, share, expected in (("corrected", "min-max", 0.5, 381.0), ("modelopt", "min-mean", 1, 127)):
         rows = assign(percentile_calibrator=calibrator, collect_method=method, percentile=share, batch_size=2)
@@ -90,26 +86,15 @@ def test_a_weight_is_read_once():
     assert {name: row.weight_shape for name, row in rows.items()} == {n: tuple(WEIGHTS[n].shape) for n in ROLES}
 
 
-def test_two_readers_share_one_vector_that_goes_into_their_norm_which_has_a_row():
-    """a = (127, 2032), w = (127, 508) over both weights: the vector is (sqrt(127 / 127), sqrt(508 / 2032))."""
-    rows = assign()
-    query, key = rows["to_q"], rows["to_k"]
-    assert query.pre_quant_scale is key.pre_quant_scale and query.pre_quant_scale.tolist() == [1.0, 0.5]
-    assert (query.folded_into, key.folded_into) == ("norm", "norm")
-    assert query.activation_amax == key.activation_amax == 1016.0  # max(127 * 1, 2032 * 0.5)
-    assert query.weight_amax.tolist() == [127.0, 127.0]  # rows (127, 0) and (-127, 16)
-    assert key.weight_amax.tolist() == [1016.0, 8.0]  # rows (1, 1016) and (2, 8)
-    assert (query.format, query.alpha, query.smoothing) == ("int8", 0.5, "folded into norm")
-    norm = rows["norm"]
-    assert (norm.role, norm.format, norm.weight_shape) == ("norm", None, (2,))
-    assert norm.output_scale.tolist() == [1.0, 0.5] and norm.reason == "takes over the smoothing of to_q"
-    assert rewritten(WEIGHTS["norm"], norm).tolist() == [3.0, 2.5]  # the gain; the bias likewise
-    assert rewritten(torch.tensor([-1.0, 7.0]), norm).tolist() == [-1.0, 3.5]
-
-
 def test_a_quantized_linear_that_takes_over_has_other_ranges_in_the_half_that_is_read():
-    """``up``: a = (127, 254), w = (127, 254), so its own vector is (1, 1); ``down`` has (1, 0.5), of two channels."""
+    """``up``: a = (127, 254), w = (127, 254), so its own vector is (1, 1); ``down`` has (1, 0.5), of two channels.
+
+    Two readers share the vector that goes into their norm, (sqrt(127 / 127), sqrt(508 / 2032)).
+    """
     rows = assign()
+    assert rows["to_q"].pre_quant_scale is rows["to_k"].pre_quant_scale and rows["to_k"].folded_into == "norm"
+    assert rows["norm"].output_scale.tolist() == rows["to_q"].pre_quant_scale.tolist() == [1.0, 0.5]
+    assert rewritten(WEIGHTS["norm"], rows["norm"]).tolist() == [3.0, 2.5]  # the gain; the bias likewise
     up, down = rows["up"], rows["down"]
     assert (down.pre_quant_scale.tolist(), down.folded_into) == ([1.0, 0.5], "up")
     assert up.output_scale.tolist() == [1.0, 0.5, 1.0, 1.0]
