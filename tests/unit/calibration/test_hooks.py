@@ -1,5 +1,6 @@
 from collections import OrderedDict
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -320,14 +321,12 @@ def test_inputs_that_samples_share_are_kept_whole():
 # Networks that are observed, which call their layers in ways of their own
 
 
-def of_own(call, batches=((0, 1),), steps: int = 1, called=None, wanted=None) -> Statistics:
-    """Statistics of one call for each step of those ``called``, of [prompts, 2, 4, 4]."""
-    network, now, names = Own(call), SimpleNamespace(), [prompt for batch in batches for prompt in batch]
-    layers = layers_of(network)
-    with collect(network, layers, names, steps, lambda: (now.step, now.batch), wanted or {}) as statistics:
-        for now.batch in map(list, batches):
-            for now.step in range(steps) if called is None else called:
-                network(torch.stack([sample(prompt, now.step, 0) for prompt in now.batch]))
+def of_own(call, steps: int = 1, called=None) -> Statistics:
+    """Statistics of one call for each step of those ``called``, of two prompts together."""
+    network, now = Own(call), SimpleNamespace()
+    with collect(network, layers_of(network), [0, 1], steps, lambda: (now.step, [0, 1]), {}) as statistics:
+        for now.step in called or range(steps):
+            network(torch.stack([sample(prompt, now.step, 0) for prompt in (0, 1)]))
     return statistics
 
 
@@ -401,10 +400,8 @@ def test_a_network_that_is_called_in_few_of_many_steps_has_as_many_rows(called):
 
     def rows(**more) -> Sample:
         wanted, now = draw(["layer"], range(16), steps, 7, ["layer"], **more), SimpleNamespace()
-        position = lambda: (now.step, now.batch)  # noqa: E731
-        with collect(layer, {"layer": layer}, range(16), steps, position, wanted) as statistics:
-            for prompt, now.step in ((prompt, step) for prompt in range(16) for step in called):
-                now.batch = [prompt]
+        with collect(layer, {"layer": layer}, range(16), steps, lambda: (now.step, [now.prompt]), wanted) as statistics:
+            for now.prompt, now.step in product(range(16), called):
                 layer(input=x)
         return statistics.layers["layer"].rows
 
