@@ -163,8 +163,10 @@ def test_prompts_take_the_sizes_in_turn(model, names):
 # The cache
 
 
-def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, calls, caplog, tmp_path):
-    """The second time all of it is in the cache, and nothing runs."""
+def test_what_is_to_come_is_said_once_and_what_is_cached_is_read_here_and_elsewhere(
+    model, names, whole, calls, caplog, tmp_path
+):
+    """The second time nothing runs. Elsewhere it is read from the folder that the log names, without weights."""
     said = []
     for _ in range(2):
         calls.update(dict.fromkeys(calls, 0))
@@ -175,6 +177,14 @@ def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, c
     assert (device, prompts) == ("cpu", len(PROMPTS)) and seconds > 0
     assert not any(calls.values())
     assert "from the cache: statistics of prompts 1 to 2" in caplog.text
+    [path] = {told.partition("; use them elsewhere with calibration=")[2] for told in caplog.messages} - {""}
+    assert f"statistics: {path};" in caplog.text and Path(path).parent == tmp_path
+    empty = empty_modules(model.checkpoint)["unet"]
+    layers = {name: empty.get_submodule(name) for name in names}
+    contract, here = contracts_of(model.checkpoint)["unet_xl"], origin(SHA256, names, SAMPLING, "cpu")
+    caplog.clear()
+    assert_same(read_statistics(Path(path), layers, contract, here, len(PROMPTS)), whole)
+    assert not caplog.records
 
 
 def test_what_cannot_be_kept_is_collected_all_the_same(model, names, whole, tmp_path, monkeypatch, caplog):
@@ -227,20 +237,6 @@ def test_a_pass_that_broke_off_goes_on_at_its_last_sound_snapshot(
     assert_same(collected(model, names, cache=tmp_path, snapshots=[1, 2]), whole)
     assert calls["unet_xl"] == 2 * SAMPLING.steps and f"{entry} are damaged" in caplog.text
     assert entry.read_bytes() == sound
-
-
-def test_what_a_pass_cached_is_read_elsewhere(model, names, tmp_path, caplog):
-    """From the folder that the log names, with networks that have no weights."""
-    with caplog.at_level(logging.INFO):
-        statistics = collected(model, names, PROMPTS[:2], cache=tmp_path, snapshots=[1])
-    message, _, path = caplog.messages[-1].partition("; use them elsewhere with calibration=")
-    assert message == f"statistics: {path}" and Path(path).parent == tmp_path
-    empty = empty_modules(model.checkpoint)["unet"]
-    layers = {name: empty.get_submodule(name) for name in names}
-    contract, here = contracts_of(model.checkpoint)["unet_xl"], origin(SHA256, names, SAMPLING, "cpu")
-    caplog.clear()
-    assert_same(read_statistics(Path(path), layers, contract, here, 2), statistics)
-    assert not caplog.records
 
 
 def test_everything_that_counts_is_in_the_origin(names, monkeypatch):

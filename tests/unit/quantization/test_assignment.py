@@ -117,7 +117,6 @@ ROLES = {"conv_in": "excluded", "conv": "conv", "to_q": "qkv", "to_k": "qkv", "u
 ROTATED = Recipe(2.5, 0.5, per_token=True, rotation=64)
 SHAPES = {name: (128, 6, 1, 1) if name.startswith("conv") else (128, 64) for name in ROLES} | {"down": (64, 96)}
 NARROW = SHAPES | {"down": (64, 30)}
-OF_TRANSFORMER = {"roles": ROLES | {"conv": "excluded"}}  # which embeds patches
 
 
 @pytest.mark.parametrize("recipe, given, reason", [
@@ -128,7 +127,8 @@ OF_TRANSFORMER = {"roles": ROLES | {"conv": "excluded"}}  # which embeds patches
     (replace(ROTATED, rank=64), {}, None),
     (Recipe(3.0, 0.8), {"exclude": ["*"]},
      r"^quantize.exclude matches all \d+ layers that quant_level=3 selects, exp"),
-    (Recipe(1.0, 0.8), OF_TRANSFORMER, "^quant_level is 1, expected at least 2: all convolutions of this model"),
+    (Recipe(1.0, 0.8), {"roles": ROLES | {"conv": "excluded"}},  # of a transformer, where it embeds patches
+     "^quant_level is 1, expected at least 2: all convolutions of this model"),
     (Recipe(4.0, 0.8), {}, "^quant_level is 4, expected at most 3: this model's attention is never"),
     (Recipe(4.0, 0.8), {"attentions": ["attn1"]}, None),
 ])  # fmt: skip

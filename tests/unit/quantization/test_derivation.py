@@ -367,8 +367,6 @@ def test_a_modulations_vector_is_a_multiple_that_keeps_the_range_of_the_input():
 
 
 ATTENTION = SharedInput(("to_q",), "norm1.linear", modulation=(0, 1))
-FEED_FORWARD = SharedInput(("ff",), "norm1.linear", modulation=(3, 4))
-CONTINUOUS = SharedInput(("to_q",), "norm1.linear", modulation=(1, 0))
 WEIGHT, BIAS = torch.arange(1.0, 37).view(12, 3), torch.arange(1.0, 13)
 ROW = LayerAssignment("norm1.linear", "linear", (12, 3), reason="excluded")
 SCALE, OTHER = torch.tensor([2.0, 0.5]), torch.tensor([4.0, 0.25])
@@ -385,7 +383,7 @@ def test_a_scales_bias_gets_the_factor_minus_one():
     assert rewritten(BIAS, row).tolist() == [2, 1, 2 * 3 + 1, 0.5 * 4 - 0.5, *range(5, 13)]
     assert torch.equal(rewritten(WEIGHT, row), WEIGHT * row.output_scale[:, None])
     assert row.reason == "excluded" and row.format is None
-    assert absorb(CONTINUOUS, ROW, SCALE).output_shift.tolist() == [1, -0.5, *[0] * 10]
+    assert absorb(replace(ATTENTION, modulation=(1, 0)), ROW, SCALE).output_shift.tolist() == [1, -0.5, *[0] * 10]
 
 
 def test_factors_of_one_input_multiply_and_rows_have_their_part():
