@@ -20,8 +20,6 @@ from .some_statistics import CONTRACT, LAYERS, ORIGIN, assert_same, statistics
 pytestmark = pytest.mark.commit
 
 PROMPTS = ["a cat", "ein Kätzchen 🐈", "../../etc/passwd", "\x1b[2J", "a dog"]
-
-
 SUMMED = Hessians(64, (("down.to_q",), ("down.conv1",)))
 
 
@@ -33,8 +31,8 @@ def with_hessians(segment: range) -> Statistics:
     return found
 
 
-def written(folder: Path, *segments: tuple[int, int], statistics=statistics, **other: object) -> Path:
-    """A cache folder with entries of these prompts."""
+def written(folder: Path, *segments: tuple[int, int], statistics=statistics, block: int = 0, **other: object) -> Path:
+    other |= {"hessians": {"block": block, "of": "x"}} if block else {}
     entries = Entries(folder, ORIGIN | other, PROMPTS)
     for segment in segments:
         entries.write(range(*segment), statistics(range(*segment)))
@@ -55,19 +53,13 @@ def entry(folder) -> Path:
     return next(folder.iterdir())
 
 
-def metadata_of(path: Path) -> dict[str, str]:
-    content = path.read_bytes()
-    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-
-
 def forge(path: Path, tensors: dict | None = None, **metadata: str) -> None:
     """Another entry under a digest that is right."""
-    tensors, metadata = tensors or load(path.read_bytes()), metadata_of(path) | metadata
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    tensors, metadata = tensors or load(content), header["__metadata__"] | metadata
     digest = content_digest(metadata["origin"], metadata["prompts"], tensors)
     path.write_bytes(save(tensors, metadata | {"digest": digest}))
-
-
-# What is found
 
 
 @pytest.mark.parametrize("one", [False, True], ids=["folder", "file"])
@@ -97,7 +89,7 @@ def test_an_entry_of_other_sizes_than_the_first_holds_no_calls(tmp_path):
 
 @pytest.mark.parametrize("asked", [NO_HESSIANS, SUMMED])
 def test_hessians_are_read_whether_or_not_a_recipe_takes_them(tmp_path, asked):
-    folder = written(tmp_path, (0, 1), (1, 2), statistics=with_hessians, hessians={"block": 64, "of": "x"})
+    folder = written(tmp_path, (0, 1), (1, 2), statistics=with_hessians, block=64)
     found = shared(folder, hessians=asked)
     assert_same(found, merge([with_hessians(range(1)), with_hessians(range(1, 2))]))
     assert found.layers["down.conv1"].hessian.shape == (1, 9, 9)
@@ -110,17 +102,17 @@ def with_sampling(**changes: object) -> dict:
     return ORIGIN | {"sampling": ORIGIN["sampling"] | changes}
 
 
-@pytest.mark.parametrize(
-    ("there", "here", "told"),
-    [
-        ({}, {"negative_prompts": ["blurry"]}, ["sampling.negative_prompts None (here 'blurry')"]),
+def test_differences_are_told_shortly_and_without_control_characters():
+    for there, here, told in (
+        ({}, {"negative_prompts": ["blurry"]}, "negative_prompts None (here 'blurry')"),
         ({"negative_prompts": ["blurry", "nude"]}, {"negative_prompts": None},
-         ["sampling.negative_prompts 'blurry, nude' (here None)"]),
-        ({"sizes": ["128x64", "64x64"]}, {}, ["sampling.sizes '128x64, 64x64' (here None)"]),
-    ],
-)  # fmt: skip
-def test_differences_of_the_sampling(there, here, told):
-    assert differences(with_sampling(**there), with_sampling(**here)) == told
+         "negative_prompts 'blurry, nude' (here None)"),
+        ({"sizes": ["128x64", "64x64"]}, {}, "sizes '128x64, 64x64' (here None)"),
+    ):  # fmt: skip
+        assert differences(with_sampling(**there), with_sampling(**here)) == [f"sampling.{told}"]
+    told = differences({"device": "\x1b[2J\n" + "x" * 10_000, "versions": [[]]}, ORIGIN)
+    assert all(len(each) < 100 and each.isprintable() for each in told) and len(told) == 8
+    assert told[-1] == "versions.torch None (here '2.13.0')"
 
 
 def test_another_checkpoint_file_whose_layers_fit_is_told_and_all_else_in_one_line(folder, caplog):
@@ -131,12 +123,6 @@ def test_another_checkpoint_file_whose_layers_fit_is_told_and_all_else_in_one_li
         f"these statistics were collected with another checkpoint file, of SHA-256 {'a' * 64!r}; its 2 layers fit",
         "these statistics were collected otherwise than here: sampling.seed 42 (here 7), device 'cuda' (here 'cpu')",
     ]
-
-
-def test_what_a_stranger_says_is_told_shortly_and_without_control_characters():
-    told = differences({"device": "\x1b[2J\n" + "x" * 10_000, "versions": [[]]}, ORIGIN)
-    assert all(len(each) < 100 and each.isprintable() for each in told) and len(told) == 8
-    assert told[-1] == "versions.torch None (here '2.13.0')"
 
 
 # What is refused
@@ -156,49 +142,34 @@ WITHOUT_HESSIANS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("segments", "block", "asked", "sentence"),
-    [
-        ([(0, 3)], 0, {"calib_size": 2}, DIVIDED.format("3", 2)),
-        ([(0, 2), (2, 5)], 0, {"calib_size": 3}, DIVIDED.format("2 or 5", 3)),
-        ([(0, 2), (3, 5)], 0, {"calib_size": 5}, DIVIDED.format("2", 5)),
-        ([(2, 4)], 0, {"calib_size": 4}, "holds no statistics of the first prompt; give the folder with all entries"),
-        ([(0, 2)], 0, {"here": with_sampling(steps=20)},
-         "holds statistics of 2 denoising steps and quantize.n_steps is 20; set quantize.n_steps=2"),
-        ([(0, 2)], 0, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("no Hessians", 0)),
-        ([(0, 2)], 128, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("Hessians in blocks of 128", 128)),
-        ([(0, 2)], 64, {"hessians": SUMMED},
-         "holds no Hessians of 2 of the 2 layers whose codes GPTQ chooses, such as down.to_q; set quantize.hessian=0, "
-         "or collect them with the same quantize="),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("segments", "block", "asked", "sentence"), [
+    ([(0, 3)], 0, {"calib_size": 2}, DIVIDED.format("3", 2)),
+    ([(0, 2), (2, 5)], 0, {"calib_size": 3}, DIVIDED.format("2 or 5", 3)),
+    ([(0, 2), (3, 5)], 0, {"calib_size": 5}, DIVIDED.format("2", 5)),
+    ([(2, 4)], 0, {"calib_size": 4}, "holds no statistics of the first prompt; give the folder with all entries"),
+    ([(0, 2)], 0, {"here": with_sampling(steps=20)},
+     "holds statistics of 2 denoising steps and quantize.n_steps is 20; set quantize.n_steps=2"),
+    ([(0, 2)], 0, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("no Hessians", 0)),
+    ([(0, 2)], 128, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("Hessians in blocks of 128", 128)),
+    ([(0, 2)], 64, {"hessians": SUMMED},
+     "holds no Hessians of 2 of the 2 layers whose codes GPTQ chooses, such as down.to_q; set quantize.hessian=0, "
+     "or collect them with the same quantize="),
+])  # fmt: skip
 def test_entries_of_other_prompts_steps_or_hessians(tmp_path, segments, block, asked, sentence):
-    folder = written(tmp_path, *segments, **({"hessians": {"block": block, "of": "x"}} if block else {}))
+    folder = written(tmp_path, *segments, block=block)
     assert refusal(ConfigError, folder, **asked) == f"{folder} {sentence}"
 
 
-def test_nothing_is_there(tmp_path):
-    for path in (tmp_path, tmp_path / "cache"):
+def test_nothing_is_there_or_may_not_be_read(tmp_path, folder, entry, monkeypatch):
+    for path in (folder.parent, tmp_path / "cache"):
         reason = f"calibration names {path}, where no statistics are; give an entry of a cache or its folder"
         assert refusal(ConfigError, path) == reason
 
+    def forbidden(path, flags):
+        raise PermissionError(13, "Permission denied")
 
-@pytest.mark.parametrize(
-    ("block", "key", "shape"),
-    [
-        (0, "hessian|down.to_q|blocks", (1, 4, 4)),  # which the entry does not tell of
-        (64, "hessian|down.to_q|blocks", (2, 4, 4)),  # another shape
-        (64, "hessian|down.to_q,down.conv1|blocks", (1, 4, 4)),  # which cannot read one tensor
-        (64, "hessian|down.to_q,down.to_q,elsewhere|blocks", (1, 4, 4)),
-        (64, "hessian|down.to_q", (1, 4, 4)),
-        (64, "hessian|down.to_q|rows", (1, 4, 4)),
-    ],
-)
-def test_a_hessian_that_no_layer_has(tmp_path, block, key, shape):
-    folder = written(tmp_path, (0, 2), **({"hessians": {"block": block, "of": "x"}} if block else {}))
-    entry = next(folder.iterdir())
-    forge(entry, load(entry.read_bytes()) | {key: torch.zeros(shape)})
-    assert "is of another UNet" in refusal(ArtifactError, folder)
+    monkeypatch.setattr("os.open", forbidden)
+    assert f"{entry} cannot be read (Permission denied)" in refusal(ConfigError, entry)
 
 
 def test_entries_of_several_origins(tmp_path, folder):
@@ -225,25 +196,8 @@ def test_another_unet(folder, entry, layers, count, first):
     assert found.endswith(f"{first}; give statistics that fit, or collect them with calibration=null")
 
 
-@pytest.mark.parametrize(
-    ("key", "change"),
-    [
-        ("linear|down.to_q|amax", lambda amax: amax.double()),
-        ("conv|down.conv1|amax", lambda amax: amax[:1]),
-        ("conv|down.conv1|rows", lambda rows: rows[:0]),
-        ("conv|down.conv1|rows", lambda rows: rows.repeat(43, 1)),  # 129
-        ("conv|down.conv1|priority", lambda priority: priority.float()),
-        ("call|x|rows", lambda rows: rows[..., :-1].contiguous()),
-        ("call|y|rows", lambda rows: rows.repeat(5, 1, 1)),  # 10
-        ("call|z|rows", lambda rows: torch.zeros(1)),
-    ],
-)
-def test_a_tensor_of_another_shape(entry, key, change):
-    tensors = load(entry.read_bytes())
-    changed = change(tensors.get(key))
-    rows = {key.replace("rows", "priority"): torch.zeros(len(changed)).double()} if "|rows" in key else {}
-    forge(entry, tensors | rows | {key: changed})
-    assert "is of another UNet" in refusal(ArtifactError, entry)
+def ending_with(value: float):
+    return lambda tensor: torch.cat([tensor.flatten()[:-1], torch.tensor([value])]).to(tensor.dtype).view(tensor.shape)
 
 
 IMPOSSIBLE = {
@@ -252,12 +206,36 @@ IMPOSSIBLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "value"), IMPOSSIBLE.items())
-def test_values_that_no_pass_finds(entry, key, value):
+@pytest.mark.parametrize(("key", "change", "block", "words"), [
+    *((key, change, 0, "is of another UNet") for key, change in (
+        ("linear|down.to_q|amax", lambda amax: amax.double()),
+        ("conv|down.conv1|amax", lambda amax: amax[:1]),
+        ("conv|down.conv1|rows", lambda rows: rows[:0]),
+        ("conv|down.conv1|rows", lambda rows: rows.repeat(43, 1)),  # 129
+        ("conv|down.conv1|priority", lambda priority: priority.float()),
+        ("call|x|rows", lambda rows: rows[..., :-1].contiguous()),
+        ("call|y|rows", lambda rows: rows.repeat(5, 1, 1)),  # 10
+        ("call|z|rows", lambda rows: torch.zeros(1)),
+    )),
+    *((f"hessian|{key}", lambda none, shape=shape: torch.zeros(shape), block, "is of another UNet")
+      for key, shape, block in (
+        ("down.to_q|blocks", (1, 4, 4), 0),  # which the entry does not tell of
+        ("down.to_q|blocks", (2, 4, 4), 64),
+        ("down.to_q,down.conv1|blocks", (1, 4, 4), 64),  # which cannot read one tensor
+        ("down.to_q,down.to_q,elsewhere|blocks", (1, 4, 4), 64),
+        ("down.to_q", (1, 4, 4), 64),
+        ("down.to_q|rows", (1, 4, 4), 64),
+    )),
+    *((key, ending_with(value), 0, f"negative or infinite values in {key!r}") for key, value in IMPOSSIBLE.items()),
+])  # fmt: skip
+def test_tensors_that_no_pass_leaves(tmp_path, key, change, block, words):
+    entry = next(written(tmp_path, (0, 2), block=block).iterdir())
     tensors = load(entry.read_bytes())
-    tensors[key].view(-1)[-1] = value
-    forge(entry, tensors)
-    assert f"negative or infinite values in {key!r}" in refusal(ArtifactError, entry)
+    changed = change(tensors.get(key))
+    of_rows = key.endswith("|rows") and not block  # which have a priority each
+    priority = {key.replace("rows", "priority"): torch.zeros(len(changed)).double()} if of_rows else {}
+    forge(entry, tensors | priority | {key: changed})
+    assert words in refusal(ArtifactError, entry)
 
 
 def test_an_altered_description(entry):
@@ -285,10 +263,7 @@ PROMPTS_OF_NOTHING = [(0, 1, ["a cat"]), (1, -1, []), (0, 1e3, ["a cat", "a dog"
         *({"origin": json.dumps({"form": VERSION, **with_sampling(**change)})} for change in CHANGES),
         *({"origin": json.dumps({"form": VERSION, **ORIGIN, "hessians": each})} for each in IMPOSSIBLE_HESSIANS),
         *({"prompts": text} for text in (DEEP, "null", '{"first": 0, "last": 1}')),
-        *(
-            {"prompts": json.dumps({"first": first, "last": last, "texts": texts})}
-            for first, last, texts in PROMPTS_OF_NOTHING
-        ),
+        *({"prompts": json.dumps({"first": a, "last": b, "texts": each})} for a, b, each in PROMPTS_OF_NOTHING),
     ],
     ids=lambda metadata: str(metadata)[-60:],
 )
@@ -309,11 +284,3 @@ def test_a_claim_of_much_is_refused_before_it_is_read(entry):
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end + 2**40)
     assert "torch.float16 [549755813888] instead of nothing" in refusal(ArtifactError, entry)
-
-
-def test_a_file_that_may_not_be_read(entry, monkeypatch):
-    def forbidden(path, flags):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("os.open", forbidden)
-    assert f"{entry} cannot be read (Permission denied)" in refusal(ConfigError, entry)

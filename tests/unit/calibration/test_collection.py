@@ -5,7 +5,6 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +23,15 @@ from sd_quant.calibration import collection
 from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import Pass, calibrate, collect_segment, fabric_for, origin, segments_of
 from sd_quant.calibration.hooks import FIRST_OF_ALL, ROWS_PER_CALL
+from sd_quant.calibration.parts import calibrate_parts, collect_parts
+from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.errors import ResourceError, SdQuantError
 from sd_quant.inference import loading
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.source_images import SourceImages
-from sd_quant.models.checkpoint import contracts_of, empty_modules
+from sd_quant.models.checkpoint import contracts_of, empty_modules, roles_of_part
 from sd_quant.models.sdxl import FAMILY
+from sd_quant.places import HOME
 from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, diagonal_blocks, hessians_of
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics, merge
@@ -41,6 +43,24 @@ pytestmark = [pytest.mark.commit, pytest.mark.slow]
 PROMPTS = ["a glossy icon of a rocket", "a cat", "two flags on a pole"]
 SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
 SHA256 = "a" * 64
+
+
+@pytest.fixture(scope="module")
+def model():
+    return loading.load_model(open_nemo(HOME / "checkpoints/sdxl_mini.nemo"))
+
+
+@pytest.fixture
+def calls(model):
+    """How often each part has run since the test began."""
+    counted = dict.fromkeys(model.parts, 0)
+    hooks = [
+        part.register_forward_pre_hook(lambda *_, name=name: counted.update({name: counted[name] + 1}))
+        for name, part in model.parts.items()
+    ]
+    yield counted
+    for hook in hooks:
+        hook.remove()
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +78,10 @@ def whole(model, names) -> Statistics:
     return collected(model, names)
 
 
-# Segments
-
-
-@pytest.mark.parametrize(
-    "start, stop, snapshots, ends", [(0, 5, [4, 2, 2], [2, 4, 5]), (0, 4, [4, 8], [4]), (3, 5, [2, 3, 4], [4, 5])]
-)
-def test_segments_end_at_the_snapshots(start, stop, snapshots, ends):
-    segments = segments_of(start, stop, snapshots)
-    assert [(each.start, each.stop) for each in segments] == list(zip([start, *ends], ends, strict=False))
-
-
-# One pass
+def test_segments_end_at_the_snapshots():
+    assert segments_of(0, 5, [4, 2, 2]) == [range(0, 2), range(2, 4), range(4, 5)]
+    assert segments_of(0, 4, [4, 8]) == [range(0, 4)]
+    assert segments_of(3, 5, [2, 3, 4]) == [range(3, 4), range(4, 5)]
 
 
 def test_every_layer_is_reached(model, names, whole):
@@ -86,51 +98,33 @@ def test_every_layer_is_reached(model, names, whole):
     assert with_it == {name for name in whole.layers if name.endswith(("attn2.to_k", "attn2.to_v"))} != set()
 
 
-def hooked(model, names, see: Callable[[str, nn.Module, torch.Tensor], object]) -> None:
-    """Calls ``see`` with what each of these layers reads in the pipeline that makes images."""
-    hooks = [
-        layer.register_forward_pre_hook(lambda layer, inputs, name=name: see(name, layer, inputs[0]))
-        for name, layer in ((name, model.modules["unet"].get_submodule(name)) for name in names)
-    ]
-    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=())
-    for hook in hooks:
-        hook.remove()
-
-
-def test_ranges_are_those_that_plain_hooks_see(model, names, whole):
-    """Of one linear and one conv."""
-    seen = {}
-    linear = next(name for name in names if name.endswith("attn1.to_q"))
-    conv = next(name for name in names if name.endswith("resnets.0.conv1"))
-    hooked(model, (linear, conv), lambda name, layer, x: seen.setdefault(name, []).append(x.abs().clone()))
-    by_call = torch.stack([x.flatten(0, -2).amax(0) for x in seen[linear]]).view(3, 2, -1)  # prompts, steps, channels
-    assert torch.equal(whole.layers[linear].amax, by_call.amax(0))
-    assert torch.equal(whole.layers[conv].amax, torch.stack([x.amax() for x in seen[conv]]).view(3, 2))
-
-
-def hessians_of_model(model, block: int) -> Hessians:
-    roles = FAMILY.layer_roles(model.modules["unet"])
-    inputs = model.checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-    int4 = Pair("int4", None)
-    return hessians_of(
-        roles, inputs, Recipe(3.0, None, enable=Enable(int4, int4, None), rounding="gptq", hessian=block)
-    )
-
-
-def test_hessians_are_those_of_what_each_layer_reads_and_of_no_other_layer(model, names, whole, tmp_path):
+def test_ranges_and_hessians_are_those_of_what_each_layer_reads_and_of_no_other_layer(model, names, whole, tmp_path):
     """Every reader of a shared input has that of its own, to rounding. Entries with and without do not mix."""
-    wanted, seen = hessians_of_model(model, 64), {}
+    roles, int4, seen, ranges = FAMILY.layer_roles(model.modules["unet"]), Pair("int4", None), {}, {}
+    inputs = model.checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
+    recipe = Recipe(3.0, None, enable=Enable(int4, int4, None), rounding="gptq", hessian=64)
+    wanted = hessians_of(roles, inputs, recipe)
     assert {name for readers in wanted.readers for name in readers} == set(names)
 
-    def add_product(name: str, layer: nn.Module, x: torch.Tensor) -> None:
-        if isinstance(layer, nn.Conv2d):
-            x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
-        rows = x.double().flatten(0, -2)
-        seen[name] = seen.get(name, 0) + rows.T @ rows
+    def hook(name: str):
+        def see(layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            (x,) = inputs
+            linear = isinstance(layer, nn.Linear)
+            ranges.setdefault(name, []).append(x.abs().flatten(0, -2).amax(0) if linear else x.abs().amax())
+            x = x if linear else F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
+            rows = x.double().flatten(0, -2)
+            seen[name] = seen.get(name, 0) + rows.T @ rows
 
-    hooked(model, names, add_product)
+        return model.modules["unet"].get_submodule(name).register_forward_pre_hook(see)
+
+    hooks = list(map(hook, names))
+    loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=())  # as images are made
+    for each in hooks:
+        each.remove()
     statistics = collected(model, names, cache=tmp_path, snapshots=[2], hessians=wanted)
     for name, layer in statistics.layers.items():
+        by_call = torch.stack(ranges[name]).unflatten(0, (len(PROMPTS), SAMPLING.steps))
+        assert torch.equal(layer.amax, by_call if layer.kind == "conv" else by_call.amax(0)), name
         blocks = diagonal_blocks(layer.hessian, len(seen[name]), None, 0)
         largest = seen[name].diagonal().max()
         for index, block in enumerate(blocks):
@@ -152,9 +146,6 @@ def test_layers_that_are_never_reached_are_told_of(model, monkeypatch, caplog):
     assert "2 layers were never reached during calibration, such as spare" in caplog.text
 
 
-# Several sizes
-
-
 SIZED = replace(SAMPLING, sizes=[(64, 64), (128, 64)])
 
 
@@ -169,16 +160,13 @@ def test_prompts_take_the_sizes_in_turn(model, names):
     assert statistics[0].calls["x"].values.shape == (2 * SAMPLING.steps, 2, 4, 8, 8)
 
 
-def test_snapshots_and_processes_share_the_prompts_of_all_sizes(model, names, tmp_path):
-    parts = shares(model, names, SIZED, processes=2)
-    assert_same(collected(model, names, sampling=SIZED, cache=tmp_path, snapshots=[1, 2]), merge(parts))
-
-
 # The cache
 
 
-def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, calls, caplog, tmp_path):
-    """The second time all of it is in the cache, and nothing runs."""
+def test_what_is_to_come_is_said_once_and_what_is_cached_is_read_here_and_elsewhere(
+    model, names, whole, calls, caplog, tmp_path
+):
+    """The second time nothing runs. Elsewhere it is read from the folder that the log names, without weights."""
     said = []
     for _ in range(2):
         calls.update(dict.fromkeys(calls, 0))
@@ -189,6 +177,14 @@ def test_what_is_to_come_is_said_once_and_changes_nothing(model, names, whole, c
     assert (device, prompts) == ("cpu", len(PROMPTS)) and seconds > 0
     assert not any(calls.values())
     assert "from the cache: statistics of prompts 1 to 2" in caplog.text
+    [path] = {told.partition("; use them elsewhere with calibration=")[2] for told in caplog.messages} - {""}
+    assert f"statistics: {path};" in caplog.text and Path(path).parent == tmp_path
+    empty = empty_modules(model.checkpoint)["unet"]
+    layers = {name: empty.get_submodule(name) for name in names}
+    contract, here = contracts_of(model.checkpoint)["unet_xl"], origin(SHA256, names, SAMPLING, "cpu")
+    caplog.clear()
+    assert_same(read_statistics(Path(path), layers, contract, here, len(PROMPTS)), whole)
+    assert not caplog.records
 
 
 def test_what_cannot_be_kept_is_collected_all_the_same(model, names, whole, tmp_path, monkeypatch, caplog):
@@ -197,28 +193,13 @@ def test_what_cannot_be_kept_is_collected_all_the_same(model, names, whole, tmp_
     assert caplog.text.count("which cannot be written (Permission denied)") == 1 and not any(tmp_path.rglob("*.*"))
 
 
-def test_of_two_that_want_the_same_the_second_waits_and_takes_it(model, names, calls, tmp_path):
-    collected(model, names, PROMPTS[:1], cache=tmp_path)
-    [entries] = (folder for folder in tmp_path.iterdir() if folder.is_dir())
-    entry = next(entries.glob("*.safetensors"))
-    content = entry.read_bytes()
-    entry.unlink()
-    calls.update(unet_xl=0)
-    with ThreadPoolExecutor(1) as second:
-        with locked(entries / ".00000-00001.lock"):  # as the first holds it
-            waiting = second.submit(collected, model, names, PROMPTS[:1], cache=tmp_path)
-            time.sleep(0.3)
-            assert not waiting.done()
-            entry.write_bytes(content)
-        waiting.result(60)
-    assert not calls["unet_xl"]
-
-
-def test_of_several_that_want_the_same_each_makes_what_nobody_makes(model, names, whole, calls, tmp_path):
-    """The first of three segments is another's, which dies without having made it."""
+@pytest.mark.parametrize("made", [True, False])
+def test_of_two_that_want_the_same_each_makes_what_nobody_makes(model, names, whole, calls, tmp_path, made):
+    """The first of three segments is another's, which makes it while this one waits, or dies without having made it."""
     collected(model, names, PROMPTS[:1], cache=tmp_path)
     [entries] = (folder for folder in tmp_path.iterdir() if folder.is_dir())
     first = entries / "00000-00001.safetensors"
+    content = first.read_bytes()
     first.unlink()
     calls.update(unet_xl=0)
     with ThreadPoolExecutor(1) as second:
@@ -230,9 +211,11 @@ def test_of_several_that_want_the_same_each_makes_what_nobody_makes(model, names
                     break
                 time.sleep(0.1)
             assert all(other.exists() for other in others) and not first.exists() and not helping.done()
+            if made:
+                first.write_bytes(content)
         found = helping.result(60)
     assert_same(found, whole)
-    assert first.exists() and calls["unet_xl"] == SAMPLING.steps * len(PROMPTS)
+    assert first.exists() and calls["unet_xl"] == SAMPLING.steps * (len(PROMPTS) - made)
 
 
 def test_a_pass_that_broke_off_goes_on_at_its_last_sound_snapshot(
@@ -256,26 +239,19 @@ def test_a_pass_that_broke_off_goes_on_at_its_last_sound_snapshot(
     assert entry.read_bytes() == sound
 
 
-def test_what_a_pass_cached_is_read_elsewhere(model, names, tmp_path, caplog):
-    """From the folder that the log names, with networks that have no weights."""
-    with caplog.at_level(logging.INFO):
-        statistics = collected(model, names, PROMPTS[:2], cache=tmp_path, snapshots=[1])
-    message, _, path = caplog.messages[-1].partition("; use them elsewhere with calibration=")
-    assert message == f"statistics: {path}" and Path(path).parent == tmp_path
-    empty = empty_modules(model.checkpoint)["unet"]
-    layers = {name: empty.get_submodule(name) for name in names}
-    contract, here = contracts_of(model.checkpoint)["unet_xl"], origin(SHA256, names, SAMPLING, "cpu")
-    caplog.clear()
-    assert_same(read_statistics(Path(path), layers, contract, here, 2), statistics)
-    assert not caplog.records
-
-
 def test_everything_that_counts_is_in_the_origin(names, monkeypatch):
     """Other things are in ``stages.test_keys``. A pass of one size is found under its old name."""
     expected = {"steps", "guidance_scale", "height", "width", "batch_size", "seed", "negative_prompts", "latents"}
     assert SAMPLING.described().keys() == expected
     given = (SHA256, names, SAMPLING, "cpu")
-    expected, others = origin(*given), [replace(SAMPLING, **{field: other(field)}) for field in SAMPLING_FIELDS]
+    optional = {
+        "negative_prompts": ["rain"], "latents": torch.zeros(1, 4, 8, 8), "sizes": [(64, 64), (64, 128)],
+        "vae_tile": 32, "sampler": "ddim", "schedule": "crc", "guidance_until": 0.5,
+        "source": SourceImages(np.zeros((1, 64, 64, 3), np.uint8), None, 0.5),
+    }  # fmt: skip
+    fields = Sampling.__dataclass_fields__.keys() - {"arguments"}  # which are kept with the prompts
+    changes = ({field: optional[field] if field in optional else getattr(SAMPLING, field) + 1} for field in fields)
+    expected, others = origin(*given), [replace(SAMPLING, **change) for change in changes]
     changed = [(*given[:2], each, "cpu") for each in others] + [(*given, Hessians(size, ((),))) for size in (64, 128)]
     assert len({json.dumps(origin(*each)) for each in [given, *changed]}) == 1 + len(changed)
     for how_much_is_kept in ("ROWS", "CALLS"):
@@ -284,38 +260,15 @@ def test_everything_that_counts_is_in_the_origin(names, monkeypatch):
             assert origin(*given) != expected
 
 
-SAMPLING_FIELDS = Sampling.__dataclass_fields__.keys() - {"arguments"}  # which are kept with the prompts
-
-
-def other(field: str) -> object:
-    optional = {
-        "negative_prompts": ["rain"],
-        "latents": torch.zeros(1, 4, 8, 8),
-        "source": SourceImages(np.zeros((1, 64, 64, 3), np.uint8), None, 0.5),
-        "sizes": [(64, 64), (64, 128)],
-        "vae_tile": 32,
-        "sampler": "ddim",
-        "schedule": "crc",
-        "guidance_until": 0.5,
-    }
-    return optional[field] if field in optional else getattr(SAMPLING, field) + 1
-
-
 # Several processes
 
 
-def shares(model, names, sampling, processes: int) -> list[Statistics]:
-    """The statistics that each process collects."""
-    fabric, ranks = Fabric(accelerator="cpu", devices=1), range(processes)
-    return [
-        collect_segment(fabric, Pass(model, names, PROMPTS, sampling), range(3), slice(rank, None, processes))
-        for rank in ranks
-    ]
-
-
-def test_shares_of_the_prompts_make_the_whole(model, names, whole):
-    """Also when there are fewer prompts than processes."""
-    assert_same(merge(shares(model, names, SAMPLING, processes=5)), whole)
+@pytest.mark.parametrize(("processes", "sampling"), [(5, SAMPLING), (2, SIZED)], ids=["one size", "sizes"])
+def test_shares_of_the_prompts_make_the_whole(model, names, tmp_path, processes, sampling):
+    """Also when there are fewer prompts than processes, and with snapshots of all sizes."""
+    fabric, wanted = Fabric(accelerator="cpu", devices=1), Pass(model, names, PROMPTS, sampling)
+    shares = [collect_segment(fabric, wanted, range(3), slice(rank, None, processes)) for rank in range(processes)]
+    assert_same(merge(shares), collected(model, names, sampling=sampling, cache=tmp_path, snapshots=[1, 2]))
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch):
@@ -343,3 +296,71 @@ def test_lightnings_advice_to_use_srun_and_tf32_is_not_shown(tmp_path, monkeypat
     with caplog.at_level(logging.DEBUG):
         rank_zero_info("You are using a CUDA device that has Tensor Cores.")
     assert not shown and not caplog.records
+
+
+# Text encoders and the decoder
+
+
+@pytest.fixture(scope="module")
+def of_parts(model):
+    roles = {part: roles_of_part(model.checkpoint, part) for part in ("clip1", "clip2", "vae")}
+    return {part: [name for name, role in of_part.items() if role != "excluded"] for part, of_part in roles.items()}
+
+
+def passes(model, of_parts, **changes) -> dict[str, Pass]:
+    sampling = replace(SAMPLING, negative_prompts=["rain"], **changes)
+    return {part: Pass(model, own, PROMPTS[:2], sampling) for part, own in of_parts.items()}
+
+
+@pytest.fixture(scope="module")
+def whole_parts(model, of_parts):
+    return collect_parts(fabric_for("cpu"), passes(model, of_parts))
+
+
+@pytest.mark.nightly
+def test_every_layer_of_a_part_is_reached_in_one_step_by_its_own_texts(model, of_parts, whole_parts):
+    """A text encoder reads three texts: two prompts, and the negative prompt that they share."""
+    for part, statistics in whole_parts.items():
+        rows = (2 if part == "vae" else 3) * ROWS_PER_CALL
+        assert statistics.layers.keys() == set(of_parts[part]) and statistics.steps == 1
+        assert all(len(layer.rows.values) == rows for layer in statistics.layers.values())
+        first = {FIRST_OF_ALL in layer.rows.priority for layer in statistics.layers.values()}
+        assert first == {part != "vae"}, "the first token of the text is an outlier"
+    assert all(layer.amax.shape == (2, 1) for layer in whole_parts["vae"].layers.values() if layer.kind == "conv")
+    assert whole_parts["clip1"].peaks.keys() == {"clip1"}
+    name, seen = "encoder.layers.0.mlp.fc2", []
+    layer = model.modules["text_encoder"].get_submodule(name)
+    hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].abs().flatten(0, -2).amax(0)))
+    pipe = loading.pipeline_of(model.checkpoint, model.torch_engines()).call.pipe
+    for prompt in PROMPTS[:2]:
+        pipe.encode_prompt([prompt], negative_prompt=["rain"])
+    hook.remove()
+    assert torch.equal(whole_parts["clip1"].layers[name].amax[0], torch.stack(seen).amax(0))
+    encoders = {part: of_parts[part] for part in ("clip1", "clip2")}
+    for part, found in collect_parts(fabric_for("cpu"), passes(model, encoders, batch_size=2)).items():
+        for name, layer in found.layers.items():  # to rounding: sums of other batches are added up in another order
+            torch.testing.assert_close(layer.amax, whole_parts[part].layers[name].amax, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.nightly
+def test_parts_are_cached_beside_the_denoiser_whose_latents_they_take(model, of_parts, whole_parts, calls, tmp_path):
+    """The denoiser's own entry is the same with and without parts, and serves both."""
+    fabric, given, latents = fabric_for("cpu"), {"checkpoint_sha256": SHA256, "cache": tmp_path}, {}
+    sampling = passes(model, of_parts)["vae"].sampling
+    collect_segment(fabric, Pass(model, [], PROMPTS[:2], sampling), range(2), on_latent=latents.__setitem__)
+    calls.update(dict.fromkeys(calls, 0))
+    of_latents = collect_parts(fabric, passes(model, of_parts), latents)
+    assert calls == {"unet_xl": 0, "vae": 2, "clip1": 4, "clip2": 4}
+    calibrate(Pass(model, ["conv_in"], PROMPTS[:2], sampling), fabric, **given)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
+    for _ in range(2):
+        calls.update(dict.fromkeys(calls, 0))
+        found = calibrate_parts(passes(model, of_parts), fabric, **given)
+    assert not any(calls.values()) and len(before) == 1
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1 + len(of_parts)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    for part in of_parts:
+        assert_same(found[part], whole_parts[part])
+        assert_same(of_latents[part], whole_parts[part])
+    calibrate_parts(passes(model, {"clip1": of_parts["clip1"], "vae": of_parts["vae"][1:]}), fabric, **given)
+    assert calls["clip1"] > 0 and calls["unet_xl"] > 0, "other layers of the decoder, whose latents are not known"

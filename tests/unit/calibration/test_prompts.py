@@ -4,7 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from pyarrow import Table, parquet
 
+from examples import shapes
+from sd_quant.calibration.call_tables import files_by_row, read_rows
 from sd_quant.calibration.prompts import (
     LONGEST_PROMPT,
     MOST_BYTES,
@@ -16,20 +20,21 @@ from sd_quant.calibration.prompts import (
     read_prompts,
     write_prompts,
 )
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.files.images import read_whole
+from sd_quant.inference.requests import check_taken
+from sd_quant.places import HOME
+from sd_quant.stages.generate import arguments_of
 
 pytestmark = pytest.mark.commit
 
 HEADER = b"id\timage_id\tcaption\theight\twidth\tfile_name\tcoco_url\n"  # of MLPerf's captions.tsv
-HOME = Path(__file__).parents[3]
-CONF = HOME / "conf"
 TEXT, TABLE = "prompts.txt", "captions.tsv"
 LONG = "é" * LONGEST_PROMPT
 UNCHANGED = ["ein Kätzchen, „süß“", "猫の写真 🐈", "../../etc/passwd; rm -rf $HOME", "${oc.env:HOME}", "a\u2028b"]
 
 
 def written(folder: Path, name: str, content: bytes | str | dict | list) -> Path:
-    """Bytes or a text as they are, anything else as JSON."""
     path = folder / name
     if not isinstance(content, bytes):
         content = (content if isinstance(content, str) else json.dumps(content)).encode()
@@ -81,25 +86,22 @@ COCO = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "category", "expected"),
-    [
-        ("PartiPrompts.tsv", PARTI, None, [
-            ('a sign that says "HELLO"', "Artifacts"), ('"LOVE" on a mug, "PEACE" on a wall', "Artifacts"),
-            ("two owls", "Animals"),
-        ]),
-        ("PartiPrompts.tsv", PARTI, "challenge", [
-            ('a sign that says "HELLO"', "Writing & Symbols"),
-            ('"LOVE" on a mug, "PEACE" on a wall', "Writing & Symbols"), ("two owls", "Quantity"),
-        ]),
-        ("drawbench.csv", DRAWBENCH, None, [
-            ("A red car.", "Colors"), ("Two cups, a saucer.", "Counting"), ("One dog.", "Gary et al."),
-        ]),
-        ("meta_data.json", MJHQ, None, [("a soup, steaming", "food"), ("a fox", "logo")]),
-        ("captions_val2017.json", COCO, None, [("A cat on a mat.", None), ("A grey cat.", None)]),
-        ("captions_val2017.json", COCO | {"annotations": COCO["annotations"][:1]}, None, [("A cat on a mat.", None)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "category", "expected"), [
+    ("PartiPrompts.tsv", PARTI, None, [
+        ('a sign that says "HELLO"', "Artifacts"), ('"LOVE" on a mug, "PEACE" on a wall', "Artifacts"),
+        ("two owls", "Animals"),
+    ]),
+    ("PartiPrompts.tsv", PARTI, "challenge", [
+        ('a sign that says "HELLO"', "Writing & Symbols"),
+        ('"LOVE" on a mug, "PEACE" on a wall', "Writing & Symbols"), ("two owls", "Quantity"),
+    ]),
+    ("drawbench.csv", DRAWBENCH, None, [
+        ("A red car.", "Colors"), ("Two cups, a saucer.", "Counting"), ("One dog.", "Gary et al."),
+    ]),
+    ("meta_data.json", MJHQ, None, [("a soup, steaming", "food"), ("a fox", "logo")]),
+    ("captions_val2017.json", COCO, None, [("A cat on a mat.", None), ("A grey cat.", None)]),
+    ("captions_val2017.json", COCO | {"annotations": COCO["annotations"][:1]}, None, [("A cat on a mat.", None)]),
+])  # fmt: skip
 def test_published_layouts_are_read_with_their_categories(tmp_path, name, content, category, expected):
     assert read_prompt_set(written(tmp_path, name, content), category) == [Prompt(*each) for each in expected]
 
@@ -131,15 +133,8 @@ COLUMNS = "has {} columns in line 4, expected 7 as in its header; put one tab"
         ("a.json", f'{{"annotations": [0{",0" * 10**6}]}}', None, "1000001 entries, at most 1000000 work"),
         ("a.csv", "Prompts,Category\na cat, a dog,Animals\n", None, "3 columns in line 2, expected 2 as in its head"),
         ("a.csv", "id,text\n1,a cat\n", None, r"begins with 'id,text', expected a header line .* between commas; add"),
-        *(
-            (
-                TABLE,
-                header + b"\n" + row("a cat"),
-                None,
-                "begins with '.*', expected a header line with one column .caption.",
-            )
-            for header in (b"", b"id\timage_id\tcaptions", b"id,image_id,caption", b"caption\tid\tprompt")
-        ),
+        *((TABLE, header + b"\n" + row("a cat"), None, "begins with '.*', expected a header line with one column .capt")
+          for header in (b"", b"id\timage_id\tcaptions", b"id,image_id,caption", b"caption\tid\tprompt")),
         ("a.json", "{", None, r"is not JSON \(.*; download it again"),
         ("a.json", "[" * 100_000, None, r"is not JSON \(.*recursion.*; download it again"),
         ("a.json", '{"a": {"prompt": "\\ud800"}}', None, "is not UTF-8 in entry a; save it as UTF-8"),
@@ -148,7 +143,7 @@ COLUMNS = "has {} columns in line 4, expected 7 as in its header; put one tab"
         ("a.json", {"a": {"prompt": ["a cat"]}}, None, "has an unknown layout in entry a"),
     ],
     ids=lambda value: repr(value)[:40],
-)
+)  # fmt: skip
 def test_a_file_that_holds_something_else_is_refused_in_a_sentence(tmp_path, name, content, category, message):
     with pytest.raises(ConfigError, match=message) as refused:
         read_prompt_set(written(tmp_path, name, content), category)
@@ -167,12 +162,9 @@ def test_a_file_too_large_is_refused_before_it_is_read(tmp_path):
             read_prompts(tmp_path / name)
 
 
-# What is shipped
-
-
-def test_shipped_prompts_differ_and_those_of_every_model_are_many_and_short():
-    paths = list(CONF.rglob("prompts/*.txt"))
-    general = CONF / "model/prompts/general.txt"
+def test_shipped_prompts_differ_those_of_every_model_are_short_and_none_is_calibrated_on_and_judged_by():
+    paths = list((HOME / "conf").rglob("prompts/*.txt"))
+    general = HOME / "conf/model/prompts/general.txt"
     assert general in paths
     for path in paths:
         prompts = read_prompts(path)
@@ -181,8 +173,6 @@ def test_shipped_prompts_differ_and_those_of_every_model_are_many_and_short():
     for prompt in read_prompts(general):
         assert prompt.isascii() and len(prompt) <= 400 and 3 <= len(prompt.split()) <= 60, prompt
 
-
-def test_no_prompt_is_both_calibrated_on_and_judged_by():
     def prompts(*names: str) -> set[str]:
         return set().union(*(read_prompts(HOME / f"{name}.txt") for name in names))
 
@@ -192,23 +182,16 @@ def test_no_prompt_is_both_calibrated_on_and_judged_by():
     assert not prompts(mini) & prompts(*reported)
 
 
-# What is drawn
-
-
 PROMPTS = [*(f"prompt {number}" for number in range(39)), "prompt 0"]  # equal captions are drawn as often as they stand
-
-
-def test_a_draw_is_the_beginning_of_a_larger_one():
-    largest = draw_prompts(PROMPTS, len(PROMPTS), 42)
-    assert largest != PROMPTS and sorted(largest) == sorted(PROMPTS)
-    for count in range(len(PROMPTS)):
-        assert draw_prompts(PROMPTS, count, 42) == largest[:count]
 
 
 def test_a_draw_depends_on_nothing_but_the_seed():
     """Another order would make every cache worthless, as statistics are kept under their prompts."""
-    assert draw_prompts(PROMPTS, 5, 42) == ["prompt 16", "prompt 20", "prompt 33", "prompt 37", "prompt 36"]
-    assert draw_prompts(PROMPTS, 5, 43) != draw_prompts(PROMPTS, 5, 42)
+    largest = draw_prompts(PROMPTS, len(PROMPTS), 42)
+    assert largest[:5] == ["prompt 16", "prompt 20", "prompt 33", "prompt 37", "prompt 36"]
+    assert sorted(largest) == sorted(PROMPTS) and draw_prompts(PROMPTS, 5, 43) != largest[:5]
+    for count in range(len(PROMPTS)):
+        assert draw_prompts(PROMPTS, count, 42) == largest[:count]
     for count in (-1, 41):
         with pytest.raises(ValueError, match=f"{count} prompts cannot be drawn from 40"):
             draw_prompts(PROMPTS, count, 0)
@@ -219,18 +202,13 @@ OF_CATEGORIES = [Prompt(f"prompt {number}", "ABC"[min(number // 3, 2)]) for numb
 
 def test_a_draw_has_as_many_of_each_category_while_these_last():
     largest = draw_evenly(OF_CATEGORIES, 40, 42)
-    assert sorted(largest) == sorted(OF_CATEGORIES)
+    assert [prompt.text for prompt in largest[:4]] == ["prompt 5", "prompt 16", "prompt 2", "prompt 4"]
+    assert sorted(largest) == sorted(OF_CATEGORIES) and draw_evenly(OF_CATEGORIES, 4, 43) != largest[:4]
     for count in range(40):
         drawn = draw_evenly(OF_CATEGORIES, count, 42)
         counts = sorted(sum(prompt.category == each for prompt in drawn) for each in "ABC")
         assert drawn == largest[:count]
         assert counts[2] - counts[0] <= 1 if count <= 9 else counts[:2] == [3, 3]
-
-
-def test_an_even_draw_depends_on_nothing_but_the_seed_and_is_random_within_a_category():
-    drawn = [prompt.text for prompt in draw_evenly(OF_CATEGORIES, 4, 42)]
-    assert drawn == ["prompt 5", "prompt 16", "prompt 2", "prompt 4"]
-    assert draw_evenly(OF_CATEGORIES, 4, 43) != draw_evenly(OF_CATEGORIES, 4, 42)
     alone = [Prompt(text) for text in PROMPTS]
     assert [prompt.text for prompt in draw_evenly(alone, 7, 42)] == draw_prompts(PROMPTS, 7, 42)
 
@@ -240,3 +218,103 @@ def test_kept_prompts_are_read_as_they_were(tmp_path):
     for prompts in ([Prompt(text) for text in texts], [Prompt(text, f"{text[-1]} & so") for text in texts]):
         write_prompts(prompts, tmp_path / "prompts.tsv")
         assert read_prompt_set(tmp_path / "prompts.tsv") == prompts
+
+
+# Tables of calls: what each kind of file holds, and what is refused, each in one sentence
+
+
+KNOB = "infer.table"
+ROWS = [
+    {"prompt": "make it red", "image": "a.png", "references": "a.png;b.png", "strength": 0.5, "prompt_2": "7"},
+    {"prompt": "a blue door", "image": "b.png", "references": "b.png|a.png", "strength": 1.0, "prompt_2": "8"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name, mode in (("a.png", "RGB"), ("b.png", "RGBA"), ("mask.png", "L")):
+        Image.new(mode, (40, 20), 200 if mode == "L" else "red").save(tmp_path / name)
+    (tmp_path / "frames").mkdir()
+    for number in range(3):
+        Image.new("RGB", (40, 20), (number, 0, 0)).save(tmp_path / f"frames/{number}.png")
+    return tmp_path
+
+
+def table_of(folder: Path, kind: str, rows: list[dict]) -> Path:
+    path = folder / f"table.{kind}"
+    lists = [{name: value.split(";") if ";" in str(value) else value for name, value in row.items()} for row in rows]
+    if kind == "parquet":
+        parquet.write_table(Table.from_pylist(rows), path)
+    elif kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, lists)) + "\n")
+    else:
+        separator = "\t" if kind == "tsv" else ","
+        lines = [rows[0].keys(), *(map(str, row.values()) for row in rows)]
+        path.write_text("\n".join(map(separator.join, lines)))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+def test_columns_are_arguments_and_paths_images(folder, kind):
+    first, second = read_rows(KNOB, table_of(folder, kind, ROWS))
+    a, b = folder / "a.png", folder / "b.png"
+    assert first == ("make it red", {"image": a, "references": [a, b], "strength": 0.5, "prompt_2": "7"})
+    assert second.arguments["references"] == [b, a]
+    named = files_by_row(KNOB, folder / f"table.{kind}")
+    assert list(named.values()) == [folder / f"table.{kind}", a, a, b, b, b, a]
+
+
+def test_a_folder_is_a_video_and_a_mask_is_grey(folder):
+    (row,) = read_rows(KNOB, table_of(folder, "csv", [{"video": "frames", "mask_image": "mask.png", "num_frames": 3}]))
+    assert row.prompt is None and row.arguments["num_frames"] == 3
+    (call,) = arguments_of(KNOB, [], [row])
+    assert [each.getpixel((0, 0)) for each in call["video"]] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+    assert call["mask_image"].mode == "L" and call["mask_image"].size == (40, 20)
+    assert read_whole(folder / "a.png", 200, "RGB").size == (20, 10)
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"image": "c.png"}, "line 2: image is .*c.png, expected an image or a folder with images"),
+    ({"image": "a.gif"}, "line 2: image is .*a.gif, expected an image or a folder with images, whose names end with"),
+    ({"image": ""}, "line 2 has no image for image, expected the path of a file or a folder"),
+    ({"prompt": " "}, "line 2 has no prompt, expected a text of up to 2000 characters; write one"),
+    ({"strength": float("nan")}, "line 2 has nan for strength, expected a number, a text, an image or a list"),
+])  # fmt: skip
+def test_a_row_that_cannot_be_a_call_is_refused(folder, change, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        read_rows(KNOB, table_of(folder, "csv", [ROWS[0] | change, ROWS[1] | change]))
+
+
+@pytest.mark.parametrize("name, content, sentence", [
+    ("t.txt", "a", "expected a file that ends with .tsv, .csv, .jsonl, .parquet"),
+    ("t.csv", "prompt,image\n", "holds no row"),
+    ("t.csv", "prompt,image\na,b.png,c", "has 3 columns in line 2, expected 2 as in its header"),
+    ("t.csv", "prompt,prompt\na,b", "begins with prompt, prompt, expected the names of its columns"),
+    ("t.jsonl", '{"prompt": "a"}\n{"image": "a.png"}', "has image in line 2, expected prompt as before"),
+    ("t.jsonl", "[1]", "has no JSON object in line 1"),
+    ("t.jsonl", '{"prompt": "a", "image": {"bytes": ""}}', "for image, expected a number, a text, an image or a list"),
+    ("t.parquet", "PAR1", "cannot be read as Parquet"),
+])  # fmt: skip
+def test_a_table_of_another_form_is_refused(folder, name, content, sentence):
+    (folder / name).write_text(content)
+    with pytest.raises(SdQuantError, match=sentence):
+        read_rows(KNOB, folder / name)
+
+
+def test_a_column_that_is_no_argument_or_that_knobs_decide_is_refused():
+    class Edits:
+        def __call__(self, prompt, image, width, height, strength=1.0): ...
+
+    check_taken(Edits, KNOB, ["image", "strength"])
+    with pytest.raises(ConfigError, match="infer.table has picture, which Edits does not take; it takes prompt"):
+        check_taken(Edits, KNOB, ["image", "picture"])
+    with pytest.raises(ConfigError, match="infer.table has width, which is not stated there: sizes, steps"):
+        check_taken(Edits, KNOB, ["width"])
+
+
+def test_the_shipped_tables_are_those_that_are_drawn(tmp_path):
+    shapes.main(tmp_path)
+    for name in ("shapes.csv", "shapes_evaluation.csv"):
+        shipped = HOME / "conf/model/prompts" / name
+        drawn, there = (arguments_of(KNOB, [], read_rows(KNOB, path)) for path in (tmp_path / name, shipped))
+        assert drawn == there and (tmp_path / name).read_bytes() == shipped.read_bytes()

@@ -7,14 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from sd_quant.inference.pipeline import Pipeline
+from sd_quant.inference.pipeline import Pipeline, Sampling
 from sd_quant.inference.stand_ins import AnsweredPart, EngineNetwork
 from sd_quant.models import sdxl
 from sd_quant.models.sdxl_nemo import CONTEXT_TOKENS, TextShape, build_modules, called, scheduler, unet_config
 
-from .toy import Function
-
+SAMPLING = Sampling(steps=3, guidance_scale=2.0, height=64, width=64, batch_size=2, seed=5)
+PROMPTS = ["one", "four", "three"]  # of different lengths, which is all that the tokenizer here sees
 SHAPE = TextShape(vocab_size=600, width=64, layers=1, context=77, mlp_width=96, projection=32)
+
+
+class Function:
+    def __init__(self, name, function):
+        self.name, self.function, self.calls = name, function, []
+
+    def __call__(self, **inputs):
+        self.calls.append(inputs)
+        return self.function(**inputs)
 
 
 class Tokenizer:
@@ -54,7 +63,6 @@ def modules(small_config):
 
 @pytest.fixture
 def build(engines, modules):
-    """A pipeline with a given scheduler."""
     parts = sdxl.FAMILY.parts({name: modules[name].config for name in ("unet", "vae")}, CONTEXT_TOKENS, "nemo")
 
     def built(scheduler):
@@ -75,7 +83,6 @@ def pipeline(build):
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory) -> Callable[..., Path]:
-    """The folder of a tiny pipeline or variant by its name, each written once."""
     from ...zoo.families import TINY, VARIANTS, for_inpainting  # seconds, which most tests here need not wait
 
     root = tmp_path_factory.mktemp("families")

@@ -11,19 +11,23 @@ from diffusers import (
     AutoencoderKL,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
+    FluxTransformer2DModel,
     HeunDiscreteScheduler,
     KDPM2DiscreteScheduler,
     PNDMScheduler,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionXLImg2ImgPipeline,
+    TaylorSeerCacheConfig,
 )
 
-from sd_quant.errors import SdQuantError
+from sd_quant.errors import ArtifactError, SdQuantError
+from sd_quant.inference.calls import Calls
+from sd_quant.inference.requests import refusing_steps
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.tiles import decode
 from sd_quant.models.parts import VaePart
 
-from .toy import PROMPTS, SAMPLING
+from .conftest import PROMPTS, SAMPLING, Function
 
 pytestmark = pytest.mark.commit
 
@@ -40,7 +44,6 @@ def test_images_are_decoded_in_tiles_where_that_is_asked_for(pipeline, engines):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_images_take_the_sizes_in_turn(pipeline, engines, batch_size):
-    """Each is that of a run of its size alone, in the order of the prompts; a batch has one size."""
     batches = []
     sizes, sampling = [(64, 64), (128, 64)], replace(SAMPLING, batch_size=batch_size)
     mixed = pipeline(PROMPTS, replace(sampling, sizes=sizes), on_batch=batches.append)
@@ -57,7 +60,6 @@ def test_images_take_the_sizes_in_turn(pipeline, engines, batch_size):
 
 @pytest.mark.parametrize(("given", "batch_size"), [(0, 2), (1, 2), (3, 1), (3, 2)])
 def test_each_image_has_noise_of_its_own_seed_or_that_is_given(pipeline, engines, given, batch_size):
-    """One for each, or one for all; at NeMo's first noise level the network is given the very numbers."""
     seeded = [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5 + number)) for number in range(3)]
     noise = torch.randn(given, 4, 8, 8, generator=torch.Generator().manual_seed(1)) if given else torch.cat(seeded)
     pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, latents=noise if given else None), decode=())
@@ -66,8 +68,6 @@ def test_each_image_has_noise_of_its_own_seed_or_that_is_given(pipeline, engines
 
 
 def test_batches_may_be_made_in_any_order(pipeline):
-    """As by several processes, each of which makes what the others do not."""
-
     def backwards(batches, make, also):
         assert batches == [[0, 1], [2]]
         return [make(place) for place in (1, 0)][::-1]
@@ -99,38 +99,27 @@ def test_what_decides_the_images_is_described(pipeline):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_negative_prompts_are_the_unconditional_half_in_turn(pipeline, engines, batch_size):
-    """Whatever the batch: the third image gets the first of two again."""
     negatives = ["a", "bbbbb"]  # the tokenizer here gives their lengths
     pipeline(PROMPTS, replace(SAMPLING, batch_size=batch_size, negative_prompts=negatives), decode=())
-    contexts, vectors = [], []
+    contexts = []
     for call in engines["unet_xl"].calls[:: SAMPLING.steps]:
         images = len(call["x"]) // 2
         contexts += call["context"][:images, 0, 0].tolist()
-        vectors += call["y"][:images, 0].tolist()
+        assert (call["y"][:images, 0] == 1).all()  # without a negative prompt it is all zeros
         assert call["context"][images:, 0, 0].tolist() == [len(prompt) for prompt in PROMPTS][: len(contexts)][-images:]
     assert contexts == [1, 5, 1]
-    assert vectors == [1, 1, 1]  # without a negative prompt it is all zeros
 
 
-ONCE, TWICE = (EulerDiscreteScheduler, DPMSolverMultistepScheduler), (HeunDiscreteScheduler, KDPM2DiscreteScheduler)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [2, 20])
-@pytest.mark.parametrize("kind", ONCE + TWICE)
-def test_steps_are_counted_by_the_samplers_calls(build, engines, kind, steps):
+@pytest.mark.parametrize(("scheduler", "calls"), [
+    (EulerDiscreteScheduler(), [0, 1, 2]), (DPMSolverMultistepScheduler(), [0, 1, 2]),
+    (HeunDiscreteScheduler(), [0, 0, 1, 1, 2]), (KDPM2DiscreteScheduler(), [0, 0, 1, 1, 2]),
+    (PNDMScheduler(skip_prk_steps=True), [0, 0, 1, 2]),  # once more than it has steps
+])  # fmt: skip
+def test_steps_are_counted_by_the_samplers_calls(build, engines, scheduler, calls):
     counted = []
-    generated = build(kind())(PROMPTS, replace(SAMPLING, steps=steps), decode=(), on_step=counted.append)
-    calls = [[step] * (2 if kind in TWICE and step < steps - 1 else 1) for step in range(steps)]
-    assert counted == sum(calls, []) * 2  # for the next batch from 0 again
+    generated = build(scheduler)(PROMPTS, SAMPLING, decode=(), on_step=counted.append)
+    assert counted == calls * 2  # for the next batch from 0 again
     assert len(engines["unet_xl"].calls) == len(counted) == 2 * generated.latents.shape[1]
-
-
-def test_a_sampler_with_a_call_too_many_stays_in_its_steps(build):
-    """PNDM calls the network once more than it has steps."""
-    counted = []
-    build(PNDMScheduler(skip_prk_steps=True))(PROMPTS[:1], SAMPLING, decode=(), on_step=counted.append)
-    assert counted == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -150,13 +139,7 @@ def test_a_latent_that_is_not_finite_is_named_by_the_prompts_own_number(pipeline
 
 def test_an_image_that_is_not_finite_is_named(pipeline, engines):
     whole = engines["vae"].function
-
-    def overflows(z):
-        image = whole(z)["dec"]
-        image[-1, 0, 0, 0] = torch.inf
-        return {"dec": image}
-
-    engines["vae"].function = overflows
+    engines["vae"].function = lambda z: {"dec": whole(z)["dec"].index_fill(0, torch.tensor([len(z) - 1]), torch.inf)}
     with pytest.raises(SdQuantError, match="vae gave an image that is not finite for prompt 1, of latents that are"):
         pipeline(PROMPTS, SAMPLING)
 
@@ -191,3 +174,109 @@ def test_tiles_are_those_of_diffusers(height, width):
         whole = decoder(z)
     assert sizes[-1] == (height, width)
     assert ((whole - expected).abs().max() > 1e-3) == (max(height, width) > 8)
+
+
+# Schedules of calls, compared with diffusers' own TaylorSeer, call by call
+
+
+@pytest.mark.parametrize(("order", "letter"), [(0, "r"), (1, "e")])
+def test_taylorseer_on_the_output_is_the_same(order, letter):
+    """diffusers' own, on a network of Flux, at an interval of 3: the outputs of all calls."""
+    torch.manual_seed(0)
+    flux = FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(1)
+    text, pooled, ids = torch.randn(1, 3, 32, generator=draw), torch.randn(1, 32, generator=draw), torch.zeros(4, 3)
+
+    def compute(inputs, letter="c"):
+        output, *_ = flux(inputs["x"], text, pooled, inputs["time"], ids, torch.zeros(3, 3), return_dict=False)
+        return {"out": output}
+
+    given = [{"x": torch.randn(1, 4, 4, generator=draw), "time": torch.tensor([1 - n / 9])} for n in range(9)]
+    done, ours = [], []
+    calls = Calls(f"ccc{letter}c{letter}{letter}c{letter}", lambda: len(done), lambda step: True, ())
+    with torch.no_grad():
+        for inputs in given:
+            ours.append(calls(compute, inputs)["out"])
+            done.append(inputs)
+        flux.enable_cache(TaylorSeerCacheConfig(
+            cache_interval=3, disable_cache_before_step=3, max_order=order, use_lite_mode=True,
+            taylor_factors_dtype=torch.float32,
+        ))  # fmt: skip
+        with flux.cache_context("one"):
+            theirs = [compute(inputs)["out"] for inputs in given]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(theirs[3], theirs[2]) or order == 0
+
+
+def test_calls_of_one_step_are_told_apart():
+    """Pipelines that are observed may call their network once for each half: each uses its own last output."""
+    done, made, given = [0], iter(range(100)), []
+    calls = Calls("crc", lambda: len(done) - 1, lambda step: True, ())
+    for _ in range(3):
+        outputs = [calls(lambda inputs, letter: {"out": torch.tensor(next(made))}, {}) for _ in range(2)]
+        given.append([each["out"].item() for each in outputs])
+        done.append(0)
+    assert given == [[0, 1], [0, 1], [2, 3]]
+
+
+def test_an_image_that_is_guided_to_a_noise_level_has_half_calls_below_it(pipeline, engines):
+    """The conditional half alone is computed, and what the sampler gets is what guidance by 1 gives."""
+    guided = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4))
+    levels = pipeline.call.pipe.scheduler.sigmas.tolist()
+    engines["unet_xl"].calls.clear()
+    half = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, guidance_until=(levels[1] + levels[2]) / 2))
+    calls = engines["unet_xl"].calls
+    assert [len(call["x"]) for call in calls] == [2, 2, 1, 1]
+    assert (calls[2]["context"] == calls[1]["context"][1]).all() and (calls[0]["context"][0] == 0).all()
+    torch.testing.assert_close(half.latents[:, :2], guided.latents[:, :2])
+    assert not torch.allclose(half.latents[:, 2], guided.latents[:, 2])
+    engines["unet_xl"].calls.clear()
+    pipeline(PROMPTS, replace(SAMPLING, steps=4, guidance_until=levels[1], schedule="crcc"))
+    assert [len(call["x"]) for call in engines["unet_xl"].calls] == [4, 2, 2, 2, 1, 1]  # two batches, of 2 and of 1
+
+
+def test_another_image_begins_anew(pipeline, engines):
+    """No output of one batch is used in the next, and none stays when the schedule goes."""
+    plain = pipeline(PROMPTS, SAMPLING).latents
+    alone = [pipeline(PROMPTS, replace(SAMPLING, schedule="crc"), numbers=[number]).latents[0] for number in range(3)]
+    together = pipeline(PROMPTS, replace(SAMPLING, schedule="crc", batch_size=1)).latents
+    torch.testing.assert_close(together, torch.stack(alone))
+    torch.testing.assert_close(pipeline(PROMPTS, SAMPLING).latents, plain)
+
+
+def test_another_sampler_is_taken_and_put_back(pipeline):
+    own = pipeline(PROMPTS, SAMPLING).latents
+    other = pipeline(PROMPTS, replace(SAMPLING, sampler="dpmpp_2m", steps=5)).latents
+    assert other.shape[1] == 5 and type(pipeline.call.pipe.scheduler).__name__ == "DPMSolverMultistepScheduler"
+    torch.testing.assert_close(pipeline(PROMPTS, SAMPLING).latents, own)
+    described = replace(SAMPLING, sampler="euler", schedule="crc").described()
+    assert described.items() >= {"sampler": "euler", "schedule": "crc"}.items()
+    assert not {"sampler", "schedule", "guidance_until"} & SAMPLING.described().keys()
+
+
+def test_a_scheduler_whose_entries_allow_no_such_steps_is_refused():
+    for call in (lambda made: made.set_timesteps(2), lambda made: made.step(None, 0, None)):
+        made = PNDMScheduler(skip_prk_steps=False)
+        sentence = "^PNDMScheduler fails .*; mend the folder's scheduler, or take"
+        with refusing_steps(SimpleNamespace(scheduler=made)), pytest.raises(ArtifactError, match=sentence):
+            call(made)
+
+
+def test_steps_of_another_precision_have_an_engine_of_their_own(pipeline, engines):
+    """A part without such an engine has one for all letters. Reused is the last output, whoever computed it."""
+    own, precise = engines["unet_xl"], Function("unet_xl/h", lambda x, **_: {"out": 0.2 * x})
+    engines["unet_xl/h"] = precise
+    made = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, schedule="chrf"))
+    assert len(own.calls) == 2 and len(precise.calls) == 1
+    calls, step = Calls("chr", iter(range(3)).__next__, lambda step: True, ()), {"c": 1.0, "h": 2.0}
+    outputs = [calls(lambda inputs, letter: {"out": torch.tensor(step[letter])}, {})["out"].item() for _ in "chr"]
+    assert outputs == [1.0, 2.0, 2.0]
+    levels = pipeline.call.pipe.scheduler.sigmas.tolist()
+    pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, schedule="cchh", guidance_until=levels[3]))
+    assert [len(call["x"]) for call in precise.calls[1:]] == [2, 1], "the last step computes one half"
+    del engines["unet_xl/h"]
+    assert not torch.allclose(pipeline(PROMPTS[:1], replace(SAMPLING, steps=4)).latents, made.latents)

@@ -26,16 +26,13 @@ def saved(tmp_path):
     return saved
 
 
-def test_an_image_is_cropped_about_its_middle_and_resized(saved, tmp_path):
+def test_an_image_is_cropped_about_its_middle_what_is_transparent_is_white_and_a_camera_turns(saved, tmp_path):
     wide = Image.new("RGB", (400, 100), "blue")
     wide.paste((255, 0, 0), (100, 0, 300, 100))  # the middle, which is as wide as is asked for
     wide.save(tmp_path / "wide.png")
     source = read_source([tmp_path / "wide.png"], None, 128, 64, 0.5)
     assert source.images.shape == (1, 64, 128, 3) and source.images.dtype == np.uint8 and source.masks is None
     assert (source.images[0, :, 4:-4] == (255, 0, 0)).all()
-
-
-def test_what_is_transparent_is_white_and_a_camera_turns(saved, tmp_path):
     clear = saved("clear.png", color=(0, 0, 0, 0), mode="RGBA")
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by a quarter
@@ -72,20 +69,10 @@ def test_a_folder_is_taken_by_name_with_a_mask_for_each_image_or_one_for_all(sav
     (tmp_path / "masks/b.webp").unlink()
     with pytest.raises(ConfigError, match=r"holds no mask for 1 of 3 images, such as b.PNG; expected one of the same"):
         mask_files("infer.mask", tmp_path / "masks", images)
-
-
-def test_a_mask_of_another_size(saved):
+    # and of its image's size
     image, mask = saved("a.png", 64, 32), saved("mask.png", 32, 64, 255, "L")
     with pytest.raises(ConfigError, match=r"mask.png is a mask of 32 x 64 pixels, and its image .*a.png has 64 x 32"):
         read_source([image], [mask], 64, 64, 0.5)
-
-
-@pytest.mark.parametrize("content", [b"", b"%!PS-Adobe-3.0 EPSF-3.0\n", None], ids=["empty", "another kind", "cut off"])
-def test_what_is_no_image(saved, content):
-    path = saved("a.png", 256, 256)
-    path.write_bytes(path.read_bytes()[:100] if content is None else content)
-    with pytest.raises(ArtifactError, match="a.png cannot be read as an image .*; save it again as a PNG"):
-        read_source([path], None, 64, 64, 0.5)
 
 
 def test_an_image_that_is_too_large_is_not_decoded(saved, monkeypatch):
@@ -101,33 +88,35 @@ def test_an_image_that_is_too_large_is_not_decoded(saved, monkeypatch):
         read_source([saved("b.png")], None, 64, 64, 0.5)
 
 
-@pytest.mark.parametrize("name", ["a.gif", "a", ".", "pipe.png"])
-def test_other_files_and_a_folder_without_images(tmp_path, name):
+def test_what_is_no_image_and_a_folder_without_images(saved, tmp_path):
+    path = saved("a.png", 256, 256)
+    for content in (b"", b"%!PS-Adobe-3.0 EPSF-3.0\n", path.read_bytes()[:100]):
+        path.write_bytes(content)
+        with pytest.raises(ArtifactError, match="a.png cannot be read as an image .*; save it again as a PNG"):
+            read_source([path], None, 64, 64, 0.5)
+    path.unlink()
     for other in ("a", "a.gif"):
         (tmp_path / other).write_bytes(b"GIF89a")
-    os.mkfifo(tmp_path / "pipe.png")
-    if name == ".":
-        (tmp_path / "pipe.png").unlink()
     sentence = "^infer.image is .*, expected an image or a folder with images, whose names"
-    with pytest.raises(ConfigError, match=sentence):
-        image_files("infer.image", tmp_path / name)
-    if name == "pipe.png":
-        with pytest.raises(ArtifactError, match="pipe.png cannot be read as an image .*no regular file"):
-            read_source([tmp_path / name], None, 64, 64, 0.5)
+    for name in (".", "a.gif", "a", "pipe.png"):
+        with pytest.raises(ConfigError, match=sentence):
+            image_files("infer.image", tmp_path / name)
+        if name == "a":
+            os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ArtifactError, match="pipe.png cannot be read as an image .*no regular file"):
+        read_source([tmp_path / "pipe.png"], None, 64, 64, 0.5)
 
 
 def test_16_bits_keep_their_upper_8_and_do_not_become_white(tmp_path):
+    """And every other mode becomes the colours that it shows."""
     ramp = np.linspace(0, 65535, 64).astype(np.uint16)[None].repeat(64, 0)
     Image.fromarray(ramp).save(tmp_path / "grey.png")
     source = read_source([tmp_path / "grey.png"], [tmp_path / "grey.png"], 64, 64, 0.5)
     assert (source.images[0, 0, :, 0] == ramp[0] >> 8).all() and (source.masks[0, 0] == ramp[0] >> 8).all()
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "PA", "RGBA", "CMYK"])
-def test_every_mode_becomes_the_colours_that_it_shows(tmp_path, mode):
-    name = "a.jpg" if mode == "CMYK" else "a.png"
-    Image.new("RGB", (128, 64), "white").convert("LA" if mode == "PA" else mode).save(tmp_path / name)
-    assert (read_source([tmp_path / name], None, 64, 64, 0.5).images >= 253).all()
+    for mode in ("1", "L", "P", "LA", "PA", "RGBA", "CMYK"):
+        path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
+        Image.new("RGB", (128, 64), "white").convert("LA" if mode == "PA" else mode).save(path)
+        assert (read_source([path], None, 64, 64, 0.5).images >= 253).all(), mode
 
 
 def test_a_large_jpeg_is_decoded_at_a_size_that_suffices(tmp_path, monkeypatch):

@@ -42,24 +42,17 @@ def test_a_gpu_is_timed_between_its_own_events(monkeypatch):
     """Nothing may be queued from before, and the second event is waited for before it is read."""
     told = []
 
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
+    def event(enable_timing):
+        assert enable_timing
+        return SimpleNamespace(
+            record=lambda: told.append("record"), synchronize=lambda: told.append("wait for the event"),
+            elapsed_time=lambda end: told.append("read") or 4.5,
+        )  # fmt: skip
 
-        def record(self):
-            told.append("record")
-
-        def synchronize(self):
-            told.append("wait for the event")
-
-        def elapsed_time(self, end):
-            assert told[-1] == "wait for the event"
-            return 4.5
-
-    monkeypatch.setattr(latency.torch.cuda, "Event", Event)
+    monkeypatch.setattr(latency.torch.cuda, "Event", event)
     monkeypatch.setattr(latency.torch.cuda, "synchronize", lambda: told.append("wait for all"))
     assert latency.cuda_events(lambda: told.append("call")) == 4.5
-    assert told == ["wait for all", "record", "call", "record", "wait for the event"]
+    assert told == ["wait for all", "record", "call", "record", "wait for the event", "read"]
 
 
 @pytest.fixture
@@ -71,8 +64,6 @@ def seconds(monkeypatch):
 
 
 def calls_taking(seconds, **durations):
-    """Calls that take these seconds, one after the other in each list and then from its start."""
-
     def call(values):
         turn = cycle(values)
         return lambda: setattr(seconds, "now", seconds.now + next(turn))
@@ -80,15 +71,12 @@ def calls_taking(seconds, **durations):
     return {name: call(values) for name, values in durations.items()}
 
 
-def test_statistics_are_those_of_the_samples(seconds):
+def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
     [call] = calls_taking(seconds, a=[3.0, 1.0, 2.0, 5.0, 4.0]).values()
     found = measure(call, warmup=0, repeats=5)
     assert found["samples_ms"] == [3000, 1000, 2000, 5000, 4000]
     assert (found["min_ms"], found["p50_ms"], found["mean_ms"]) == (1000, 3000, 3000)
     assert 3000 < found["p90_ms"] < found["p99_ms"] <= 5000
-
-
-def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
     steady = measure_together(calls_taking(seconds, a=[2.0], b=[1.0]), 1, Stopping(10, 0.02, 1e9))
     assert (steady.stopped, len(steady.samples["a"])) == ("narrow", 10)
     noisy = measure_together(calls_taking(seconds, a=[2.0, 2.2, 1.9], b=[1.0, 1.3]), 0, Stopping(10, 0.02, 1e9))
@@ -97,19 +85,15 @@ def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
 
 
 def test_a_budget_ends_rounds_that_stay_wide_but_not_the_fewest(seconds):
+    """The first call is what the others are compared with: their ratio to each other may be sure."""
     wide = calls_taking(seconds, a=[1.0], b=[1.0, 9.0])
     rounds = measure_together(wide, 0, Stopping(4, 0.001, 100))
     assert rounds.stopped == "budget" and len(rounds.samples["a"]) == 18  # of 6 seconds on average
     assert len(measure_together(wide, 0, Stopping(4, 0.001, 0)).samples["a"]) == 4
     assert measure_together(wide, 0, Stopping(4, 0.001, 1e9, most=12)).stopped == "rounds"
-
-
-def test_the_first_call_is_what_the_others_are_compared_with(seconds):
-    """Two calls whose ratio to each other is sure, and to the reference is not."""
-    calls = calls_taking(seconds, reference=[1.0, 3.0, 2.0], a=[1.0], b=[1.0])
-    assert measure_together(calls, 0, Stopping(10, 0.02, 100)).stopped == "budget"
-    calls = calls_taking(seconds, a=[1.0], b=[1.0])
-    assert measure_together(calls, 0, Stopping(10, 0.02, 100)).stopped == "narrow"
+    for calls, stopped in (({"reference": [1.0, 3.0, 2.0], "a": [1.0], "b": [1.0]}, "budget"),
+                           ({"a": [1.0], "b": [1.0]}, "narrow")):  # fmt: skip
+        assert measure_together(calls_taking(seconds, **calls), 0, Stopping(10, 0.02, 100)).stopped == stopped
 
 
 def test_a_row_has_as_many_calls_as_an_image_or_half_a_second_has_room_for(seconds):
@@ -212,16 +196,13 @@ def test_rounds_that_are_too_far_apart_have_no_median():
     assert latency.spread([float(value) for value in range(50, 151)]) == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "others", "steal"),
-    [
-        (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 9.0, 120.0), 3 / 20, 1 / 20),
-        # the kernel counts a process and a processor at different moments
-        (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 19.0, 120.0), 0, 1 / 20),
-        (None, None, None, None),
-        (ProcessorTimes(1, 0, 0, 5), ProcessorTimes(1, 0, 0, 5), None, None),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "others", "steal"), [
+    (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 9.0, 120.0), 3 / 20, 1 / 20),
+    # the kernel counts a process and a processor at different moments
+    (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 19.0, 120.0), 0, 1 / 20),
+    (None, None, None, None),
+    (ProcessorTimes(1, 0, 0, 5), ProcessorTimes(1, 0, 0, 5), None, None),
+])  # fmt: skip
 def test_others_are_what_is_left_of_what_the_processors_did(before, after, others, steal):
     assert used_by_others(before, after) == pytest.approx({"others": others, "steal": steal})
 
@@ -247,31 +228,25 @@ def test_a_busy_process_is_somebody_elses_and_ones_own_work_is_not():
     assert shares["others"] * (after.total - mine.total) >= 0.8 * seconds
 
 
-@pytest.mark.parametrize(
-    ("others", "steal", "spread", "told"),
-    [
-        (0.01, 0.0, 0.1, None),
-        (None, None, None, None),
-        (0.48, 0.0, 0.1, "other processes took 48% of the processors' time"),
-        (0.0, 0.2, 0.1, "a hypervisor took 20% of the processors' time"),
-        (0.0, 0.0, 0.9, "the unquantized engine's own latency varied by 90%"),
-    ],
-)
+@pytest.mark.parametrize(("others", "steal", "spread", "told"), [
+    (0.01, 0.0, 0.1, None),
+    (None, None, None, None),
+    (0.48, 0.0, 0.1, "other processes took 48% of the processors' time"),
+    (0.0, 0.2, 0.1, "a hypervisor took 20% of the processors' time"),
+    (0.0, 0.0, 0.9, "the unquantized engine's own latency varied by 90%"),
+])  # fmt: skip
 def test_a_busy_machine_is_called_so(others, steal, spread, told):
     assert busy(others, steal, spread) == told
 
 
-@pytest.mark.parametrize(
-    ("readings", "shown", "told"),
-    [
-        ([], None, None),
-        ([{"copy": 8.0}, {"copy": 7.9}], None, None),
-        ([{"copy": 8.0, "int8": None}], {"copy": 10.0}, "its copy was 20% below what it has shown"),
-        ([{"copy": 9.5}], {"copy": 10.0, "int8": 3.0}, None),
-        ([{"copy": 12.0}], {"copy": 10.0}, None),
-        ([{"copy": 10.0, "int8": 2.0}, {"copy": 8.5, "int8": 1.5}], {"copy": 10.0}, "its int8 moved by 25% meanwhile"),
-    ],
-)
+@pytest.mark.parametrize(("readings", "shown", "told"), [
+    ([], None, None),
+    ([{"copy": 8.0}, {"copy": 7.9}], None, None),
+    ([{"copy": 8.0, "int8": None}], {"copy": 10.0}, "its copy was 20% below what it has shown"),
+    ([{"copy": 9.5}], {"copy": 10.0, "int8": 3.0}, None),
+    ([{"copy": 12.0}], {"copy": 10.0}, None),
+    ([{"copy": 10.0, "int8": 2.0}, {"copy": 8.5, "int8": 1.5}], {"copy": 10.0}, "its int8 moved by 25% meanwhile"),
+])  # fmt: skip
 def test_a_machine_is_slowed_that_reaches_less_than_before_or_than_a_moment_ago(readings, shown, told):
     expected = None if told is None else f"something outside the run slowed this machine: {told}"
     assert slowed(readings, shown) == expected

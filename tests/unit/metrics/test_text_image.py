@@ -30,7 +30,6 @@ def clip_folder(tmp_path_factory):
 
 
 def by_transformers(folder, images: np.ndarray) -> torch.Tensor:
-    """100 cos of each image and its prompt, one at a time, by CLIPModel's own forward."""
     from transformers import CLIPModel, CLIPProcessor
 
     model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)
@@ -59,7 +58,6 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
     assert expected.mean() * sign > 1  # else the test would not tell the two apart
     found = CLIP_SCORE.compute(images, PROMPTS, tmp_path)
     assert found["value"] == pytest.approx(max(0.0, expected.mean().item()), abs=1e-4)
-
     assert found["values"] == pytest.approx(expected.tolist(), abs=1e-4)
     assert (found["reason"], found["images"]) == (None, 3)
     assert found["network"] == {"layers": 1, "width": 16, "patch": 16}
@@ -113,17 +111,14 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
     assert again["references"] == "val.npz"
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        {"mu": np.zeros(12)},
-        {"mu": np.zeros(12), "sigma": np.zeros((12, 11))},
-        {"mu": np.zeros(12), "sigma": np.full((12, 12), np.nan)},
-        {"mu": np.float64(0), "sigma": np.zeros((1, 1))},
-        {"mu": np.zeros(5), "sigma": np.eye(5)},
-        {"mu": np.array([None]), "sigma": np.eye(1)},
-    ],
-)
+@pytest.mark.parametrize("stored", [
+    {"mu": np.zeros(12)},
+    {"mu": np.zeros(12), "sigma": np.zeros((12, 11))},
+    {"mu": np.zeros(12), "sigma": np.full((12, 12), np.nan)},
+    {"mu": np.float64(0), "sigma": np.zeros((1, 1))},
+    {"mu": np.zeros(5), "sigma": np.eye(5)},
+    {"mu": np.array([None]), "sigma": np.eye(1)},
+])  # fmt: skip
 def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path, stored):
     np.savez(tmp_path / "broken.npz", **stored)
     found = fid(random_images(24), tmp_path / "broken.npz")
@@ -131,20 +126,21 @@ def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path, sto
     assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
 
 
-def test_what_is_broken_and_an_add_on_that_fails_give_a_reason(small_inception, folder, monkeypatch):
+def test_what_is_broken_or_too_few_and_an_add_on_that_fails_give_a_reason(small_inception, folder, monkeypatch):
+    images = random_images(24)
+    content = (folder / "07.png").read_bytes()
     (folder / "07.png").write_bytes(b"no image")
-    assert "07.png cannot be read" in fid(random_images(24), folder)["reason"]
+    assert "07.png cannot be read" in fid(images, folder)["reason"]
+    (folder / "07.png").write_bytes(content)
     (folder / "cut.npz").write_bytes(b"PK\3\4")
-    assert "cannot be read as mu and sigma" in fid(random_images(24), folder / "cut.npz")["reason"]
-    monkeypatch.setattr("sd_quant_scores.inception.inception", lambda: 1 / 0)
-    assert "the add-on scores failed (ZeroDivisionError" in fid(random_images(24), folder)["reason"]
-
-
-def test_too_few_images_give_a_reason(small_inception, folder):
-    assert "19 images were made" in fid(random_images(19), folder)["reason"]
-    for path in list(folder.glob("1*.png")) + list(folder.glob("2*.png")):
+    assert "cannot be read as mu and sigma" in fid(images, folder / "cut.npz")["reason"]
+    assert "19 images were made" in fid(images[:19], folder)["reason"]
+    with monkeypatch.context() as patch:
+        patch.setattr("sd_quant_scores.inception.inception", lambda: 1 / 0)
+        assert "the add-on scores failed (ZeroDivisionError" in fid(images, folder)["reason"]
+    for path in list(folder.glob("[12]*.png")):
         path.unlink()
-    assert f"10 images are in {folder}" in fid(random_images(24), folder)["reason"]
+    assert f"10 images are in {folder}" in fid(images, folder)["reason"]
     with pytest.raises(ConfigError, match="neither a folder of images nor an .npz"):
         text_image.check_references(folder / "absent.npz")
 

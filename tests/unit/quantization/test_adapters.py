@@ -62,7 +62,6 @@ LINEARS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 
 
 def adapter_of(network: nn.Module, path, names=LINEARS, size: float = 0.1):
-    """A file with factors for the linears of these names; a convolution's where one is named."""
     tensors = {}
     for name, layer in network.named_modules():
         if isinstance(layer, nn.Linear | nn.Conv2d) and any(name.endswith(f".{each}") for each in names):
@@ -100,6 +99,10 @@ def test_where_nothing_is_rounded_it_is_the_network_with_the_lora_fused(case):
                 stack.enter_context(unrounded(each))
         assert found.error(adapted.denoiser(), network) < 1e-3  # of fp16
     assert found.error(adapted.denoiser(), found.denoiser()) > 0.1
+    before = without_loras(adapted.checkpoint)
+    assert without_loras(found.checkpoint) is found.checkpoint and adapted_in(found.checkpoint, "unet") == {}
+    for name, tensor in found.checkpoint.components["unet"].items():
+        assert torch.equal(before.components["unet"][name], tensor), name
 
 
 @pytest.mark.consumer
@@ -124,15 +127,6 @@ def test_it_is_what_peft_computes_beside_the_network_that_was_quantized_without_
         x = drawn(2, 9, assignment[name].weight_shape[1])
         expected, computed, other = (each.get_submodule(name)(x) for each in (theirs, ours, fused_before))
         assert relative_error(expected, computed) < 3e-3 < relative_error(expected, other), name
-
-
-@pytest.mark.nightly
-def test_the_checkpoint_without_it_is_the_one_before(case):
-    found, adapted = case
-    before = without_loras(adapted.checkpoint)
-    assert without_loras(found.checkpoint) is found.checkpoint and adapted_in(found.checkpoint, "unet") == {}
-    for name, tensor in found.checkpoint.components["unet"].items():
-        assert torch.equal(before.components["unet"][name], tensor), name
 
 
 def test_a_lora_of_a_quantized_convolution_is_refused_and_one_that_stays_in_high_precision_is_not(tiny, tmp_path):  # noqa: F811

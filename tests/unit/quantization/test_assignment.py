@@ -1,17 +1,20 @@
-"""What codes of inputs that are scaled token by token stand for: the rule that torchao and ComfyUI compute."""
+"""What a recipe quantizes and refuses, and what codes of inputs that are scaled token by token stand for."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from sd_quant.errors import ConfigError
 from sd_quant.interchange.comfyui_marks import INT4, INT8
 from sd_quant.interchange.inputs import Rotated
 from sd_quant.models.parts import SharedInput
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, weights_alone
 from sd_quant.quantization.derivation import derive
+from sd_quant.quantization.recipe import QUANT_LEVELS, Enable, Pair, Recipe, check_layers, formats_used, reason_kept
 from sd_quant.stages.export_onnx import assignment_digest
 from tests.layers import drawn, statistics_of
 from tests.presets import recipe_of
@@ -24,7 +27,6 @@ OF_FP16 = 1e-4
 
 
 def tokens(rows: int = 64, width: int = 96) -> Tensor:
-    """Of very different magnitudes, 2^-8 to 2^8."""
     return drawn(rows, width) * 2.0 ** torch.linspace(-8, 8, rows)[:, None]
 
 
@@ -93,3 +95,44 @@ def test_a_step_with_unquantized_inputs_is_the_preset_of_weights_alone(preset, t
         for each in (weights_alone(own), other, own)
     ]
     assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("level, quantized, weights, attention", [
+    (1, {"conv"}, {"int8"}, set()),
+    (2, {"conv", "ffn"}, {"int8", "int4"}, set()),
+    (2.5, {"conv", "ffn", "qkv"}, {"int8", "int4"}, set()),
+    (3, {"conv", "ffn", "qkv", "linear"}, {"int8", "int4"}, set()),
+    (4, {"conv", "ffn", "qkv", "linear"}, {"int8", "int4"}, {"fp8"}),
+])  # fmt: skip
+def test_each_level_adds_a_role_and_uses_the_formats_of_what_it_quantizes(level, quantized, weights, attention):
+    assert {role for role in ("conv", "ffn", "qkv", "linear") if reason_kept(role, level) is None} == quantized
+    found = formats_used(Enable(Pair("int8", "int8"), Pair("int4", None), "fp8"), level)
+    assert found == {"weights": weights, "inputs": {"int8"}, "attention": attention}
+    assert reason_kept("qkv", 2.0) == "role qkv is not in quant_level 2"
+    assert {reason_kept("excluded", level) for level in QUANT_LEVELS} == {"excluded by the model family"}
+
+
+WEIGHTS_OF_4 = Recipe(2.5, 0.5, enable=Enable(Pair("int4", None), Pair("int4", None), None), per_channel=False)
+ROLES = {"conv_in": "excluded", "conv": "conv", "to_q": "qkv", "to_k": "qkv", "up": "ffn", "down": "ffn"}
+ROTATED = Recipe(2.5, 0.5, per_token=True, rotation=64)
+SHAPES = {name: (128, 6, 1, 1) if name.startswith("conv") else (128, 64) for name in ROLES} | {"down": (64, 96)}
+NARROW = SHAPES | {"down": (64, 30)}
+
+
+@pytest.mark.parametrize("recipe, given, reason", [
+    (WEIGHTS_OF_4, {"exclude": ["conv"]}, "^int4 has blocks of 64, which do not divide the 96 inputs of down"),
+    (WEIGHTS_OF_4, {"exclude": ["conv", "down"]}, None),
+    (ROTATED, {"shapes": NARROW}, r"^quantize\.rotation is 64, and no power of 4 divides the 30 inputs of down"),
+    (replace(ROTATED, rank=65), {}, r"^quantize\.rank is 65, expected at most 64, the shorter side of \w+; give a"),
+    (replace(ROTATED, rank=64), {}, None),
+    (Recipe(3.0, 0.8), {"exclude": ["*"]},
+     r"^quantize.exclude matches all \d+ layers that quant_level=3 selects, exp"),
+    (Recipe(1.0, 0.8), {"roles": ROLES | {"conv": "excluded"}},  # of a transformer, where it embeds patches
+     "^quant_level is 1, expected at least 2: all convolutions of this model"),
+    (Recipe(4.0, 0.8), {}, "^quant_level is 4, expected at most 3: this model's attention is never"),
+    (Recipe(4.0, 0.8), {"attentions": ["attn1"]}, None),
+])  # fmt: skip
+def test_a_recipe_that_does_not_fit_a_model_is_refused_before_anything_is_calibrated(recipe, given, reason):
+    """``down`` has 96 inputs, of which 16 are rotated together. Convolutions are not rotated; theirs have 6."""
+    with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
+        check_layers(**{"roles": ROLES, "shapes": SHAPES, "recipe": recipe} | given)

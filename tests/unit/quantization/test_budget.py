@@ -48,15 +48,9 @@ def test_no_other_choice_is_better(seed, share):
     assert total(units, chosen, error) == pytest.approx(best, rel=1e-5, abs=1e-12)
 
 
-def test_all_of_a_few_hundred_units_with_every_byte_of_the_least_budget():
-    units = [unit for seed in range(60) for unit in drawn(seed)]
-    for names in (["int4"] * len(units), ["fp16"] * len(units)):
-        assert choose(units, within(units, total(units, names))) == names
+def test_units_of_several_limits_have_each_their_own():
     unit = {"int8": Choice(10, 0.0), "fp16": Choice(20, 0.0)}
     assert choose([unit], within([unit], 10)) == ["int8"]  # no unit has an error
-
-
-def test_units_of_several_limits_have_each_their_own():
     unit = {"int8": Choice(10, 1.0), "fp16": Choice(20, 0.0)}
     assert choose([unit] * 3, [Limit(20, [0]), Limit(30, [1, 2]), Limit(0, [])]).count("fp16") == 2
     assert choose([unit] * 3, [Limit(19, [0]), Limit(40, [1, 2])]) == ["int8", "fp16", "fp16"]
@@ -95,7 +89,11 @@ def test_errors_that_do_not_add_up_are_corrected_by_what_each_label_does_togethe
     units, measure, apart, uniform = made_up(seed, rates)
     limit = int(0.6 * sum(unit[KEPT].cost for unit in units))
     found = solved(units, limit, measure, apart, uniform | {"b": 1.2 * uniform["b"]})
+    first = found.candidates["by layer"]
     assert found.rates == pytest.approx(rates)
+    assumed = {"a": 3.0, "b": 0.5 * 1.2**2, KEPT: 0.0}  # by what all in one preset says
+    parts = sum(assumed[name] * unit[name].squared_error for unit, name in zip(units, first.labels, strict=True))
+    assert first.predicted == pytest.approx(parts**0.5)
     fitting = [labels for labels in itertools.product(*units) if total(units, labels) <= limit]
     best, taken = min(measure(labels) for labels in fitting), found.candidates[found.taken]
     assert taken.measured == pytest.approx(best) == pytest.approx(measure(taken.labels))
@@ -106,13 +104,9 @@ def test_a_correction_gains_something():
     gains = []
     for seed in range(6):
         units, measure, apart, uniform = made_up(seed, {"a": 3.0, "b": 0.5})
-        uniform["b"] *= 3  # so that the first choice avoids it
-        found = solved(units, int(0.6 * sum(unit[KEPT].cost for unit in units)), measure, apart, uniform)
-        first = found.candidates["by layer"]
-        gains.append(first.measured - found.candidates[found.taken].measured)
-        rates = {"a": 3.0, "b": 4.5, KEPT: 0.0}
-        parts = sum(rates[name] * unit[name].squared_error for unit, name in zip(units, first.labels, strict=True))
-        assert first.predicted == pytest.approx(parts**0.5)
+        limit = int(0.6 * sum(unit[KEPT].cost for unit in units))
+        found = solved(units, limit, measure, apart, uniform | {"b": 3 * uniform["b"]})  # so that the first avoids it
+        gains.append(found.candidates["by layer"].measured - found.candidates[found.taken].measured)
     assert min(gains) >= 0 and max(gains) > 0.01
 
 
@@ -136,24 +130,18 @@ def test_one_label_for_all_is_taken_where_labels_err_together_and_it_fits():
     assert found.candidates["all in a"].labels == ["a", "a", KEPT, "a", "a", "a"]
 
 
-@pytest.mark.parametrize(
-    "role, recipe, expected",
-    [
-        ("ffn", None, 2 * 64 * 128),
-        ("ffn", INT4, 64 * 128 // 2 + 2 * 64 * 2 + 2 * 8 * (64 + 128)),  # codes, scales of 64 numbers, the branch
-        ("conv", INT4, 64 * 128 // 2 + 2 * 64 * 2),
-        ("ffn", with_weights(INT4, "int8"), 64 * 128 + 2 * 64),
-        ("ffn", with_weights(INT4, "nvfp4"), 64 * 128 // 2 + 64 * 128 // 16 + 4),
-        ("ffn", Recipe(3.0, None, per_channel=False), 64 * 128 + 2),
-    ],
-)
+@pytest.mark.parametrize("role, recipe, expected", [
+    ("ffn", None, 2 * 64 * 128),
+    ("ffn", INT4, 64 * 128 // 2 + 2 * 64 * 2 + 2 * 8 * (64 + 128)),  # codes, scales of 64 numbers, the branch
+    ("conv", INT4, 64 * 128 // 2 + 2 * 64 * 2),
+    ("ffn", with_weights(INT4, "int8"), 64 * 128 + 2 * 64),
+    ("ffn", with_weights(INT4, "nvfp4"), 64 * 128 // 2 + 64 * 128 // 16 + 4),
+    ("ffn", Recipe(3.0, None, per_channel=False), 64 * 128 + 2),
+])  # fmt: skip
 def test_bytes_of_a_layer_worked_by_hand(role, recipe, expected):
     shape = (64, 32, 2, 2) if role == "conv" else (64, 128)
     assert stored_bytes(shape, role, recipe) == expected
     assert stored_bytes(shape, role, recipe, 4) == (2 * expected if recipe is None else expected)
-
-
-def test_another_format_of_weights_leaves_inputs_alone():
     other = with_weights(INT4, "int8")
     assert other.enable == Enable(Pair("int8", None), Pair("int8", None), None)
     assert other.per_channel and other.rank == 0 and other.quant_level == INT4.quant_level

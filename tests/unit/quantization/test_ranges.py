@@ -1,17 +1,26 @@
-"""Ranges of inputs as they are, scaled per token or rotated, and of weights: rotated with them, or by observers."""
+"""Ranges of inputs as they are, scaled per token or rotated, and of weights; and of steps, by percentile.
 
+NVIDIA's own calibrator, run outside the project, wrote percentile_golden.json; its ``source`` says how.
+"""
+
+import json
 import math
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from sd_quant.models.parts import SharedInput
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.percentile import ranges_by_step
+from sd_quant.quantization.observers.mse import squared_errors
+from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS, corrected_amax, modelopt_amax, ranges_by_step
 from sd_quant.quantization.ranges import observed_range
 from sd_quant.quantization.recipe import ROTATIONS, Enable, Pair, Recipe
 from sd_quant.quantization.rotation import rotation_matrix
@@ -64,15 +73,11 @@ def test_ranges_of_weights_are_those_of_what_is_rotated(group, alpha):
 
 
 def test_ranges_of_rotated_inputs_are_those_of_the_sample_with_headroom():
-    """Twice the largest. NVFP4 has a scale of all numbers, which such a range is for."""
+    """Twice the largest. Without a sample a rotated number is a sum of ``group`` numbers over root(group)."""
     rows = assigned(NVFP4, rotation=64)
     expected = 2 * turned(ROWS.half(), 64).abs().max().item()
     assert rows["up"].activation_amax == pytest.approx(expected)
     assert assigned(NVFP4)["up"].activation_amax == pytest.approx(1.5 * ROWS.abs().max().item())
-
-
-def test_without_a_sample_a_rotated_input_is_no_larger_than_a_group_of_the_largest_numbers():
-    """A rotated number is a sum of ``group`` numbers over root(group)."""
     recipe = Recipe(3.0, None, enable=Enable(Pair("nvfp4", None), NVFP4, None), rotation=16)
     assert observed_range(torch.empty(0, WIDTH), 3.0, "ffn", recipe) == 3.0 * 16**0.5
 
@@ -109,7 +114,6 @@ def test_it_is_a_regular_hadamard_matrix_that_fp16_holds(group):
 
 
 def test_each_step_has_the_quartiles_of_a_linears_channels_or_a_convolutions_prompts():
-    """Five channels at two steps, and three prompts at two."""
     sample = sample_of(drawn(2, 5))
     channels = torch.tensor([[1.0, 2, 3, 4, 9], [0, 0, 0, 0, 8]])
     prompts = torch.tensor([[1.0, 10], [2, 30], [3, 20]])
@@ -123,10 +127,120 @@ def test_each_step_has_the_quartiles_of_a_linears_channels_or_a_convolutions_pro
     ]  # fmt: skip
     assert [row["kept"] for row in rows] == pytest.approx([6.35, 6.35, 8.35, 8.35], rel=1e-3)  # shifted by 40 codes
 
+    for change in ({"pre_quant_scale": torch.ones(5)}, {"per_token": True}, {"rotation": 16}):  # not rounded as it is
+        assert [each["kept"] for each in ranges_by_step({"linear": replace(row, **change)}, found)] == [None] * 2
+    assert ranges_by_step({"linear": replace(row, activation_format=None)}, found) == []
 
-@pytest.mark.parametrize("change", [{"pre_quant_scale": torch.ones(5)}, {"per_token": True}, {"rotation": 16}])
-def test_what_a_recipe_keeps_is_said_where_the_input_is_rounded_as_it_is(change):
-    found = {"layer": LayerStatistics("linear", torch.ones(1, 5), sample_of(drawn(2, 5)))}
-    row = replace(static_layer(drawn(4, 5), "int8", True), **change)
-    assert [row["kept"] for row in ranges_by_step({"layer": row}, found)] == [None]
-    assert ranges_by_step({"layer": replace(row, activation_format=None)}, found) == []
+
+# Ranges of steps, by percentile
+
+METHODS = ("global_min", "min-max", "min-mean", "mean-max")
+GOLDEN = json.loads((Path(__file__).parent / "percentile_golden.json").read_text())["cases"]
+
+#                      step 0  1    2    3    4
+AMAX = torch.tensor([[9.0, 5.0, 4.0, 8.0, 1.0], [6.0, 2.0, 7.0, 3.0, 1.0], [3.0, 5.0, 4.0, 4.0, 1.0]])
+# min over prompts      3    2    4    3    1
+# max                   9    5    7    8    1
+# mean                  6    4    5    5    1
+
+
+@pytest.mark.parametrize("collect_method, table", [
+    ("global_min", {1.0: 1, 0.8: 2, 0.2: 3}),
+    ("min-max", {1.0: 1, 0.8: 5, 0.2: 9}),
+    ("min-mean", {1.0: 1, 0.8: 4, 0.2: 6}),
+    ("mean-max", {1.0: 6, 0.6: 7, 0.79: 7}),  # (9 + 5 + 7 + 8 + 1) / 5; int(5 * 0.79) = 3 steps
+])  # fmt: skip
+def test_corrected_gives_a_table_worked_by_hand(collect_method, table):
+    for (percentile, expected), batch_size in product(table.items(), (1, 2, 7)):
+        assert corrected_amax(AMAX, percentile, collect_method, batch_size) == pytest.approx(expected), percentile
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["name"])
+def test_modelopt_gives_what_nvidias_class_gave(case):
+    amax = torch.tensor(case["amax"])
+    for batch_size, percentile, *expected in case["results"]:
+        found = [modelopt_amax(amax, percentile, method, batch_size) for method in METHODS]
+        assert found == pytest.approx(expected, rel=1e-6), (batch_size, percentile)
+        if batch_size == 1:  # 7 prompts on 5 steps: 1.4 times the mean
+            ours = corrected_amax(amax, percentile, "min-mean", batch_size)
+            assert expected[METHODS.index("min-mean")] == pytest.approx(len(amax) / len(amax[0]) * ours, rel=1e-6)
+
+
+@pytest.mark.parametrize(("calibrator", "collect_method"), product(PERCENTILE_CALIBRATORS, METHODS))
+def test_a_percentile_that_selects_no_step_or_more_than_there_are_is_refused(calibrator, collect_method):
+    calibrate = PERCENTILE_CALIBRATORS[calibrator]
+    with pytest.raises(ValueError, match=r"percentile 0.19 selects 0 of 5 steps.* from 0.2 to 1"):
+        calibrate(AMAX, 0.19, collect_method, 1)
+    with pytest.raises(ValueError, match=r"percentile 1.2 selects 6 of 5 steps"):
+        calibrate(AMAX, 1.2, collect_method, 1)
+
+
+COUNT = 30_011
+each_distribution = pytest.mark.parametrize("distribution", ["gaussian", "rectified", "heavy-tailed", "one outlier"])
+
+
+def draw(distribution: str) -> Tensor:
+    random = np.random.default_rng(0)
+    values = random.standard_t(3, size=COUNT) if distribution == "heavy-tailed" else random.normal(size=COUNT)
+    if distribution == "one outlier":
+        values[7] = -30
+    if distribution == "rectified":
+        values = values.clip(min=0)
+    return torch.from_numpy(values).float()
+
+
+def amax_of(values: Tensor) -> float:
+    return values.abs().max().item()
+
+
+def modelopt_error(values: Tensor, threshold: float) -> float:
+    """Of ModelOpt's own quantizer. Its ``compute_amax("mse")`` is of no use: 0.47 passes the number of bits where the
+    quantizer takes a bias, and so returns the first range it tries, a sixteenth of the peak, whatever the values."""
+    from modelopt.torch.quantization.tensor_quant import fake_tensor_quant
+
+    quantized = fake_tensor_quant(values, torch.tensor(threshold), None, 8, False, True)
+    return (quantized.double() - values.double()).square().mean().item()
+
+
+@each_distribution
+def test_squared_errors_are_those_of_modelopts_quantizer(distribution):
+    """Within its fp32: the step is rounded, and with it which level the values near a boundary go to."""
+    values = draw(distribution)
+    thresholds = amax_of(values) * np.array([1.0, 0.9, 0.61, 0.3, 0.1, 0.01])
+    expected = [modelopt_error(values, threshold) for threshold in thresholds]
+    assert squared_errors(values.abs(), thresholds).tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@each_distribution
+def test_mse_is_as_good_as_brute_force(distribution):
+    """A grid seven times as fine finds an error less than 1 % smaller: the largest of the sample rise and fall over the
+    thresholds' 1 %, so the curve is not quite smooth."""
+    values = draw(distribution)
+    peak = amax_of(values)
+    grid = peak * np.geomspace(1, 1 / 20, 2000)
+    best = modelopt_error(values, grid[squared_errors(values.abs(), grid).argmin()])
+    found = OBSERVERS["mse"](values, peak)
+    assert best < 0.98 * modelopt_error(values, peak)
+    assert modelopt_error(values, found) < 1.01 * best
+
+
+@each_distribution
+def test_e4m3_is_judged_by_its_own_rounding(distribution):
+    """The range that it chooses rounds no worse than ``amax``, and no worse than the one that INT8 would want."""
+    values = draw(distribution)
+    peak = amax_of(values)
+
+    def error(threshold: float) -> float:
+        return (fake_quantize(FORMATS["fp8"], values, torch.tensor(threshold)) - values).square().mean().item()
+
+    found = error(OBSERVERS["mse"](values, peak, fmt=FORMATS["fp8"]))
+    assert found <= 1.02 * min(error(peak), error(OBSERVERS["mse"](values, peak)))
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_never_more_than_amax(name):
+    """A sample may exceed it by how its dtype was rounded. Steps of 1 and of 127 both round 127 to itself."""
+    assert 0 < OBSERVERS[name](torch.tensor([1.0, 9.004]), 9.0) <= 9.0
+    assert OBSERVERS[name](torch.tensor([127.0]), 127.0**2) == 127.0**2
+    for values in ([], [[]], [0.0, -0.0], [1.0, math.nan], [1.0, -math.inf]):  # which say nothing
+        assert OBSERVERS[name](torch.tensor(values), 3.0) == 3.0, values

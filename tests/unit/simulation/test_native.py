@@ -1,24 +1,31 @@
 """Torch's own products of codes against exact arithmetic, and a network of them against ModelOpt's simulation."""
 
 import copy
+from collections.abc import Collection
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from sd_quant.errors import ResourceError
+from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.numbers import relative_error
-from sd_quant.quantization.assignment import LayerAssignment, weights_alone
+from sd_quant.quantization.assignment import LayerAssignment, rewritten, weights_alone
 from sd_quant.quantization.formats import FORMATS
+from sd_quant.quantization.low_rank import low_rank
+from sd_quant.quantization.ranges import InputRange, with_ranges
+from sd_quant.quantization.recipe import Enable, Pair, Recipe
+from sd_quant.quantization.rounding import with_refined_branches, with_rounded_weight
 from sd_quant.simulation import native
-from sd_quant.simulation.modelopt import simulate
+from sd_quant.simulation.modelopt import between_roundings, simulate
 from sd_quant.simulation.native import (
     PRODUCTS,
     BlockLinear,
     NativeConv,
     NativeLinear,
+    PerTokenLinear,
     RoundedConv,
     check_device,
     int_mm,
@@ -26,7 +33,16 @@ from sd_quant.simulation.native import (
     share_weights,
     with_native_layers,
 )
-from tests.layers import drawn, static_layer
+from sd_quant.simulation.sensitivity import (
+    Sensitivity,
+    Switched,
+    curve_points,
+    guided,
+    layers_to_keep,
+    sensitivity_of,
+    sensitivity_rows,
+)
+from tests.layers import drawn, static_layer, statistics_of, turned
 
 pytestmark = pytest.mark.commit
 
@@ -34,7 +50,6 @@ TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  #
 
 
 def codes_of(x: torch.Tensor, layer: LayerAssignment) -> torch.Tensor:
-    """float64, the numbers that the codes of ``x`` stand for."""
     codes = FORMATS[layer.format].quantize(x, torch.tensor(layer.activation_scale))
     return codes.double() * layer.activation_scale
 
@@ -77,25 +92,23 @@ def test_where_the_product_of_codes_saturates_it_is_not_used(monkeypatch):
     native.int_mm_saturates.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "fmt, place, given, kind",
-    [
-        *(("int8", "cpu", given, RoundedConv) for given in ({"groups": 2}, {"stride": (1, 2)}, {"padding": (1, 0)})),
-        ("fp8", "cpu", {}, RoundedConv),  # a product is slower there
-        ("fp8", "cuda", {}, NativeConv),
-    ],
-)
+@pytest.mark.parametrize("fmt, place, given, kind", [
+    *(("int8", "cpu", given, RoundedConv) for given in ({"groups": 2}, {"stride": (1, 2)}, {"padding": (1, 0)})),
+    ("fp8", "cpu", {}, RoundedConv),  # a product is slower there
+    ("fp8", "cuda", {}, NativeConv),
+])  # fmt: skip
 def test_a_convolution_that_has_no_product_is_rounded(fmt, place, given, kind):
     conv = nn.Conv2d(8, 4, 3, **given)
     layer = static_layer(conv.weight.detach(), fmt, per_row=fmt == "int8")
     assert isinstance(layer_of(conv, layer, PRODUCTS[place]), kind)
 
 
-@pytest.mark.parametrize("outputs, inputs, unfit", [(32, 64, False), (36, 64, True), (32, 40, True)])
-def test_sizes_that_cuda_does_not_take_are_the_kernels(monkeypatch, outputs, inputs, unfit):
+def test_sizes_that_cuda_does_not_take_are_the_kernels(monkeypatch):
     monkeypatch.setattr(native, "kernel_linear", lambda *_: "kernel")
-    layer, product = SimpleNamespace(codes=torch.zeros(outputs, inputs)), native.aligned(lambda *_: "library", 16)
-    assert product(torch.zeros(4, inputs), layer, torch.float16) == ("kernel" if unfit else "library")
+    product = native.aligned(lambda *_: "library", 16)
+    for outputs, inputs, computed in ((32, 64, "library"), (36, 64, "kernel"), (32, 40, "kernel")):
+        layer = SimpleNamespace(codes=torch.zeros(outputs, inputs))
+        assert product(torch.zeros(4, inputs), layer, torch.float16) == computed
 
 
 @pytest.mark.slow
@@ -172,17 +185,236 @@ def test_a_linear_in_blocks_multiplies_what_the_simulation_rounds(dtype):
     torch.testing.assert_close(torch.compile(made, backend="eager", fullgraph=True)(x), found)
 
 
-def test_hopper_multiplies_int8_by_torch_and_other_gpus_by_the_kernel(monkeypatch):
+def test_a_gpu_has_the_products_of_its_capability_or_is_refused(monkeypatch):
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: (int(device.index == 0) + 8, 0))
     hopper, other = (native.products_on(torch.device("cuda", index)) for index in (0, 1))
     assert hopper["INT8"] == native.Products(native.aligned_int_mm, None)
     assert other["INT8"] == native.Products(native.kernel_linear, native.kernel_convolution)
     assert hopper["FLOAT8E4M3FN"] == other["FLOAT8E4M3FN"]
-
-
-def test_a_gpu_without_the_product_is_refused_by_its_capability(monkeypatch):
     monkeypatch.setattr(native.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda: (8, 6))
     check_device({"int8"})
     with pytest.raises(ResourceError, match=r"torch multiplies fp8 on GPUs of compute capability 8\.9 or more"):
         check_device({"int8", "fp8"})
+
+
+# Inputs that are scaled per token or rotated, simulated and multiplied by torch, against a formula of its own
+
+
+OUTPUTS, INPUTS, TOKENS = 48, 128, 80
+
+
+def tokens() -> Tensor:
+    x = drawn(2, TOKENS, INPUTS, seed=1) * 2.0 ** torch.linspace(-6, 6, TOKENS)[:, None]
+    x[..., 7] *= 20
+    return x
+
+
+def module(has_bias: bool) -> nn.Module:
+    linear = nn.Linear(INPUTS, OUTPUTS, bias=has_bias)
+    linear.weight.data = drawn(OUTPUTS, INPUTS)
+    if has_bias:
+        linear.bias.data = 3 * drawn(OUTPUTS, seed=2)
+    return nn.ModuleDict({"layer": linear}).requires_grad_(False)
+
+
+def row_of(fmt: str, smoothed: bool = False, rank: int = 0, **given) -> LayerAssignment:
+    pair, weight = Pair(fmt, fmt), drawn(OUTPUTS, INPUTS)
+    recipe = Recipe(3.0, None, enable=Enable(pair, pair, None), per_channel=fmt == "int8", **given)
+    row = LayerAssignment("layer", "ffn", (OUTPUTS, INPUTS))
+    if smoothed:
+        row = replace(row, pre_quant_scale=(drawn(INPUTS, seed=3) / 2).exp().half().float())
+    if rank:
+        row = replace(row, low_rank=low_rank(rewritten(weight, row), rank))
+    row = with_ranges(row, weight, InputRange(1.0 if recipe.per_token else 100.0), recipe)
+    if given.get("rounding") == "gptq":
+        statistics = statistics_of(tokens().flatten(0, 1))
+        (row,) = with_refined_branches([row], [weight], statistics, recipe)
+        row = with_rounded_weight(row, weight, statistics, recipe)
+    return row
+
+
+def expected(row: LayerAssignment, network: nn.Module, x: Tensor) -> Tensor:
+    """Codes of rotated tokens over their largest by codes of the rotated weight, times the largest, and the bias."""
+    weight, bias = network["layer"].weight.double(), network["layer"].bias
+    smoothed = x.double()
+    if row.pre_quant_scale is not None:
+        weight, smoothed = weight / row.pre_quant_scale.double(), smoothed * row.pre_quant_scale.double()
+    branch = torch.zeros(())
+    if row.low_rank is not None:
+        up, down = (part.double() for part in row.low_rank)
+        weight, branch = weight - up @ down, smoothed @ down.T @ up.T
+    rotated_x, rotated_weight = turned(smoothed, row.rotation), turned(weight, row.rotation)
+    largest = rotated_x.abs().amax(-1, keepdim=True) if row.per_token else torch.ones(())
+    fmt, numbers = FORMATS[row.format], (rotated_x / largest).float()
+    scales = fmt.scales(numbers, torch.tensor(row.activation_amax))
+    codes = fmt.dequantize(fmt.quantize(numbers, *scales), *scales).double()
+    if row.rounded:
+        stored, *its_scales = row.rounded
+    else:
+        amax = row.weight_amax[:, None] if row.weight_axis == 0 else row.weight_amax
+        its_scales = fmt.scales(rotated_weight.float(), amax)
+        stored = fmt.quantize(rotated_weight.float(), *its_scales)
+    product = codes @ fmt.dequantize(stored, *its_scales).double().T * largest
+    return product + branch + (0 if bias is None else bias.double())
+
+
+CASES = [  # format, whether there are factors of smoothing, whether there is a bias, and what else is given
+    ("int8", True, True, {"per_token": True}),
+    ("int8", False, False, {"per_token": True, "rotation": 16}),
+    ("int8", True, False, {"per_token": True, "rotation": 64, "rank": 4}),
+    ("fp8", False, True, {"per_token": True}),
+    ("fp8", True, False, {"per_token": True, "rotation": 4}),
+    ("int4", True, False, {"rank": 4}),
+    ("int4", False, False, {"rotation": 64}),
+    ("int4", True, True, {"rotation": 64, "rank": 4, "rounding": "gptq", "branch_rounds": 3}),
+    ("mxfp4", True, False, {"rotation": 16}),
+    ("nvfp4", False, True, {"rotation": 16, "rank": 4}),
+]
+
+
+@pytest.mark.parametrize("fmt, smoothed, has_bias, given", CASES)
+def test_the_simulation_is_a_formula_in_double_precision(fmt, smoothed, has_bias, given):
+    """But for numbers so near to halfway between two codes that fp32 and double precision decide differently.
+
+    Each token by itself, so that the small ones count. Without rotation, or scales per token, it is off by more.
+    """
+    row, network, x = row_of(fmt, smoothed, **given), module(has_bias), tokens()
+    wanted = expected(row, network, x)
+    found = simulate(copy.deepcopy(network), {"layer": row})["layer"](x).double()
+    bias = 0 if not has_bias else network["layer"].bias.double()
+    errors = (found - wanted).norm(dim=-1) / (wanted - bias).norm(dim=-1)
+    assert errors.max() < 2e-2 and errors.median() < 1e-4
+    exact = network["layer"](x).double()
+    assert 3e-3 < ((wanted - exact).norm(dim=-1) / (exact - bias).norm(dim=-1)).median() < 0.3  # rounded, not broken
+
+
+@pytest.mark.parametrize(
+    "fmt, rotation, smoothed, has_bias",
+    [("int8", 0, True, True), ("int8", 16, False, False), ("fp8", 0, False, False), ("fp8", 16, True, True)],
+)
+def test_torchs_own_products_are_the_simulation(fmt, rotation, smoothed, has_bias):
+    """In fp32 up to the order of sums and what lies halfway between two codes; in fp16 up to what that rounds."""
+    row, network, x = row_of(fmt, smoothed, per_token=True, rotation=rotation), module(has_bias), tokens()
+    native = with_native_layers(copy.deepcopy(network), {"layer": row})["layer"]
+    assert isinstance(native, PerTokenLinear) and native.linear.bias is None
+    simulated = simulate(copy.deepcopy(network), {"layer": row})["layer"](x)
+    found = native(x)
+    bias = 0 if not has_bias else network["layer"].bias
+    errors = (found - simulated).norm(dim=-1) / (simulated - bias).norm(dim=-1)
+    assert errors.max() < 2e-2 and errors.median() < 1e-5
+    assert torch.equal(native(torch.zeros(1, 3, INPUTS))[0, 0], torch.zeros(OUTPUTS) + bias)
+    half = with_native_layers(copy.deepcopy(network).half(), {"layer": row})["layer"](x.half())
+    assert half.dtype == torch.float16 and relative_error(simulated, half.float()) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "fmt, given", [("int8", {"per_token": True}), ("int8", {"per_token": True, "rotation": 16}), ("int4", {})]
+)
+def test_inputs_halfway_to_what_their_codes_stand_for_have_the_same_codes(fmt, given):
+    row, x = row_of(fmt, True, **given), tokens()
+    layer = simulate(module(True), {"layer": row})["layer"]
+    moved = between_roundings(layer, x)
+    assert relative_error(x, moved) > 1e-3
+    assert relative_error(layer.input_quantizer(x), layer.input_quantizer(moved)) < 2e-3
+    assert relative_error(layer(x), layer(moved)) < 2e-3
+
+
+# Measured on a network small enough to quantize by hand, with torch's own fake quantization
+
+
+NAMES = ["0", "2", "4"]
+RANGES = {"0": 4.0, "2": 0.5, "4": 8.0}  # of the layers' inputs; that of "2" is much too narrow
+SMOOTHING = torch.tensor([0.5, 1.0, 2.0, 4.0])  # of the input of "4"; powers of two, which fp16 holds
+X = drawn(256, 4, seed=1)
+
+
+torch.manual_seed(0)
+NETWORK = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 3)).requires_grad_(False)
+
+
+def assigned(name: str) -> LayerAssignment:
+    weight, smoothing = NETWORK.get_submodule(name).weight, SMOOTHING if name == "4" else None
+    layer = LayerAssignment(name, "ffn", tuple(weight.shape), pre_quant_scale=smoothing)
+    return with_ranges(layer, weight, InputRange(RANGES[name]), Recipe(3.0, 0.8))
+
+
+ASSIGNMENT = {name: assigned(name) for name in NAMES}
+
+
+def by_hand(quantized: Collection[str]) -> Tensor:
+    x = X
+    for name, layer in ASSIGNMENT.items():
+        linear = NETWORK.get_submodule(name)
+        weight = linear.weight
+        if layer.pre_quant_scale is not None:
+            x, weight = x * SMOOTHING, weight / SMOOTHING
+        if name in quantized:
+            zeros = torch.zeros(len(weight), dtype=torch.int32)
+            x = torch.fake_quantize_per_tensor_affine(x, layer.activation_scale, 0, -128, 127)
+            weight = torch.fake_quantize_per_channel_affine(weight, layer.weight_scale, zeros, 0, -128, 127)
+        x = F.linear(x, weight, linear.bias)
+        x = x if name == NAMES[-1] else F.gelu(x)
+    return x
+
+
+def error_by_hand(quantized: Collection[str]) -> float:
+    return relative_error(NETWORK(X), by_hand(quantized))
+
+
+@pytest.fixture(scope="module")
+def sensitivity() -> Sensitivity:
+    simulated = simulate(copy.deepcopy(NETWORK), ASSIGNMENT)
+    switched, asked = Switched(simulated, lambda: simulated(X), NAMES), []
+    found = sensitivity_of(lambda quantized: asked.append(None) or switched.error(quantized), NAMES, 2)
+    assert len(asked) == len(NAMES) + len(curve_points(2, len(NAMES)))
+    torch.testing.assert_close(simulated(X), by_hand(NAMES))
+    return found
+
+
+def test_the_error_of_a_layer_is_that_of_the_network_with_it_alone_quantized(sensitivity):
+    found = sensitivity.network_error
+    assert found == pytest.approx({name: error_by_hand([name]) for name in NAMES}, rel=1e-3)
+    assert list(found) == sorted(NAMES, key=lambda name: -error_by_hand([name])) and next(iter(found)) == "2"
+
+
+def test_the_curve_keeps_the_worst_layers_first(sensitivity):
+    order = list(sensitivity.network_error)
+    assert [point["kept"] for point in sensitivity.curve] == [0, 1, 2]
+    for point in sensitivity.curve:
+        rest = order[point["kept"] :]
+        assert point["relative_error"] == pytest.approx(error_by_hand(rest), rel=1e-3)
+        assert point["predicted"] == pytest.approx(sum(error_by_hand([name]) ** 2 for name in rest) ** 0.5, rel=1e-3)
+    errors = [point["relative_error"] for point in sensitivity.curve]
+    assert errors[0] > 2 * errors[1] > 2 * errors[2] > 0
+    table = sensitivity_rows(sensitivity, ASSIGNMENT, kept=2)
+    for rank, (row, (name, error)) in enumerate(zip(table, sensitivity.network_error.items(), strict=True), 1):
+        assert (row["name"], row["network_error"], row["rank"]) == (name, error, rank)
+        assert (row["kept"], row["role"]) == (rank <= 2, "ffn")
+
+
+def test_layers_that_are_not_named_stay_as_they_are():
+    simulated = simulate(copy.deepcopy(NETWORK), ASSIGNMENT)
+    found = sensitivity_of(Switched(simulated, lambda: simulated(X), ["0", "4"]).error, ["0", "4"], 0)
+    assert found.network_error.keys() == {"0", "4"}
+    expected = relative_error(by_hand(["2"]), by_hand(["2", "4"]))
+    assert found.network_error["4"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("keep, kept", [(0, 0), (9, 9), (0.0, 0), (0.3, 3), (0.01, 0), (10, None), (0.99, None)])
+def test_a_budget_is_a_number_of_layers_or_a_fraction_and_does_not_keep_everything(keep, kept):
+    if kept is not None:
+        assert layers_to_keep(keep, 10) == kept
+        return
+    with pytest.raises(ConfigError, match=f"keep is {keep}, which keeps all 10 layers .* keep at most 9"):
+        layers_to_keep(keep, 10)
+    assert [curve_points(*each) for each in ((0, 1), (2, 3), (7, 16))] == [[0], [0, 1, 2], [0, 1, 2, 4, 7, 8]]
+
+
+def test_an_error_that_both_halves_have_counts_once():
+    """And one of the conditional half alone as often as guidance multiplies it; what has no halves stays as it is."""
+    output, error = torch.randn(2, 3), torch.tensor([[1.0, 2.0, 3.0]])
+    torch.testing.assert_close(guided(output + error, 5.0) - guided(output, 5.0), error)
+    alone = torch.cat([torch.zeros(1, 3), error])
+    torch.testing.assert_close(guided(output + alone, 5.0) - guided(output, 5.0), 5 * error)
+    assert torch.equal(guided(output[:1], 5.0), output[:1])
