@@ -53,20 +53,13 @@ def test_a_job_needs_what_its_engine_takes_for_its_formats(overrides, expected):
     assert need_of(job(*overrides)) == expected
 
 
-def test_of_several_formats_the_newest_decides():
-    mixed = SimpleNamespace(
-        formats=lambda: {"inputs": {"int8", "fp8"}}, infer=SimpleNamespace(engine="torch_native", chosen_because=None)
-    )
-    assert need_of(mixed) == Need(89, True)
-
-
-def test_a_place_is_too_old_where_all_its_gpus_are():
+def test_a_place_is_too_old_where_all_its_gpus_are_and_one_that_no_place_has_is_refused_where_it_is_required():
+    """Of several formats the newest decides."""
     places = {"n1": {"a100"}, "n2": {"a100", "h100"}, "n3": set(), "n4": {"ours"}}
-    needs = {"a": ADA, "b": need_of(object()), "c": Need(75, True)}  # b has no formats
-    assert places_too_old(needs, places) == {"a": ["n1"], "b": [], "c": []}
-
-
-def test_a_gpu_that_no_place_has_is_refused_where_it_is_required():
+    engine = SimpleNamespace(engine="torch_native", chosen_because=None)
+    mixed = need_of(SimpleNamespace(formats=lambda: {"inputs": {"int8", "fp8"}}, infer=engine))
+    needs = {"a": mixed, "b": need_of(object()), "c": Need(75, True)}  # b has no formats
+    assert mixed == ADA and places_too_old(needs, places) == {"a": ["n1"], "b": [], "c": []}
     places = {"n1": {"a100"}, "n2": {"t4", "v100"}, "n3": set()}
     with pytest.raises(ConfigError, match=r"^job b takes a GPU of compute capability 8\.9, .* has a100, t4, v100;"):
         places_too_old({"a": Need(), "b": ADA}, places)
@@ -169,18 +162,14 @@ def test_all_jobs_are_asked_for_at_once_and_those_that_ended_no_more(squeue, que
     assert queue.get_info("7_1", mode="cache") == {"State": "OUT_OF_MEMORY", "NodeList": "n2"}
 
 
-def test_a_job_that_the_queue_has_forgotten_has_ended(squeue, queue):
+def test_a_job_that_the_queue_has_forgotten_has_ended_and_no_answer_says_nothing_of_jobs(squeue, queue, caplog):
+    squeue("", "slurm_load_jobs error: Unable to contact slurm controller", 1)
+    queue.update()
+    assert not queue.is_done("8", mode="cache")
+    assert "squeue does not answer: slurm_load_jobs error: Unable to contact slurm controller" in caplog.text
     squeue("", "slurm_load_jobs error: Invalid job id specified", 1)
     queue.update()
     assert queue.get_state("8", mode="cache") == slurm.FORGOTTEN and queue.is_done("8", mode="cache")
-
-
-def test_a_queue_that_does_not_answer_says_nothing_of_jobs(squeue, queue, caplog):
-    squeue("", "slurm_load_jobs error: Unable to contact slurm controller", 1)
-    with caplog.at_level(logging.WARNING):
-        queue.update()
-    assert not queue.is_done("8", mode="cache")
-    assert "squeue does not answer: slurm_load_jobs error: Unable to contact slurm controller" in caplog.text
 
 
 def dead(folder: Path, state: str, stderr: str) -> SimpleNamespace:
@@ -228,7 +217,12 @@ def test_a_dead_job_is_one_that_failed_with_what_slurm_says(results, tmp_path, s
     assert failure == {"status": "failed", "reason": reason, "exit_code": 4}
 
 
-def test_a_job_that_failed_before_its_first_word_says_why(monkeypatch, results, tmp_path):
+def test_a_job_that_failed_before_its_first_word_says_why_and_one_that_died_after_its_last_is_done(
+    monkeypatch, results, tmp_path
+):
+    (tmp_path / "b" / RECORD).write_text("{}")
+    assert results("NODE_FAIL", "x").status == JobStatus.COMPLETED and not (tmp_path / "b" / FAILURE).exists()
+    (tmp_path / "b" / RECORD).unlink()
     early = JobReturn(status=JobStatus.FAILED, _return_value=UncompletedJobError("timed-out too many times"))
     monkeypatch.setattr(slurm, "wait_for_results", lambda _: [early])
     assert results("COMPLETED").status == JobStatus.FAILED
@@ -236,12 +230,6 @@ def test_a_job_that_failed_before_its_first_word_says_why(monkeypatch, results, 
     assert told in (tmp_path / "b" / FAILURE).read_text()
     (tmp_path / "b" / FAILURE).write_text("its own")
     assert results("COMPLETED") is early and (tmp_path / "b" / FAILURE).read_text() == "its own"
-
-
-def test_a_job_that_died_after_its_last_word_is_done(results, tmp_path):
-    (tmp_path / "b/metrics.json").write_text("{}")
-    assert results("NODE_FAIL", "x").status == JobStatus.COMPLETED
-    assert not (tmp_path / "b" / FAILURE).exists()
 
 
 def test_the_types_of_gpus_are_read_as_sinfo_prints_them(monkeypatch):
@@ -294,18 +282,12 @@ def test_gpus_keep_the_names_under_which_they_are_visible(machine, monkeypatch):
         assert one_host.visible_gpus() == names
 
 
-def test_the_cores_are_shared_out_without_rest():
+def test_cores_are_shared_out_without_rest_and_more_jobs_than_gpus_or_cores_share_them():
     for jobs in (1, 2, 3, 8):
         shares = [one_host.cores_of(place, jobs, range(8)) for place in range(jobs)]
         assert sorted(core for cores in shares for core in cores) == list(range(8))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_more_jobs_than_cores_have_one_each():
     assert [list(one_host.cores_of(place, 4, [3, 7])) for place in range(4)] == [[3], [3], [7], [7]]
-
-
-def test_more_jobs_than_gpus_share_them():
     names = [one_host.place_name(place, ["0", "MIG-1/2"]) for place in range(4)]
     assert names == ["gpu-0-0", "gpu-MIG-1-2-0", "gpu-0-1", "gpu-MIG-1-2-1"]
 

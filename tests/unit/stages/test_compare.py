@@ -212,14 +212,13 @@ def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path
     assert [images("one", "no engine"), images("one")] == [10, 0]
 
 
-@pytest.mark.parametrize(("batches", "expected"), [(8, [2, 47, 92, 137]), (1, [2, 7, 12, 17]), (2, [2, 7, 32, 37])])
-def test_further_calls_are_of_other_images_and_other_steps(batches, expected):
-    assert compare.sampled_calls(batches, 20) == expected
-    assert max(compare.sampled_calls(batches, 1)) < batches
-
-
-def test_a_call_that_is_kept_twice_can_be_saved(monkeypatch, tmp_path):
+def test_further_calls_are_of_other_images_and_other_steps_and_one_that_is_kept_twice_can_be_saved(
+    monkeypatch, tmp_path
+):
     """With four steps the third is both half way and one of the further calls."""
+    for batches, expected in (8, [2, 47, 92, 137]), (1, [2, 7, 12, 17]), (2, [2, 7, 32, 37]):
+        assert compare.sampled_calls(batches, 20) == expected
+        assert max(compare.sampled_calls(batches, 1)) < batches
     checkpoint, engines = faked(monkeypatch)
     found = compare.compare_framework(checkpoint, engines[FRAMEWORK], of(["a cat"], steps=4))
     assert found.inputs["unet"]["x"].item() == 2 and "2" in found.calls
@@ -233,12 +232,8 @@ def test_images_are_kept_as_they_were(widths):
     latents = [torch.full((2, 4, 8, width // 8), float(number)) for number, width in enumerate(widths * 6)]
     same = len(set(widths)) == 1
     made = Generated(np.stack(images) if same else images, torch.stack(latents) if same else latents)
-    inputs = {"vae": {"z": torch.ones(1)}}
-    kept = shared.unpack(
-        shared.pack(
-            shared.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, {"7": {"z": torch.ones(2)}})
-        )
-    )
+    inputs, calls = {"vae": {"z": torch.ones(1)}}, {"7": {"z": torch.ones(2)}}
+    kept = shared.unpack(shared.pack(shared.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, calls)))
     assert kept.calls["7"]["z"].shape == (2,)
     found = kept.images["framework"]
     assert type(found.images) is type(made.images) and type(found.latents) is type(made.latents)
@@ -258,39 +253,25 @@ def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expecte
     assert (found.whole, found.half) == expected and found.precise == {"h": 1}
 
 
-FACTS = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
-CHOICES = {f"layer{number}": [f"layer{number}"] for number in range(40)}
-
-
-@pytest.fixture
-def jobs(tmp_path) -> Shared:
-    return Shared(FACTS, tmp_path, Cache(tmp_path / "cache", 1e9))
-
-
-def test_errors_are_measured_once_whoever_asks(jobs, tmp_path):
-    asked = []
+def test_errors_are_measured_once_whoever_asks(tmp_path):
+    """What is found is JSON, and a choice is known by its layers: the curve of another recipe has the same names."""
+    facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
+    jobs, asked = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9)), []
+    choices = {f"layer{number}": [f"layer{number}"] for number in range(40)}
 
     def error(quantized):
         asked.append(tuple(quantized))
         return 1 / (3 + len(asked))  # no round number
 
-    first = jobs.measured({"of": "one"}, CHOICES, error)
-    assert asked == [(name,) for name in CHOICES] and list(first) == list(CHOICES)
+    first = jobs.measured({"of": "one"}, choices, error)
+    assert asked == [(name,) for name in choices] and list(first) == list(choices)
     assert list(first.values()) == [1 / (4 + number) for number in range(40)], "to the bit"
     entries = len(list((tmp_path / "cache" / "sensitivities").glob("[!.]*")))
     assert TOGETHER <= entries <= 2 * TOGETHER, "enough for several processes, and not an entry each"
-    assert jobs.measured({"of": "one"}, CHOICES, error) == first and len(asked) == 40
-    jobs.measured({"of": "another"}, CHOICES, error)
+    assert jobs.measured({"of": "one"}, choices, error) == first and len(asked) == 40
+    jobs.measured({"of": "another"}, choices, error)
     assert len(asked) == 80
-
-
-def test_a_choice_is_known_by_its_layers(jobs):
-    """The curve of another recipe has the same names of points."""
-    assert jobs.measured({}, {"1": ["a", "b"]}, len) == {"1": 2}
-    assert jobs.measured({}, {"1": ["a"]}, len) == {"1": 1}
-
-
-def test_what_is_found_is_json(jobs):
+    assert [jobs.measured({}, {"1": layers}, len) for layers in (["a", "b"], ["a"])] == [{"1": 2}, {"1": 1}]
     made = {"products": [[1.5, None]], "schedule": "cre"}
     assert jobs.found("schedules", {"a": 1}, lambda: made) == made
     assert jobs.found("schedules", {"a": 1}, lambda: pytest.fail("it is in the cache")) == made

@@ -21,10 +21,8 @@ pytestmark = pytest.mark.commit
 
 FACTS = {
     "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
-    "versions": {"torch": "2.10"},
-    "machine": {"cpu": "one"},
-    "started": "today",
-}
+    "versions": {"torch": "2.10"}, "machine": {"cpu": "one"}, "started": "today",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -69,27 +67,17 @@ def test_controlnets_and_their_images_are_inputs_of_a_job_and_its_weights(tmp_pa
     assert len(set(digests)) == 4 and digests[0] == "ab"
 
 
-RECORD_OF_THIS = {"fingerprint": "this", "fidelity": {}}
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (None, None), ("", None), ("[]", None), ("{}", None), ('{"fingerprint": "another"}', None),
-        (json.dumps(RECORD_OF_THIS), RECORD_OF_THIS),
-    ],
-)  # fmt: skip
-def test_only_the_record_of_this_job_is_taken(tmp_path, text, found):
-    if text is not None:
-        (tmp_path / "metrics.json").write_text(text)
-    assert job_folder.finished(tmp_path, "this") == found
-
-
 def test_another_finished_run_is_overwritten_only_on_request(job, tmp_path):
-    for record in (None, "", '{"fingerprint": "this", "fidelity": {}}'):  # the folder is free
-        if record is not None:
-            (tmp_path / "metrics.json").write_text(record)
-        job_folder.check_no_other_run(job, tmp_path, "this")
+    record = {"fingerprint": "this", "fidelity": {}}
+    for text, found in (
+        (None, None), ("", None), ("[]", None), ("{}", None), ('{"fingerprint": "another"}', None),
+        (json.dumps(record), record),
+    ):  # fmt: skip
+        if text is not None:
+            (tmp_path / "metrics.json").write_text(text)
+        assert job_folder.finished(tmp_path, "this") == found
+        if text in (None, "", json.dumps(record)):  # the folder is free
+            job_folder.check_no_other_run(job, tmp_path, "this")
     record = {"fingerprint": "that", "fidelity": {}, "overrides": ["quant_level=3"]}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="holds a finished run, of quant_level=3, whose .* add overwrite=true"):

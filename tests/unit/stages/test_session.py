@@ -21,14 +21,10 @@ from tests.refusals import refused
 pytestmark = pytest.mark.commit
 
 
-@pytest.mark.parametrize(
-    ("sides", "warned"),
-    [
-        ({}, []),
-        ({"width": 128, "height": 128}, ["model.width and model.height ask for 128 x 128"]),
-        ({"sizes": ["64x128", "128x192", "192x64"]}, ["model.sizes ask for 128 x 192", "model.sizes ask for 192 x 64"]),
-    ],
-)
+@pytest.mark.parametrize(("sides", "warned"), [
+    ({}, []), ({"width": 128, "height": 128}, ["model.width and model.height ask for 128 x 128"]),
+    ({"sizes": ["64x128", "128x192", "192x64"]}, ["model.sizes ask for 128 x 192", "model.sizes ask for 192 x 64"]),
+])  # fmt: skip
 def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, warned):
     path = str(HOME / "checkpoints/sdxl_mini.nemo")
     usual = {"family": "sdxl", "width": 64, "height": 64, "sizes": None, "path": path}
@@ -38,7 +34,7 @@ def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, w
     assert all("and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
 
 
-INFER = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto", vae_tile=None)
+IMAGES = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto", vae_tile=None)
 
 
 @pytest.fixture
@@ -53,16 +49,16 @@ def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(session, monkeypa
     monkeypatch.setattr(stage.checks, "check_request", checks.request)
     monkeypatch.setattr(stage.Session, "check", checks.structure)
     monkeypatch.setattr(stage.resources, "check_machine", checks.machine)
-    session.check_images(None, INFER, simulated)
+    session.check_images(None, IMAGES, simulated)
     request, structure, (name, (needs,), _) = checks.mock_calls
-    assert (request, structure, name) == (call.request(None, INFER), call.structure(None, INFER), "machine")
+    assert (request, structure, name) == (call.request(None, IMAGES), call.structure(None, IMAGES), "machine")
     assert needs.gpu.keys() == stages
 
 
 @pytest.mark.parametrize(("room", "together"), [(4e9, False), (1e12, True)])
 def test_parts_are_open_together_only_where_a_gpu_holds_them_too(session, answering, room, together):
     answering(memory, available_memory_bytes=1e12, available_cuda_memory_bytes=room)
-    assert session.together(workload_of(INFER)) is together
+    assert session.together(workload_of(IMAGES)) is together
 
 
 def test_a_table_and_loras_of_an_observed_pipeline_are_heeded(monkeypatch):
@@ -83,20 +79,14 @@ def test_arguments_that_change_the_steps_of_a_stated_family_are_refused():
         stage.open_session(made.model, made.infer)
 
 
-PROMPTS = "infer.prompts=[a cat, a dog]"
-
-
-def test_negative_prompts_are_those_of_the_images():
-    sampling = sampling_of(infer_job(PROMPTS, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2").infer)
-    assert sampling.negative_prompts == ["rain", "rain", "nude", "nude"] and sampling.latents is None
-
-
-def test_condition_images_come_in_turn_for_each_sample_of_a_prompt(tmp_path):
+def test_condition_images_and_negative_prompts_come_in_turn_for_each_sample_of_a_prompt(tmp_path):
+    prompts = "infer.prompts=[a cat, a dog]"
     for number, name in enumerate("abc"):
         Image.new("RGB", (90, 90), (number, 0, 0)).save(tmp_path / f"{name}.png")
-    knobs = PROMPTS, f"infer.control=[{tmp_path},{tmp_path}/a.png]", "infer.num_samples=2"
-    infer = infer_job(*knobs).infer
-    assert len(infer.prompt_list()) == 6 and sampling_of(infer_job(PROMPTS).infer).arguments is None
+    infer = infer_job(prompts, f"infer.control=[{tmp_path},{tmp_path}/a.png]", "infer.num_samples=2").infer
+    plain = sampling_of(infer_job(prompts, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2").infer)
+    assert plain.negative_prompts == ["rain", "rain", "nude", "nude"] and plain.latents is plain.arguments is None
+    assert len(infer.prompt_list()) == 6
     rows = [[image.getpixel((0, 0))[0] for image in row["image"]] for row in sampling_of(infer).arguments]
     assert rows == [[0, 0], [0, 0], [1, 0], [1, 0], [2, 0], [2, 0]]
 
@@ -123,18 +113,16 @@ STORED = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.item
 
 
 def images(size: int = 1024, engine: str = "openvino", vae_tile: int | None = None) -> SimpleNamespace:
-    return SimpleNamespace(width=size, height=size, sizes=None, batch_size=1, engine=engine, precision="auto",
-                           vae_tile=vae_tile)  # fmt: skip
+    sides = {"width": size, "height": size, "sizes": None}
+    return SimpleNamespace(**sides, batch_size=1, engine=engine, precision="auto", vae_tile=vae_tile)
 
 
 def run(
     size: int = 1024, calibration: str | None = None, plans: bool = True, engine: str = "openvino", hessians: int = 0
 ) -> Needs:
-    quantize = SimpleNamespace(
-        batch_size=1, calibration=calibration, accelerator="auto", calib_size=64, snapshots=[32, 64, 96]
-    )
+    calibrated = {"calibration": calibration, "accelerator": "auto", "calib_size": 64, "snapshots": [32, 64, 96]}
     made = images(size, engine)
-    return run_needs(SDXL, STORED, made, made, quantize, plans, 2, hessians)
+    return run_needs(SDXL, STORED, made, made, SimpleNamespace(batch_size=1, **calibrated), plans, 2, hessians)
 
 
 @pytest.fixture

@@ -36,19 +36,16 @@ class Opened(Session):
     denoisers, infer = ["unet"], job().infer
 
 
-@pytest.mark.parametrize(
-    ("engine", "exported", "assigned", "simulated", "full_precision", "quantized"),
-    [
-        ("openvino", PARTS, ["unet"], False, GRAPHS | {"unet": FULL["unet"]}, GRAPHS),
-        ("tensorrt", PARTS, ["unet"], False, PLANS | {"unet": FULL_PLANS["unet"]}, PLANS),
-        ("openvino", PARTS, ["unet"], True, GRAPHS | {"unet": FULL["unet"]}, GRAPHS | SIMULATED),
-        ("openvino", PARTS, PARTS, True, FULL, GRAPHS | SIMULATED),  # another part has an unquantized twin too
-        ("openvino", ["unet"], ["unet"], False, FULL | BY_TORCH, GRAPHS | BY_TORCH),
-        ("openvino", ["vae"], ["unet"], True, GRAPHS | {"unet": "unet"}, GRAPHS | SIMULATED),
-        ("torch_native", PARTS, ["unet"], False, NATIVE, NATIVE | {"unet": CODES["unet"]}),
-        ("torch_native", PARTS, PARTS, False, NATIVE, CODES),
-    ],
-)
+@pytest.mark.parametrize(("engine", "exported", "assigned", "simulated", "full_precision", "quantized"), [
+    ("openvino", PARTS, ["unet"], False, GRAPHS | {"unet": FULL["unet"]}, GRAPHS),
+    ("tensorrt", PARTS, ["unet"], False, PLANS | {"unet": FULL_PLANS["unet"]}, PLANS),
+    ("openvino", PARTS, ["unet"], True, GRAPHS | {"unet": FULL["unet"]}, GRAPHS | SIMULATED),
+    ("openvino", PARTS, PARTS, True, FULL, GRAPHS | SIMULATED),  # another part has an unquantized twin too
+    ("openvino", ["unet"], ["unet"], False, FULL | BY_TORCH, GRAPHS | BY_TORCH),
+    ("openvino", ["vae"], ["unet"], True, GRAPHS | {"unet": "unet"}, GRAPHS | SIMULATED),
+    ("torch_native", PARTS, ["unet"], False, NATIVE, NATIVE | {"unet": CODES["unet"]}),
+    ("torch_native", PARTS, PARTS, False, NATIVE, CODES),
+])  # fmt: skip
 def test_each_variant_has_its_own_file_of_what_is_quantized(
     engine, exported, assigned, simulated, full_precision, quantized
 ):
@@ -79,16 +76,12 @@ def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_m
     assert sum(gpu.values()) - sum(gpu_without.values()) == 2e9  # fp16
 
 
-@pytest.mark.parametrize(
-    ("own", "precise"),
-    [
-        (GRAPHS["unet"], RUN / "onnx/unet/unet_weights_alone.onnx"),
-        (PLANS["unet"], RUN / "plan/unet_weights_alone.plan"),
-        (Native("unet", True), Native("unet", True, weights_alone=True)),
-        (Simulated("unet"), Simulated("unet", weights_alone=True)),
-        ("unet", "unet"),
-    ],
-)
+@pytest.mark.parametrize(("own", "precise"), [
+    (GRAPHS["unet"], RUN / "onnx/unet/unet_weights_alone.onnx"),
+    (PLANS["unet"], RUN / "plan/unet_weights_alone.plan"),
+    (Native("unet", True), Native("unet", True, weights_alone=True)),
+    (Simulated("unet"), Simulated("unet", weights_alone=True)), ("unet", "unet"),
+])  # fmt: skip
 def test_precise_steps_have_the_recipes_weights_or_the_unquantized_engine(own, precise):
     assert keys_of_letters("unet", own, FULL["unet"], {"f", "h"}) == {"unet/h": precise, "unet/f": FULL["unet"]}
     assert keys_of_letters("unet", own, FULL["unet"], ()) == {}
@@ -97,14 +90,10 @@ def test_precise_steps_have_the_recipes_weights_or_the_unquantized_engine(own, p
 def test_torch_quantizes_no_inputs_in_a_precise_step(monkeypatch):
     layer = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
     monkeypatch.setattr(open_parts, "open_simulated", lambda checkpoint, assignment, part: assignment["layer"])
-    monkeypatch.setattr(
-        open_parts, "open_torch_engine", lambda checkpoint, infer, part, assignment: assignment["layer"]
-    )
+    monkeypatch.setattr(open_parts, "open_torch_engine", lambda *given: given[-1]["layer"])
     for kind in (Simulated("unet"), Native("unet", True)):
-        opened = [
-            variants.open_engine(None, None, {"unet": {"layer": layer}}, key)
-            for key in (kind, replace(kind, weights_alone=True))
-        ]
+        keys = kind, replace(kind, weights_alone=True)
+        opened = [variants.open_engine(None, None, {"unet": {"layer": layer}}, key) for key in keys]
         assert opened == [layer, replace(layer, activation_format=None)]
 
 
@@ -146,20 +135,16 @@ def test_torch_computes_in_the_precision_that_was_asked_for(checkpoint, part, pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, compiles", [("torch", False), ("torch_native", False), ("torch_compiled", True)])
-def test_only_the_compiled_engine_compiles(checkpoint, monkeypatch, name, compiles):
+def test_only_the_compiled_engine_compiles_and_a_replayed_one_is_the_same(checkpoint, monkeypatch, name, compiles):
     compiled = []
     monkeypatch.setattr(open_parts, "compiled", compiled.append)
     engine = open_parts.open_torch_engine(checkpoint, infer(name), "clip1")
     assert compiled == ([engine.module] if compiles else [])
     open_parts.open_torch(checkpoint, infer(name), "clip1")
     assert len(compiled) == compiles  # the framework is eager beside whatever engine
-
-
-def test_a_replayed_engine_is_the_same_engine(checkpoint):
-    engine = open_parts.open_torch_engine(checkpoint, infer(cuda_graph=True), "clip1")
-    assert isinstance(engine, Replayed)
-    assert open_parts.module_of(engine) is engine.engine.module
-    assert open_parts.module_of(engine.engine) is engine.engine.module
+    replayed = open_parts.open_torch_engine(checkpoint, infer(cuda_graph=True), "clip1")
+    assert isinstance(replayed, Replayed)
+    assert open_parts.module_of(replayed) is open_parts.module_of(replayed.engine) is replayed.engine.module
 
 
 @pytest.mark.slow
