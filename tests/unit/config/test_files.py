@@ -94,7 +94,13 @@ def test_a_job_whose_files_do_not_suffice_is_refused(places, primary, knobs, sen
         job(primary, named).check_files()
 
 
-def test_parts_come_from_the_run_and_single_paths_go_before(run, tmp_path):
+def test_parts_come_from_the_run_single_paths_go_before_and_without_either_an_export_is_of_the_checkpoint(
+    archive, run, tmp_path
+):
+    unquantized = job("export_trt", {"model.path": archive})
+    assert unquantized.unquantized()
+    unquantized.check_files()
+    job("export_trt", {"trt.library": "none"})  # its ONNX files alone
     own, missing = tmp_path / "own.onnx", artifact(run, "onnx", "clip1")
     own.touch()
     export = job("export_trt", {"run": run, "files.vae": own})
@@ -109,24 +115,14 @@ def test_parts_come_from_the_run_and_single_paths_go_before(run, tmp_path):
         export.check_files()
 
 
-def test_without_files_an_export_is_of_the_checkpoint(archive):
-    export = job("export_trt", {"model.path": archive})
-    assert export.unquantized()
-    export.check_files()
-    job("export_trt", {"trt.library": "none"})  # its ONNX files alone
-
-
-def test_folders_to_write_to_are_made_later_and_refused_now(run, tmp_path):
+def test_folders_to_write_to_are_made_later_and_refused_now(run, tmp_path, monkeypatch):
+    """/proc has the permissions of a folder in which its owner may write."""
     job("export_trt", {"run": run, "infer.out_path": run / "new"}).check_files()
     check_writable(tmp_path / "a/b/c")
     assert not (run / "new").exists() and not (tmp_path / "a").exists()
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"because of .*broken; set hydra\.run\.dir"):
         check_writable(tmp_path / "broken/run")
-
-
-def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
-    """/proc has the permissions of a folder in which its owner may write."""
     with pytest.raises(ConfigError, match=r"^the output directory /proc/x/y cannot be written, because of /proc; set"):
         check_writable(Path("/proc/x/y"))
     monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))

@@ -135,9 +135,6 @@ def test_beside_its_weights_a_lora_joins_what_is_derived_of_weights_without_it(m
     assert stage.assign(loaded, Statistics({}, {})) == {"a": "with"}
 
 
-NONE = Statistics({}, {})
-
-
 def test_a_calibration_says_how_long_it_takes_and_a_long_one_the_ways_out(caplog):
     with caplog.at_level(logging.INFO, "sd_quant.stages.calibrate"):
         for batch_size, prompts, device, seconds in (
@@ -160,10 +157,8 @@ def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others
     """Those that read one tensor together, an included linear among them; and their bytes."""
     roles = {"time": "linear", "conv": "conv", "to_q": "qkv", "to_k": "qkv", "last": "excluded"}
     family = SimpleNamespace(shared_inputs=lambda names: [SharedInput(("to_q", "to_k")), SharedInput(("last",))])
-    checkpoint, shapes = (
-        SimpleNamespace(family=family),
-        {"conv": (8, 4, 3, 3), **dict.fromkeys(("to_q", "time"), (8, 300))},
-    )
+    checkpoint = SimpleNamespace(family=family)
+    shapes = {"conv": (8, 4, 3, 3), **dict.fromkeys(("to_q", "time"), (8, 300))}
 
     def found(*overrides):
         knobs = job("quant_level=1", *overrides).quantize
@@ -175,34 +170,23 @@ def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others
     assert found("quantize=nvfp4", "quantize.hessian=256") == (expected, 4 * (4 * 256 * 256 + 36 * 36))
 
 
-@pytest.fixture
-def network(answering) -> nn.ModuleDict:
+def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_images_negative_prompts(
+    answering, monkeypatch, tmp_path
+):
+    """These in turn, as its prompts are others. Of statistics from elsewhere such linears are not asked."""
     network = nn.ModuleDict({"time": nn.Linear(4, 4), "first": nn.Conv2d(4, 4, 3), "to_q": nn.Linear(4, 4)})
     answering(calibrate, empty_denoiser=network, load_model=None, origin={}, denoiser_part=SimpleNamespace(contract=0))
-    return network
-
-
-CHECKPOINT = SimpleNamespace(family=SimpleNamespace(GUIDES=True))
-ROLES = {"time": "excluded", "first": "excluded", "to_q": "qkv"}
-LOADED = SimpleNamespace(base=CHECKPOINT, roles=ROLES, others={}, part_recipes={})
-
-
-def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_images_negative_prompts(
-    network, monkeypatch
-):
-    """These in turn, as its prompts are others."""
-    collect = Mock(return_value=NONE)
+    collect, read = Mock(return_value=Statistics({}, {})), Mock()
     monkeypatch.setattr(calibrate, "calibrate", collect)
+    monkeypatch.setattr(calibrate, "read_statistics", read)
+    checkpoint = SimpleNamespace(family=SimpleNamespace(GUIDES=True))
+    roles = {"time": "excluded", "first": "excluded", "to_q": "qkv"}
+    loaded = SimpleNamespace(base=checkpoint, roles=roles, others={}, part_recipes={})
     asked = job("infer.prompts=[a cat, a dog]", "infer.negative_prompt=[rain, nude]", "infer.num_samples=2")
-    calibrate.statistics_of(LOADED, asked, "ab")
+    calibrate.statistics_of(loaded, asked, "ab")
     wanted, _ = collect.call_args.args
     assert wanted.names == ["time", "to_q"] and wanted.sampling.negative_prompts == ["rain", "nude"]
-
-
-def test_linears_that_a_recipe_may_include_are_asked_of_no_statistics_from_elsewhere(network, monkeypatch, tmp_path):
-    read = Mock()
-    monkeypatch.setattr(calibrate, "read_statistics", read)
-    calibrate.statistics_of(LOADED, job(f"calibration={tmp_path}"), "ab")
+    calibrate.statistics_of(loaded, job(f"calibration={tmp_path}"), "ab")
     _, needed, *_, besides, _ = read.call_args.args
     assert (needed.keys(), besides.keys()) == ({"to_q"}, {"time"})
 

@@ -64,7 +64,9 @@ FLUX, RAIN = ("model=flux", "model.path={here}"), "infer.negative_prompt=rain"
 LORA, NOISE, TWICE = "model.loras=[{here}/a.safetensors]", "infer.latents={here}/%dx4.pt", "infer.num_samples=2"
 NET, NETS = "model.controlnets=[{here}/net:0.5]", "model.controlnets=[{here}/net,{here}/net]"
 EDGES = "infer.control=[{here}/edges.png]"
-REQUESTS = [  # knobs, and the refusal
+
+
+@pytest.mark.parametrize(("knobs", "sentence"), [
     (FLUX, None),
     ((RAIN,), None),
     ((*FLUX, RAIN), "infer.negative_prompt is rain, expected null, because the guidance of flux is an input of its "
@@ -91,10 +93,7 @@ REQUESTS = [  # knobs, and the refusal
      "infer.batch_size is 2, expected 1, because several ControlNets"),
     ((NETS, "infer.control=[{here}/edges.png,{here}/pair]"), None),
     ((NETS, "infer.control=[{here}/three,{here}/pair]"), "infer.control is .*pair with 2 images, expected 3"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("knobs", "sentence"), REQUESTS)
+])  # fmt: skip
 def test_a_request_is_refused_before_a_checkpoint_is_opened(here, knobs, sentence):
     asked = job(*(knob.format(here=here) for knob in knobs))
     with refused(sentence):
