@@ -6,11 +6,11 @@ import pytest
 
 from sd_quant.config import recipe, targets_for
 from sd_quant.config.assignment_file import entries_in, text_of
-from sd_quant.config.recipe import check_recipe, own_recipe, part_presets, part_recipe, presets
+from sd_quant.config.recipe import own_recipe, part_presets, part_recipe, presets
 from sd_quant.config.targets import executed_by, inputs_held
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import AS_ASSIGNED, FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS
-from sd_quant.quantization.recipe import Pair, Recipe
+from sd_quant.quantization.recipe import Recipe
 
 from .composition import job
 
@@ -35,15 +35,6 @@ def test_attention_has_a_format_of_its_own_or_the_presets():
     assert again.quantize == found.quantize
     assert job("int8", {"quant_level": 4, "attention": "fp8"}).formats()["attention"] == {"fp8"}
     assert job("int8", {"quant_level": 4}).formats()["attention"] == {"int8"}
-
-
-def test_a_conv_takes_no_input_in_blocks():
-    """They lie along the last axis, which is no channel there."""
-    quantize = job("int8", {}).quantize
-    enable = dataclasses.replace(quantize.enable, conv=Pair("nvfp4", "nvfp4"))
-    expected = r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8, int4_per_row$"
-    with pytest.raises(ConfigError, match=expected):
-        check_recipe(dataclasses.replace(quantize, enable=enable))
 
 
 @pytest.mark.parametrize(("preset", "level", "library", "targets"), [
