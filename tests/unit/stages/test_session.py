@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.inference import memory
+from sd_quant.inference import memory as memory_model
 from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant, memory_of_variants
 from sd_quant.places import HOME
 from sd_quant.stages import resources
@@ -57,7 +57,7 @@ def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(session, monkeypa
 
 @pytest.mark.parametrize(("room", "together"), [(4e9, False), (1e12, True)])
 def test_parts_are_open_together_only_where_a_gpu_holds_them_too(session, answering, room, together):
-    answering(memory, available_memory_bytes=1e12, available_cuda_memory_bytes=room)
+    answering(memory_model, available_memory_bytes=1e12, available_cuda_memory_bytes=room)
     assert session.together(workload_of(IMAGES)) is together
 
 
@@ -130,7 +130,7 @@ def free(monkeypatch):
     """``free(memory=24, gpu=8)``: so many gigabytes of each are free."""
 
     def free(memory: float = 100, gpu: float | None = None) -> None:
-        for module in (memory, resources):
+        for module in (memory_model, resources):
             monkeypatch.setattr(module, "available_memory_bytes", lambda: int(memory * 1e9))
             monkeypatch.setattr(module, "available_cuda_memory_bytes", lambda: gpu and int(gpu * 1e9))
 
@@ -186,9 +186,9 @@ def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(free):
 
 def test_decoding_takes_most_of_a_small_model_and_tiles_bound_it():
     small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(images()))[0]
-    assert 9e9 < small - memory.PROCESS < 10e9
-    whole, tiled = (memory.working_bytes(SDXL, workload_of(images(vae_tile=tile))) for tile in (None, 512))
-    assert tiled["vae"] - memory.PROCESS == (whole["vae"] - memory.PROCESS) / 4
+    assert 9e9 < small - memory_model.PROCESS < 10e9
+    whole, tiled = (memory_model.working_bytes(SDXL, workload_of(images(vae_tile=tile))) for tile in (None, 512))
+    assert tiled["vae"] - memory_model.PROCESS == (whole["vae"] - memory_model.PROCESS) / 4
     assert tiled["unet_xl"] == whole["unet_xl"]
 
 
