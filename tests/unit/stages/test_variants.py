@@ -116,21 +116,19 @@ def infer(
     return SimpleNamespace(engine=engine, precision=precision, cuda_graph=cuda_graph, vae_tile=vae_tile)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
-def test_graphs_of_cuda_need_a_gpu():
-    open_parts.check_cuda_graph(infer())
-    with pytest.raises(ResourceError, match="infer.cuda_graph=true takes an NVIDIA GPU and this machine has none"):
-        open_parts.check_cuda_graph(infer(cuda_graph=True))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="names the precisions of a processor")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU does")
 @pytest.mark.parametrize("part, precision, expected", [
     ("clip1", "auto", torch.float32), ("clip1", "bf16", torch.bfloat16), ("vae", "bf16", torch.float32)
 ])  # fmt: skip
-def test_torch_computes_in_the_precision_that_was_asked_for(checkpoint, part, precision, expected):
+def test_torch_computes_in_the_precision_that_was_asked_for_and_graphs_of_cuda_need_a_gpu(
+    checkpoint, part, precision, expected
+):
     engine = open_parts.open_torch(checkpoint, infer(precision=precision), part)
     assert isinstance(engine, TorchEngine)
     assert {weight.dtype for weight in engine.module.parameters()} == {expected}
+    open_parts.check_cuda_graph(infer())
+    with pytest.raises(ResourceError, match="infer.cuda_graph=true takes an NVIDIA GPU and this machine has none"):
+        open_parts.check_cuda_graph(infer(cuda_graph=True))
 
 
 @pytest.mark.slow
@@ -214,16 +212,14 @@ def measured(monkeypatch, simulated: str | None = None, **beside: str):
     return found, opened[1:]
 
 
-def test_each_engine_is_opened_alone(monkeypatch):
+def test_each_engine_is_opened_alone_and_precise_steps_have_one_beside_it(monkeypatch):
+    """A simulated denoiser is no engine."""
     found, opened = measured(monkeypatch)
     assert {part: list(both) for part, both in found.items()} == {
         "unet_xl": ["full_precision", "quantized"], "clip1": ["full_precision", "quantized"], "vae": ["full_precision"],
     }  # fmt: skip
     assert found["clip1"]["quantized"] == MemoryTaken(1, 3, 2)._asdict() | {"device": "cpu"}
     assert opened == [(f"full {OPENED[0]}", 0)] * 2 + [("full clip1", 0), ("int8 clip1", 0), ("full vae", 0)]
-
-
-def test_a_simulated_denoiser_is_no_engine_and_precise_steps_have_one_beside_it(monkeypatch):
     found, opened = measured(monkeypatch, simulated="no kernels")
     assert found["unet_xl"]["quantized"] == {"reason": "simulated: no kernels"} and len(opened) == 4
     _, opened = measured(monkeypatch, **{"unet_xl/h": "weights alone"})
