@@ -58,8 +58,9 @@ def test_what_a_target_loses_widens_or_stacks_is_counted_by_its_reason():
 
 
 def test_no_consumer_but_a_graph_pads_text():
-    arguments, inputs = consumer.without_padding(None, (), {"context": torch.ones(1, 80, 2), "y": torch.ones(1, 90)})
-    assert inputs["context"].shape == (1, CONTEXT_LENGTH, 2) and inputs["y"].shape == (1, 90) and arguments == ()
+    x, other = torch.ones(1, 80, 2), torch.ones(1, 90)
+    arguments, inputs = consumer.without_padding(None, (), {"context": x, "y": other})
+    assert inputs["context"].shape == (1, CONTEXT_LENGTH, 2) and inputs["y"] is other and arguments == ()
 
 
 def test_every_column_decides_but_those_of_errors(tmp_path):
