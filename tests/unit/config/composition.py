@@ -4,15 +4,14 @@ from functools import cache
 from pathlib import Path
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
-from sd_quant.composition import settled
+from sd_quant.composition import composing, settled
 from sd_quant.config import JOBS
 from sd_quant.knobs import read
-from sd_quant.places import HOME
+from sd_quant.places import CONF
 from tests.nested import with_values
 
-CONF = HOME / "conf"
 TABLE = "Prompt\tCategory\na cat\tAnimals\na dog\tAnimals\n'OPEN' on a door\tText\n"
 NEEDED = {  # mandatory values of a primary or an option
     "hand_over": ["run=some_run", "to=comfyui"],
@@ -26,7 +25,7 @@ NEEDED = {  # mandatory values of a primary or an option
 
 def composed(primary: str, *overrides: str) -> dict:
     """The sections of a job of a primary, when it starts."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(primary):
         config = compose(primary, [*NEEDED.get(primary, []), *overrides])
     return settled(config)
 

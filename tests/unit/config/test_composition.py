@@ -14,7 +14,7 @@ from sd_quant import sweep
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints import unopened
 from sd_quant.composition import SHORTHANDS, composing, job_of, settled
-from sd_quant.config import InferJob, QuantizeJob
+from sd_quant.config import QuantizeJob
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.help import help_of, knobs_of_job, presets_of, printed
@@ -34,14 +34,6 @@ def test_every_file_under_conf_is_composed_by_the_test_below():
     assert len(options()) > 15
 
 
-def skip_without_its_package(primary: str, option: str) -> None:
-    try:
-        with composing(primary):
-            compose(primary, [option])
-    except ResourceError as error:
-        pytest.skip(str(error))
-
-
 def in_turn(group: str) -> list[tuple[str, str]]:
     """Each option of a group that all primaries have, with one of them."""
     found = [pair for pair in options() if pair[1].startswith(group)]
@@ -50,29 +42,10 @@ def in_turn(group: str) -> list[tuple[str, str]]:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Models and launchers mean the same to all: each with one primary, in turn. All others with each of theirs.
-
-    The quick tests have those of one primary.
-    """
-    marks = {True: pytest.mark.slow, False: ()}
-    models = [pytest.param(*pair, marks=marks[recommends(pair[1])]) for pair in in_turn("model=")]
-    others = [
-        pytest.param(*pair, marks=marks[pair[0] != "quantize"])
-        for pair in options()
-        if not pair[1].startswith(("model=", "hydra/launcher="))
-    ]
-    return [*others, *in_turn("hydra/launcher="), *models]
-
-
-def recommends(option: str) -> bool:
-    """Whether a model's file has recommendations alone, for a pipeline that is observed."""
-    return "family: diffusers" in (CONF / f"{option.replace('=', '/')}.yaml").read_text()
-
-
-REFUSED = {
-    ("quantize", "infer=torch"): "an engine for the quantized model",  # it is the baseline of every job
-    ("infer", "infer=torch_native"): "another, because this one computes what quantize derives",
-}
+    """Models and launchers mean the same to all: each with one primary, in turn. All others with each of theirs."""
+    others = [pair for pair in options() if not pair[1].startswith(("model=", "hydra/launcher="))]
+    found = [*others, *in_turn("hydra/launcher="), *in_turn("model=")]
+    return [pytest.param(*pair, marks=() if pair[0] == "quantize" else pytest.mark.slow) for pair in found]
 
 
 def test_composing_opens_no_checkpoint_and_a_job_that_starts_does(monkeypatch):
@@ -97,10 +70,15 @@ def test_composing_opens_no_checkpoint_and_a_job_that_starts_does(monkeypatch):
 @pytest.mark.parametrize(("primary", "option"), pairs())
 def test_every_option_of_every_primary_is_a_job(primary, option):
     group, _, choice = option.partition("=")
-    if group == "hydra/launcher":
-        skip_without_its_package(primary, option)
-    mapping = composed(primary, *([option, *NEEDED.get(option, [])] if option else []))
-    refusal = REFUSED.get((primary, option))
+    try:
+        mapping = composed(primary, *([option, *NEEDED.get(option, [])] if option else []))
+    except ResourceError as missing:  # the package of a launcher
+        assert group == "hydra/launcher", missing
+        pytest.skip(str(missing))
+    refusal = {
+        ("quantize", "infer=torch"): "an engine for the quantized model",  # it is the baseline of every job
+        ("infer", "infer=torch_native"): "another, because this one computes what quantize derives",
+    }.get((primary, option))
     if group in groups_of(primary):
         assert (choice in dict(presets_of(primary))[group]) == (refusal is None)
     if refusal is not None:
@@ -210,32 +188,32 @@ def test_a_folder_has_parts_of_its_own(tmp_path):
         (tmp_path / name / "model_index.json").write_text(json.dumps(index))
     whole, lean = (f"model.path={tmp_path / name}" for name in ("whole", "lean"))
     for primary, overrides, parts in (
-        ("quantize", ["model=sd3", lean], usual[:4]),
-        ("infer", ["model=sd3", whole], usual),
-        ("export_trt", ["model=sd3_no_t5", whole], usual[:4]),
+        ("quantize", ["model=sd3", lean], usual[:4]), ("infer", ["model=sd3", whole], usual),
+        ("export_trt", ["model=sd3_no_t5", whole], usual[:4]), ("infer", ["model=sd3", "model.path=nowhere"], usual),
         ("quantize", ["model=sd3", lean, f"model.parts=[{','.join(usual)}]"], usual),
-        ("infer", ["model=sd3", "model.path=nowhere"], usual),
-    ):
+    ):  # fmt: skip
         assert composed(primary, *overrides)["model"]["parts"] == parts
 
 
+TURBO = ["model=sdxl_turbo", "model.path=some_model"]
+
+
 @pytest.mark.slow
-def test_a_model_of_few_steps_recommends_them():
-    """All others have 20, as NeMo does."""
-    for name, steps in (("sdxl_mini", 20), ("sdxl_turbo", 4), ("flux_schnell", 4)):
-        found = read(QuantizeJob, composed("quantize", f"model={name}", *NEEDED.get(f"model={name}", [])))
-        assert (found.quantize.n_steps, found.infer.steps) == (steps, steps)
-    turbo = ["model=sdxl_turbo", "model.path=some_model"]
-    given = read(QuantizeJob, composed("quantize", *turbo, "infer.steps=7", "quantize.n_steps=9"))
-    assert (given.quantize.n_steps, given.infer.steps) == (9, 7)
-    for overrides, steps in ([], 4), (["steps=7"], 7):
-        assert read(InferJob, composed("infer", *turbo, *overrides)).infer.steps == steps
-
-
-def test_without_smoothing_a_preset_recommends_no_alpha():
-    assert read(QuantizeJob, composed("quantize", "smoothing=none")).quantize.alpha is None
-    assert read(QuantizeJob, composed("quantize", "quantize=svdquant_w4a4", "smoothing=none")).quantize.alpha is None
-    assert read(QuantizeJob, composed("quantize", "quantize=svdquant_w4a4", "alpha=0.5")).quantize.alpha == 0.5
+@pytest.mark.parametrize(("primary", "knobs", "recommended"), [
+    ("quantize", [], {"quantize.n_steps": 20, "infer.steps": 20}),  # as NeMo does
+    ("quantize", TURBO, {"quantize.n_steps": 4, "infer.steps": 4}),
+    ("quantize", ["model=flux_schnell", "model.path=some_model"], {"quantize.n_steps": 4, "infer.steps": 4}),
+    ("quantize", [*TURBO, "infer.steps=7", "quantize.n_steps=9"], {"quantize.n_steps": 9, "infer.steps": 7}),
+    ("infer", TURBO, {"infer.steps": 4}),
+    ("infer", [*TURBO, "steps=7"], {"infer.steps": 7}),
+    ("quantize", ["smoothing=none"], {"quantize.alpha": None}),
+    ("quantize", ["quantize=svdquant_w4a4", "smoothing=none"], {"quantize.alpha": None}),
+    ("quantize", ["quantize=svdquant_w4a4", "alpha=0.5"], {"quantize.alpha": 0.5}),
+])  # fmt: skip
+def test_what_a_preset_recommends_follows_other_knobs(primary, knobs, recommended):
+    """A model of few steps recommends them; without smoothing there is no alpha."""
+    made = composed(primary, *knobs)
+    assert {knob: made[knob.partition(".")[0]][knob.partition(".")[2]] for knob in recommended} == recommended
 
 
 def test_one_value_is_a_list_of_one_where_only_a_list_will_do():

@@ -55,18 +55,14 @@ def test_tensorrt_builds_for_the_gpu_that_is_there(on, monkeypatch, found, fmt, 
     assert plans.engine_for(trt, {"weights": {fmt}, "inputs": {fmt}}) == chosen
 
 
-def test_what_is_named_stays_and_what_follows_from_the_choice_is_checked(on):
+def test_a_choice_is_the_job_that_names_its_engine_and_what_follows_from_it_is_checked(on):
+    """So that a sweep goes on with what is done, whichever of the two was given; what is named stays."""
     on("SM89")
     assert job("quantize", {"infer.engine": "onnxruntime"}).infer.chosen_because is None
     assert job("quantize", {"infer.cuda_graph": True}).infer.cuda_graph
     on(None)
     with pytest.raises(ConfigError, match=r"infer\.cuda_graph is True, expected false, because infer\.engine=openvino"):
         job("quantize", {"infer.cuda_graph": True})
-
-
-def test_a_choice_is_the_job_that_names_its_engine(on):
-    """So that a sweep goes on with what is done, whichever of the two was given."""
-    on(None)
     jobs = [job("quantize", {"infer.engine": engine}) for engine in ("auto", "openvino", "onnxruntime")]
     assert deciding(jobs[0]) == deciding(jobs[1]) != deciding(jobs[2])
     facts = {"inputs": {}, "versions": {}}

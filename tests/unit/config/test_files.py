@@ -1,20 +1,26 @@
-"""Files and folders that a job starts from or writes to, which are looked at before anything is loaded."""
+"""Files, folders and earlier runs that a job starts from or writes to, looked at before anything is loaded."""
 
 import errno
 import importlib.util
 import os
 import tempfile
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
-from sd_quant.config import PART_NAMES, Judge, artifact, part_paths
-from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.config import PART_NAMES, CacheFolder, Judge, artifact, part_paths, run_model
+from sd_quant.config.earlier_runs import MARKS, is_finished_run, recipe_of_run, run_job
+from sd_quant.errors import ArtifactError, ConfigError, ResourceError
 from sd_quant.files import check_writable
+from sd_quant.stages.judged_run import run_subject
 from tests.refusals import refused
 
-from .composition import TABLE, job
+from .composition import TABLE, job, mapping_of
 
 pytestmark = pytest.mark.commit
 
@@ -63,6 +69,7 @@ STRENGTH = r"model.loras .* a file, or file:strength with a number"
      r".* cannot be written, because of .*empty\.nemo; set infer\.out_path$"),
     ("quantize", GIVEN | {"cache.dir": "{archive}/cache"}, r"the cache .* cannot be written, .*; set cache\.dir"),
     ("quantize", {"infer.image": "missing.png"}, "infer.image names missing.png, which does not exist"),
+    ("infer", {"infer.latents": "nowhere.pt"}, "infer.latents names nowhere.pt, which does not exist .*; give an"),
     ("quantize", {"infer.image": "{images}", "infer.mask": "{here}/masks"},
      "infer.mask is .* holds no mask for 1 of 2 images, such as b.png"),
     ("quantize", GIVEN | {"infer.prompts": []},
@@ -87,7 +94,13 @@ def test_a_job_whose_files_do_not_suffice_is_refused(places, primary, knobs, sen
         job(primary, named).check_files()
 
 
-def test_parts_come_from_the_run_and_single_paths_go_before(run, tmp_path):
+def test_parts_come_from_the_run_single_paths_go_before_and_without_either_an_export_is_of_the_checkpoint(
+    archive, run, tmp_path
+):
+    unquantized = job("export_trt", {"model.path": archive})
+    assert unquantized.unquantized()
+    unquantized.check_files()
+    job("export_trt", {"trt.library": "none"})  # its ONNX files alone
     own, missing = tmp_path / "own.onnx", artifact(run, "onnx", "clip1")
     own.touch()
     export = job("export_trt", {"run": run, "files.vae": own})
@@ -102,24 +115,14 @@ def test_parts_come_from_the_run_and_single_paths_go_before(run, tmp_path):
         export.check_files()
 
 
-def test_without_files_an_export_is_of_the_checkpoint(archive):
-    export = job("export_trt", {"model.path": archive})
-    assert export.unquantized()
-    export.check_files()
-    job("export_trt", {"trt.library": "none"})  # its ONNX files alone
-
-
-def test_folders_to_write_to_are_made_later_and_refused_now(run, tmp_path):
+def test_folders_to_write_to_are_made_later_and_refused_now(run, tmp_path, monkeypatch):
+    """/proc has the permissions of a folder in which its owner may write."""
     job("export_trt", {"run": run, "infer.out_path": run / "new"}).check_files()
     check_writable(tmp_path / "a/b/c")
     assert not (run / "new").exists() and not (tmp_path / "a").exists()
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"because of .*broken; set hydra\.run\.dir"):
         check_writable(tmp_path / "broken/run")
-
-
-def test_a_folder_that_cannot_be_made_is_refused(monkeypatch):
-    """/proc has the permissions of a folder in which its owner may write."""
     with pytest.raises(ConfigError, match=r"^the output directory /proc/x/y cannot be written, because of /proc; set"):
         check_writable(Path("/proc/x/y"))
     monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
@@ -170,3 +173,82 @@ def test_a_candidate_is_a_file_or_a_folder(tmp_path):
     os.mkfifo(tmp_path / "a.gguf")
     with pytest.raises(ConfigError, match="^candidates is .*a.gguf, expected files and folders, and no pipe or device"):
         Judge([str(tmp_path / "a.gguf")], 20, True, False, 0.95).check_files()
+
+
+# Earlier runs
+
+
+@pytest.fixture
+def earlier(run) -> Callable[..., str]:
+    """``earlier(quantize={...})``: the folder of a finished run with these changes of sections, without knobs."""
+    for name in ("metrics.json", "layers.csv"):
+        (run / name).touch()
+
+    def written(**changes: object) -> str:
+        knobs = deepcopy(mapping_of("quantize"))
+        for section, change in changes.items():
+            knobs[section] = knobs[section] | change if isinstance(change, dict) else change
+        (run / "config.yaml").write_text(yaml.safe_dump(knobs))
+        return str(run)
+
+    return written
+
+
+@pytest.mark.parametrize("given", [{"assignment": "edited and removed.yaml"}, {"budget": 0.2}])
+def test_a_run_with_a_file_of_presets_or_a_budget_has_its_copy(earlier, run, given):
+    """Whatever has become of the file, and nothing is measured anew; a copy elsewhere describes the same recipe."""
+    folder = earlier(quantize=given)
+    (run / "assignment.yaml").write_text("conv: nvfp4")
+    for found in (run_job(folder), recipe_of_run(folder, CacheFolder(None, 1.0))):
+        assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
+        assert not found.quantize.chooses_bits
+
+
+@pytest.mark.parametrize("missing", MARKS)
+def test_a_run_without_one_of_its_files_is_named_as_that(earlier, run, missing):
+    """Not opened as someone's checkpoint, of which the first file of the folder would be a web page."""
+    earlier()
+    assert is_finished_run(run)
+    (run / missing).unlink()
+    assert not is_finished_run(run)
+    with pytest.raises(ConfigError, match=f"which has no {missing}, expected the folder of a finished run"):
+        run_subject("run", run, SimpleNamespace(cache=CacheFolder(None, 1.0), session=None))
+
+
+def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):
+    """Whatever has become of the data set that they were drawn from."""
+    drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
+    (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
+    infer = run_job(earlier(infer=drawn)).infer
+    assert (infer.prompt_list(), infer.categories()) == (["a cat"], ["Animals"])
+
+
+def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(earlier, run):
+    mine = CacheFolder("mine", 1.0)
+    theirs = {
+        "cache": {"dir": "elsewhere"}, "trt": {"timing_cache": "elsewhere"}, "infer": {"allow_untrusted_plan": True},
+        "quantize": {"devices": 64, "accelerator": "cuda", "alpha": 0.3},
+        "hand_over": "no list", "trackers": 3, "verdict": None, "unknown": 1,
+    }  # fmt: skip
+    found = recipe_of_run(earlier(**theirs), mine)
+    assert (found.cache, found.quantize.alpha) == (mine, 0.3)
+    assert (found.quantize.devices, found.quantize.accelerator) == (1, "auto")
+    assert not found.infer.allow_untrusted_plan and not hasattr(found, "trt") and not hasattr(found, "trackers")
+    with pytest.raises(ConfigError, match=r"^model.parts is \.\./\.\./victim, expected names of letters"):
+        recipe_of_run(earlier(**theirs, model={"parts": ["../../victim", "vae"]}), mine)
+    (run / "config.yaml").write_text("a: " + "x" * 2**20)
+    with pytest.raises(ArtifactError, match="is not the config of a run .*no regular file of at most"):
+        recipe_of_run(str(run), mine)
+
+
+@pytest.mark.slow
+def test_the_model_of_a_run_is_read_from_its_configuration(run):
+    assert run_model(str(run)) is None
+    model = mapping_of("infer")["model"] | {"path": "some.nemo", "width": 128}
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    assert run_model(str(run)) == model
+    numbers, lists = "model: " + "1:" * 100_000 + "1", "model: " + "[" * 9999
+    for broken in ("a: [", "just text", "other: 1", numbers, lists):
+        (run / "config.yaml").write_text(broken)
+        with pytest.raises(ArtifactError, match=r"config\.yaml is not the config of a run"):
+            run_model(str(run))

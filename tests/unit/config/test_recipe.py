@@ -6,21 +6,20 @@ import pytest
 
 from sd_quant.config import recipe, targets_for
 from sd_quant.config.assignment_file import entries_in, text_of
-from sd_quant.config.recipe import check_recipe, own_recipe, part_presets, part_recipe, presets
+from sd_quant.config.recipe import own_recipe, part_presets, part_recipe, presets
 from sd_quant.config.targets import executed_by, inputs_held
 from sd_quant.errors import ConfigError
 from sd_quant.interchange import AS_ASSIGNED, FP16, IN_BLOCKS, PER_ROW, STATIC, TARGETS
-from sd_quant.quantization.recipe import Pair, Recipe
+from sd_quant.quantization.recipe import Recipe
 
 from .composition import job
 
 pytestmark = pytest.mark.commit
 
 
-@pytest.mark.parametrize(
-    ("preset", "per_token", "rotation"),
-    [("int8", True, 0), ("int8", True, 256), ("fp8", True, 4), ("int4_w4a4", False, 16), ("nvfp4", False, 16)],
-)
+@pytest.mark.parametrize(("preset", "per_token", "rotation"), [
+    ("int8", True, 0), ("int8", True, 256), ("fp8", True, 4), ("int4_w4a4", False, 16), ("nvfp4", False, 16),
+])  # fmt: skip
 def test_inputs_that_can_be_scaled_per_token_or_rotated_are(preset, per_token, rotation):
     quantize = job(preset, {"per_token": per_token, "rotation": rotation}).quantize
     assert (quantize.scaled_per_token("conv"), quantize.rotation_of("conv", 768)) == (False, 0)
@@ -38,31 +37,22 @@ def test_attention_has_a_format_of_its_own_or_the_presets():
     assert job("int8", {"quant_level": 4}).formats()["attention"] == {"int8"}
 
 
-def test_a_conv_takes_no_input_in_blocks():
-    """They lie along the last axis, which is no channel there."""
-    quantize = job("int8", {}).quantize
-    enable = dataclasses.replace(quantize.enable, conv=Pair("nvfp4", "nvfp4"))
-    expected = r"^quantize\.enable\.conv\.activation is nvfp4, expected one of int8, fp8, int4_per_row$"
-    with pytest.raises(ConfigError, match=expected):
-        check_recipe(dataclasses.replace(quantize, enable=enable))
-
-
-@pytest.mark.parametrize(
-    ("preset", "level", "targets"),
-    [("int8", 4, ["SM89", "SM120"]), ("fp8", 4, ["SM89", "SM120"]), ("mxfp4", 1, ["SM120"]), ("nvfp4", 3, ["SM120"])],
-)
-def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset, level, targets):
+@pytest.mark.parametrize(("preset", "level", "library", "targets"), [
+    ("int8", 4, "auto", ["SM89", "SM120"]), ("fp8", 4, "auto", ["SM89", "SM120"]), ("mxfp4", 1, "auto", ["SM120"]),
+    ("nvfp4", 3, "auto", ["SM120"]), ("mxfp8", 3, "none", None),
+])  # fmt: skip
+def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset, level, library, targets):
     found = job(preset, {"quant_level": level})
-    assert targets_for(found.trt, set().union(*found.formats().values())) == targets
-
-
-def test_by_default_there_are_no_plans_where_no_library_builds_them():
-    assert job("mxfp8", {}).trt.library == "none" and job("mxfp4", {}).trt.library == "auto"
+    assert found.trt.library == library
+    assert targets is None or targets_for(found.trt, set().union(*found.formats().values())) == targets
 
 
 def test_other_parts_have_every_preset_as_it_is_without_knobs():
     """With scales per tensor where the preset says nothing; smoothing is folded, and attention has no format there."""
     assert set(part_presets()) == set(presets())
+    without_statistics = [preset for preset in part_presets() if not part_recipe(preset).needs_inputs]
+    assert without_statistics == ["int8_weight_only"], "inputs decide of codes, of a branch and of codes chosen by them"
+    job("int8", {"parts": {"vae": "int8_weight_only"}, "calibration": "a folder"})
     for preset in part_presets():
         of_part, own = part_recipe(preset), job(preset, {"quant_level": 3}).quantize
         smooths = own.smoothing != "none"
@@ -70,20 +60,6 @@ def test_other_parts_have_every_preset_as_it_is_without_knobs():
         expected |= {"enable": dataclasses.replace(own.enable, attention=None), "batch_size": 1}
         for field in dataclasses.fields(Recipe):
             assert getattr(of_part, field.name) == expected.get(field.name, getattr(own, field.name)), field.name
-
-
-def test_statistics_are_needed_where_inputs_decide():
-    """int8 rounds inputs, svdquant_w4a16 has a branch, q4_k_weight_only chooses codes by inputs."""
-    without = [preset for preset in part_presets() if not part_recipe(preset).needs_inputs]
-    assert without == ["int8_weight_only"]
-    job("int8", {"parts": {"vae": "int8_weight_only"}, "calibration": "a folder"})
-
-
-def test_formats_of_other_parts_are_formats_of_the_job():
-    """So plans are built for GPUs that have them, and torch refuses what it cannot multiply."""
-    found = job("int8", {"quantize.parts": {"vae": "fp8"}, "quant_level": 3})
-    assert found.formats() == {"weights": {"int8", "fp8"}, "inputs": {"int8", "fp8"}, "attention": set()}
-    assert job("int8", {"quantize.parts": {"vae": "int8"}, "infer.engine": "torch_native"})
 
 
 @pytest.mark.parametrize("content", ["", "format: mine", "enable: 3", "enable: {conv: {weight: int3}}"])
@@ -118,7 +94,11 @@ def test_another_preset_is_offered_as_it_is_where_no_knob_is_given():
             assert getattr(found[preset], field.name) == wanted, field.name
 
 
-def test_formats_of_all_choices_are_formats_of_the_job():
+def test_formats_of_other_parts_and_of_all_choices_are_formats_of_the_job():
+    """So plans are built for GPUs that have them, and torch refuses what it cannot multiply."""
+    found = job("int8", {"quantize.parts": {"vae": "fp8"}, "quant_level": 3})
+    assert found.formats() == {"weights": {"int8", "fp8"}, "inputs": {"int8", "fp8"}, "attention": set()}
+    assert job("int8", {"quantize.parts": {"vae": "int8"}, "infer.engine": "torch_native"})
     knobs = {"choices": ["fp8_per_row", "svdquant_w4a16"], "quant_level": 4}
     assert job("int8", knobs).formats()["weights"] == {"int8"}, "without a limit there is no choice"
     found = job("int8", knobs | {"budget": 0.3}).formats()
@@ -149,19 +129,12 @@ def test_a_file_decides_alone(tmp_path):
             job("int8", {"assignment": str(file)})
 
 
-LABELS = {
-    "conv_in": "fp16",
-    "down_blocks.0.resnets.0.conv1": "int8",
-    "down_blocks.0.resnets.0.conv2": "nvfp4",
-    "down_blocks.1.attentions.0.to_q": "int8",
-}
-
-
 def test_what_is_written_is_read_and_says_how_to_give_it_back(tmp_path):
     file = tmp_path / "assignment.yaml"
-    alphas = {"down_blocks.0.resnets.0.conv2": "auto", "down_blocks.1.attentions.0.to_q": 0.5}
-    file.write_text(text := text_of(LABELS, alphas, ["quantize=int8", "quant_level=3"]))
-    assert entries_in(str(file)) == (LABELS, alphas)
+    conv1, conv2, to_q = (f"down_blocks.{name}" for name in ("0.resnets.conv1", "0.resnets.conv2", "1.attentions.to_q"))
+    labels, alphas = {"conv_in": "fp16", conv1: "int8", conv2: "nvfp4", to_q: "int8"}, {conv2: "auto", to_q: 0.5}
+    file.write_text(text := text_of(labels, alphas, ["quantize=int8", "quant_level=3"]))
+    assert entries_in(str(file)) == (labels, alphas)
     assert "python quantize.py quantize=int8 quant_level=3 assignment=<this file>" in text
     header, *blocks = text.rstrip("\n").split("\n\n")
     assert header.startswith("#") and [block.count("\n") for block in blocks] == [0, 1, 0]
@@ -182,49 +155,30 @@ def test_what_is_no_mapping_of_labels_is_refused(tmp_path, text, sentence):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=sentence):
         entries_in(str(tmp_path / "a.yaml"))
-
-
-def test_a_file_that_is_missing_is_refused():
     with pytest.raises(ConfigError, match="^assignment names no/such.yaml, which does not exist"):
         entries_in("no/such.yaml")
 
 
-@pytest.mark.parametrize("preset, target, how", [
-    ("int8", "comfyui", PER_ROW),
-    ("int8", "diffusers_torchao", STATIC),
-    ("int8_dynamic", "diffusers_torchao", PER_ROW),
-    ("int8", "gguf", FP16),
-    ("int8_weight_only", "gguf", FP16),
-    ("int8_weight_only", "comfyui", PER_ROW),  # which quantizes inputs whatever the recipe says
-    ("int8_weight_only", "diffusers_torchao", FP16),
-    ("fp8", "comfyui", STATIC),
-    ("fp8_per_row", "comfyui", None),
-    ("fp8_per_row", "diffusers_bfl", PER_ROW),
-    ("nvfp4", "comfyui", AS_ASSIGNED),
-    ("svdquant_w4a4", "nunchaku", IN_BLOCKS),
-    ("svdquant_w4a16", "nunchaku", None),
-    ("svdquant_w4a16", "gguf", None),  # which has no branch
-    ("rotated_w4a4", "diffusers_sdnq", None),
-    ("mxfp4", "comfyui", None),
-    ("mxfp8", "comfyui", AS_ASSIGNED),
-    ("fp8_per_block", "sglang_fp8", IN_BLOCKS),
-    ("fp8_per_block", "modelopt_export", None),
-    ("convrot_w4a4", "comfyui", PER_ROW),
-    ("convrot_w4a8", "comfyui", PER_ROW),
-    ("convrot_w4a8", "onnx", None),
-    ("q4_k_weight_only", "gguf", FP16),
-    ("q6_k_weight_only", "openvino", None),  # whose graph would hold fp16
-])  # fmt: skip
-def test_how_a_target_computes_a_preset(preset, target, how):
-    assert inputs_held(TARGETS[target], own_recipe(preset)) == how
+HELD = {
+    "comfyui": {  # which quantizes inputs whatever the recipe says, and has one scale for a weight in fp8
+        "int8": PER_ROW, "int8_weight_only": PER_ROW, "fp8": STATIC, "fp8_per_row": None, "nvfp4": AS_ASSIGNED,
+        "mxfp4": None, "mxfp8": AS_ASSIGNED, "convrot_w4a4": PER_ROW, "convrot_w4a8": PER_ROW,
+    },
+    "diffusers_torchao": {"int8": STATIC, "int8_dynamic": PER_ROW, "int8_weight_only": FP16},
+    "diffusers_bfl": {"fp8_per_row": PER_ROW}, "diffusers_sdnq": {"rotated_w4a4": None},
+    "gguf": {"int8": FP16, "int8_weight_only": FP16, "q4_k_weight_only": FP16, "svdquant_w4a16": None},  # no branch
+    "nunchaku": {"svdquant_w4a4": IN_BLOCKS, "svdquant_w4a16": None},
+    "sglang_fp8": {"fp8_per_block": IN_BLOCKS}, "modelopt_export": {"fp8_per_block": None},
+    "onnx": {"convrot_w4a8": None}, "openvino": {"q6_k_weight_only": None},  # whose graph would hold fp16
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("per_channel", "how"), [(False, STATIC), (True, None)])
-def test_a_target_with_one_scale_for_a_weight_takes_no_other(per_channel, how):
-    assert inputs_held(TARGETS["comfyui"], dataclasses.replace(own_recipe("fp8"), per_channel=per_channel)) == how
-
-
-def test_presets_that_are_simulated_here_name_the_tools_that_execute_them():
+def test_how_a_target_computes_a_preset_and_which_tools_execute_one_that_is_simulated_here():
+    assert {
+        target: {preset: inputs_held(TARGETS[target], own_recipe(preset)) for preset in expected}
+        for target, expected in HELD.items()
+    } == HELD
+    assert inputs_held(TARGETS["comfyui"], dataclasses.replace(own_recipe("fp8"), per_channel=True)) is None
     by = {name: executed_by(own_recipe(name)) for name in presets()}
     assert by["svdquant_w4a4"] == ["diffusers_nunchaku_lite", "nunchaku"]
     assert {"modelopt_export", "comfyui", "diffusers_bfl"} <= set(by["nvfp4"])

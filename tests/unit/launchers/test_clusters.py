@@ -1,19 +1,23 @@
-"""Sweeps on clusters: GPUs that are too old for a job, Ray and Slurm; real ones stand behind ``tests/cli/cluster``."""
+"""Sweeps on clusters and on one machine: which GPU and cores each job gets; real ones stand in tests/cli/cluster."""
 
 import json
 import logging
+import os
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from submitit.core.utils import UncompletedJobError
 
+from sd_quant.cache import try_lock
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.launchers import slurm
+from sd_quant.launchers import one_host, slurm
 from sd_quant.launchers.gpus import Need, need_of, places_too_old
 from sd_quant.launchers.ray import KIND, has_room, launched, result_of, told, wanted
 from sd_quant.report.record import RECORD
@@ -25,14 +29,11 @@ pytestmark = pytest.mark.commit
 ADA = Need(89, True)
 
 
-@pytest.mark.parametrize(("name", "old"), [
-    ("a100", True), ("NVIDIA A100-SXM4-80GB", True), ("nvidia_a100_80gb_pcie", True), ("V100", True), ("A10", True),
-    ("l40s", False), ("NVIDIA-H100-80GB-HBM3", False), ("geforce_rtx_4090", False), ("B200", False),
-    ("bigmem", False), ("", False), ("rtx_6000", False),
-])  # fmt: skip
-def test_a_gpu_is_known_by_a_word_of_its_name(name, old):
-    assert ADA.too_old(name) is old
-    assert not Need().too_old(name)
+def test_a_gpu_is_known_by_a_word_of_its_name():
+    old = "a100", "NVIDIA A100-SXM4-80GB", "nvidia_a100_80gb_pcie", "V100", "A10"
+    others = "l40s", "NVIDIA-H100-80GB-HBM3", "geforce_rtx_4090", "B200", "bigmem", "", "rtx_6000"
+    assert [name for name in (*old, *others) if ADA.too_old(name)] == [*old]
+    assert not any(Need().too_old(name) for name in (*old, *others))
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
@@ -49,20 +50,13 @@ def test_a_job_needs_what_its_engine_takes_for_its_formats(overrides, expected):
     assert need_of(job(*overrides)) == expected
 
 
-def test_of_several_formats_the_newest_decides():
-    mixed = SimpleNamespace(
-        formats=lambda: {"inputs": {"int8", "fp8"}}, infer=SimpleNamespace(engine="torch_native", chosen_because=None)
-    )
-    assert need_of(mixed) == Need(89, True)
-
-
-def test_a_place_is_too_old_where_all_its_gpus_are():
+def test_a_place_is_too_old_where_all_its_gpus_are_and_one_that_no_place_has_is_refused_where_it_is_required():
+    """Of several formats the newest decides."""
     places = {"n1": {"a100"}, "n2": {"a100", "h100"}, "n3": set(), "n4": {"ours"}}
-    needs = {"a": ADA, "b": need_of(object()), "c": Need(75, True)}  # b has no formats
-    assert places_too_old(needs, places) == {"a": ["n1"], "b": [], "c": []}
-
-
-def test_a_gpu_that_no_place_has_is_refused_where_it_is_required():
+    engine = SimpleNamespace(engine="torch_native", chosen_because=None)
+    mixed = need_of(SimpleNamespace(formats=lambda: {"inputs": {"int8", "fp8"}}, infer=engine))
+    needs = {"a": mixed, "b": need_of(object()), "c": Need(75, True)}  # b has no formats
+    assert mixed == ADA and places_too_old(needs, places) == {"a": ["n1"], "b": [], "c": []}
     places = {"n1": {"a100"}, "n2": {"t4", "v100"}, "n3": set()}
     with pytest.raises(ConfigError, match=r"^job b takes a GPU of compute capability 8\.9, .* has a100, t4, v100;"):
         places_too_old({"a": Need(), "b": ADA}, places)
@@ -79,11 +73,8 @@ NODE = {"CPU": 8.0, "GPU": 1.0, "memory": 5e9, "object_store_memory": 2e9, "node
     ({}, True), ({"num_gpus": 1, "num_cpus": 8}, True), ({"num_gpus": 2}, False), ({"num_cpus": 9}, False),
     ({"resources": {"big": 2}}, True), ({"resources": {"small": 1}}, False),
 ])  # fmt: skip
-def test_a_job_fits_where_all_that_it_asks_for_is(remote, fit):
+def test_a_job_fits_where_all_that_it_asks_for_is_which_is_told_without_rays_own_marks(remote, fit):
     assert has_room(remote, NODE) is fit
-
-
-def test_what_is_there_is_told_without_rays_own_marks():
     assert told(NODE) == "8 CPU, 1 GPU, 2 big"
     assert told({}) == "0 CPU, 0 GPU"
     assert told(wanted({"num_gpus": 0.5})) == "1 CPU, 0.5 GPU"
@@ -165,18 +156,14 @@ def test_all_jobs_are_asked_for_at_once_and_those_that_ended_no_more(squeue, que
     assert queue.get_info("7_1", mode="cache") == {"State": "OUT_OF_MEMORY", "NodeList": "n2"}
 
 
-def test_a_job_that_the_queue_has_forgotten_has_ended(squeue, queue):
+def test_a_job_that_the_queue_has_forgotten_has_ended_and_no_answer_says_nothing_of_jobs(squeue, queue, caplog):
+    squeue("", "slurm_load_jobs error: Unable to contact slurm controller", 1)
+    queue.update()
+    assert not queue.is_done("8", mode="cache")
+    assert "squeue does not answer: slurm_load_jobs error: Unable to contact slurm controller" in caplog.text
     squeue("", "slurm_load_jobs error: Invalid job id specified", 1)
     queue.update()
     assert queue.get_state("8", mode="cache") == slurm.FORGOTTEN and queue.is_done("8", mode="cache")
-
-
-def test_a_queue_that_does_not_answer_says_nothing_of_jobs(squeue, queue, caplog):
-    squeue("", "slurm_load_jobs error: Unable to contact slurm controller", 1)
-    with caplog.at_level(logging.WARNING):
-        queue.update()
-    assert not queue.is_done("8", mode="cache")
-    assert "squeue does not answer: slurm_load_jobs error: Unable to contact slurm controller" in caplog.text
 
 
 def dead(folder: Path, state: str, stderr: str) -> SimpleNamespace:
@@ -224,7 +211,12 @@ def test_a_dead_job_is_one_that_failed_with_what_slurm_says(results, tmp_path, s
     assert failure == {"status": "failed", "reason": reason, "exit_code": 4}
 
 
-def test_a_job_that_failed_before_its_first_word_says_why(monkeypatch, results, tmp_path):
+def test_a_job_that_failed_before_its_first_word_says_why_and_one_that_died_after_its_last_is_done(
+    monkeypatch, results, tmp_path
+):
+    (tmp_path / "b" / RECORD).write_text("{}")
+    assert results("NODE_FAIL", "x").status == JobStatus.COMPLETED and not (tmp_path / "b" / FAILURE).exists()
+    (tmp_path / "b" / RECORD).unlink()
     early = JobReturn(status=JobStatus.FAILED, _return_value=UncompletedJobError("timed-out too many times"))
     monkeypatch.setattr(slurm, "wait_for_results", lambda _: [early])
     assert results("COMPLETED").status == JobStatus.FAILED
@@ -232,12 +224,6 @@ def test_a_job_that_failed_before_its_first_word_says_why(monkeypatch, results, 
     assert told in (tmp_path / "b" / FAILURE).read_text()
     (tmp_path / "b" / FAILURE).write_text("its own")
     assert results("COMPLETED") is early and (tmp_path / "b" / FAILURE).read_text() == "its own"
-
-
-def test_a_job_that_died_after_its_last_word_is_done(results, tmp_path):
-    (tmp_path / "b/metrics.json").write_text("{}")
-    assert results("NODE_FAIL", "x").status == JobStatus.COMPLETED
-    assert not (tmp_path / "b" / FAILURE).exists()
 
 
 def test_the_types_of_gpus_are_read_as_sinfo_prints_them(monkeypatch):
@@ -261,3 +247,78 @@ def test_jobs_of_one_need_are_one_array(monkeypatch, tmp_path, theirs, all_exclu
     jobs = slurm.submitted(executor, tmp_path, {"a": ["n1", "n2"], "b": [], "c": ["n1", "n2"]}, submissions)
     assert jobs == [f"job of {number}" for number in range(4)]
     assert arrays == [(all_excluded, [0, 2]), (theirs, [1, 3])]
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Pretends to have so many GPUs and cores; places are claimed below ``tmp_path``."""
+    monkeypatch.setattr(one_host, "LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(one_host, "POLLED_EVERY", 0.01)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def pretend(gpus: int, cores: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+
+    return pretend
+
+
+@pytest.mark.parametrize(("gpus", "cores", "jobs"), [(8, 64, 8), (1, 64, 1), (0, 64, 16), (0, 2, 1)])
+def test_a_machine_takes_a_job_for_each_gpu_or_for_a_few_cores(machine, gpus, cores, jobs):
+    machine(gpus, cores)
+    assert one_host.places() == jobs
+
+
+def test_gpus_keep_the_names_under_which_they_are_visible(machine, monkeypatch):
+    machine(2, 8)
+    for chosen, names in (("", ["0", "1"]), ("2,5", ["2", "5"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert one_host.visible_gpus() == names
+
+
+def test_cores_are_shared_out_without_rest_and_more_jobs_than_gpus_or_cores_share_them():
+    for jobs in (1, 2, 3, 8):
+        shares = [one_host.cores_of(place, jobs, range(8)) for place in range(jobs)]
+        assert sorted(core for cores in shares for core in cores) == list(range(8))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert [list(one_host.cores_of(place, 4, [3, 7])) for place in range(4)] == [[3], [3], [7], [7]]
+    names = [one_host.place_name(place, ["0", "MIG-1/2"]) for place in range(4)]
+    assert names == ["gpu-0-0", "gpu-MIG-1-2-0", "gpu-0-1", "gpu-MIG-1-2-1"]
+
+
+def test_a_process_keeps_the_place_that_it_found_free(machine, monkeypatch):
+    machine(2, 8)
+    bound = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: bound.append(list(cores)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    _, other = one_host.claim(["gpu-4-0"])  # of another process
+    one_host.settle.cache_clear()
+    with other, one_host.settle(os.getpid(), 2, ("4", "5"), tuple(range(8))):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "5" and bound == [[4, 5, 6, 7]]
+        one_host.settle(os.getpid(), 2, ("4", "5"), tuple(range(8)))
+        assert len(bound) == 1
+    one_host.settle.cache_clear()
+
+
+def test_who_finds_no_place_waits_for_one(machine, caplog):
+    place, lock = one_host.claim(["cores-0"])
+    found = []
+    with caplog.at_level(logging.INFO):
+        waiting = threading.Thread(target=lambda: found.append(one_host.claim(["cores-0"])))
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive() and place == 0
+        lock.close()
+        waiting.join(10)
+    assert caplog.messages == ["waiting for a free place: other jobs on this machine have all 1"]
+    [(_, taken)] = found
+    with taken, (one_host.LOCKS / "cores-0.lock").open("a") as again:
+        assert not try_lock(again)
+
+
+def test_a_process_ends_with_the_one_that_started_it(machine, monkeypatch):
+    parents, ended = iter([7, 7, 1]), []
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    one_host.end_with(7)
+    assert ended == [1]

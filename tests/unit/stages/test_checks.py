@@ -9,7 +9,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.config import QuantizeJob
+from sd_quant.knobs import read
 from sd_quant.models.family import Family
+from sd_quant.stages import opening
 from sd_quant.stages.checks import (
     check_batch,
     check_guidance,
@@ -27,6 +30,7 @@ from tests.presets import infer_job
 from tests.refusals import refused
 
 from ...zoo.families import TINY, VARIANTS
+from ..config.composition import composed
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
@@ -60,7 +64,9 @@ FLUX, RAIN = ("model=flux", "model.path={here}"), "infer.negative_prompt=rain"
 LORA, NOISE, TWICE = "model.loras=[{here}/a.safetensors]", "infer.latents={here}/%dx4.pt", "infer.num_samples=2"
 NET, NETS = "model.controlnets=[{here}/net:0.5]", "model.controlnets=[{here}/net,{here}/net]"
 EDGES = "infer.control=[{here}/edges.png]"
-REQUESTS = [  # knobs, and the refusal
+
+
+@pytest.mark.parametrize(("knobs", "sentence"), [
     (FLUX, None),
     ((RAIN,), None),
     ((*FLUX, RAIN), "infer.negative_prompt is rain, expected null, because the guidance of flux is an input of its "
@@ -87,10 +93,7 @@ REQUESTS = [  # knobs, and the refusal
      "infer.batch_size is 2, expected 1, because several ControlNets"),
     ((NETS, "infer.control=[{here}/edges.png,{here}/pair]"), None),
     ((NETS, "infer.control=[{here}/three,{here}/pair]"), "infer.control is .*pair with 2 images, expected 3"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("knobs", "sentence"), REQUESTS)
+])  # fmt: skip
 def test_a_request_is_refused_before_a_checkpoint_is_opened(here, knobs, sentence):
     asked = job(*(knob.format(here=here) for knob in knobs))
     with refused(sentence):
@@ -136,51 +139,42 @@ def of_size(width: int, height: int) -> SimpleNamespace:
     return SimpleNamespace(width=width, height=height, sizes=None)
 
 
-TILED, WHOLE = (SimpleNamespace(vae_tile=tile) for tile in (32, None))
-
-
-@pytest.mark.parametrize(
-    ("check", "opened", "given", "sentence"),
-    [
-        (check_batch, None, ("infer.batch_size", 8), None),
-        (check_batch, OBSERVED, ("infer.batch_size", 1), None),
-        (check_batch, OBSERVED, ("quantize.batch_size", 8), "quantize.batch_size is 8, expected 1, because prompts "
-         "differ in length and this pipeline takes one prompt at a time$"),
-        (check_batch, IN_GRAPHS, ("infer.batch_size", 1), None),
-        (check_batch, IN_GRAPHS, ("infer.batch_size", 8),
-         "infer.batch_size is 8, expected 1, because the graph of vae serves no oth"),
-        (check_batch, IN_GRAPHS, ("quantize.batch_size", 8), None),  # which torch computes
-        (check_sizes, IN_GRAPHS, ("infer", of_size(64, 128)), None),
-        (check_sizes, IN_GRAPHS, ("infer", of_size(128, 128)), "infer.width and infer.height is 128 x 128, expected "
-         "64 x 128, with which the pipeline was observed, because the graph of transformer serves no other$"),
-        (check_sizes, IN_GRAPHS, ("model", of_size(128, 128)), None),
-        (check_mask, OBSERVED, ("model.calibration_", None), None),
-        (check_steps, None, ("quantize.n_steps", 1000), None),
-        # A sampler's tables end there: what diffusers says is an IndexError, after minutes of work
-        (check_steps, None, ("quantize.n_steps", 1001),
-         "quantize.n_steps is 1001, expected at most 1000, for which this check"),
-        (check_tile, None, (TILED,), None),
-        (check_tile, OBSERVED, (WHOLE,), None),
-        (check_tile, OBSERVED, (TILED,), "infer.vae_tile is 32, expected null with model=diffusers, because"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("check", "opened", "given", "sentence"), [
+    (check_batch, None, ("infer.batch_size", 8), None),
+    (check_batch, OBSERVED, ("infer.batch_size", 1), None),
+    (check_batch, OBSERVED, ("quantize.batch_size", 8), "quantize.batch_size is 8, expected 1, because prompts "
+     "differ in length and this pipeline takes one prompt at a time$"),
+    (check_batch, IN_GRAPHS, ("infer.batch_size", 1), None),
+    (check_batch, IN_GRAPHS, ("infer.batch_size", 8),
+     "infer.batch_size is 8, expected 1, because the graph of vae serves no oth"),
+    (check_batch, IN_GRAPHS, ("quantize.batch_size", 8), None),  # which torch computes
+    (check_sizes, IN_GRAPHS, ("infer", of_size(64, 128)), None),
+    (check_sizes, IN_GRAPHS, ("infer", of_size(128, 128)), "infer.width and infer.height is 128 x 128, expected "
+     "64 x 128, with which the pipeline was observed, because the graph of transformer serves no other$"),
+    (check_sizes, IN_GRAPHS, ("model", of_size(128, 128)), None),
+    (check_mask, OBSERVED, ("model.calibration_", None), None),
+    (check_steps, None, ("quantize.n_steps", 1000), None),
+    # A sampler's tables end there: what diffusers says is an IndexError, after minutes of work
+    (check_steps, None, ("quantize.n_steps", 1001),
+     "quantize.n_steps is 1001, expected at most 1000, for which this check"),
+    (check_tile, None, (SimpleNamespace(vae_tile=32),), None),
+    (check_tile, OBSERVED, (SimpleNamespace(vae_tile=None),), None),
+    (check_tile, OBSERVED, (SimpleNamespace(vae_tile=32),),
+     "infer.vae_tile is 32, expected null with model=diffusers, because"),
+])  # fmt: skip
 def test_what_a_checkpoint_cannot_do_is_refused(checkpoint, check, opened, given, sentence):
     """None stands for the checkpoint that ships, and for no refusal."""
     with refused(sentence):
         check(opened or checkpoint, *given)
 
 
-@pytest.mark.parametrize(
-    ("name", "knobs", "sentence"),
-    [
-        *(("flux", (f"infer.scale={scale}",), None) for scale in (3.5, 1.0, 0.0)),
-        *(("flux_schnell", (f"infer.scale={scale}",), None) for scale in (1.0, 0.0)),
-        ("flux_schnell", ("infer.scale=3.5",),
-         "infer.scale is 3.5, expected at most 1, because .* model=flux_schnell has"),
-        ("sdxl_lcm", (), None),
-        ("sdxl_lcm", (RAIN,), "infer.negative_prompt is rain, expected null, because this checkpoint was dis"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "knobs", "sentence"), [
+    ("flux", ("infer.scale=3.5",), None), ("flux", ("infer.scale=0.0",), None),
+    ("flux_schnell", ("infer.scale=1.0",), None), ("flux_schnell", ("infer.scale=0.0",), None),
+    ("flux_schnell", ("infer.scale=3.5",), "infer.scale is 3.5, expected at most 1, because .* model=flux_schnell has"),
+    ("sdxl_lcm", (), None),
+    ("sdxl_lcm", (RAIN,), "infer.negative_prompt is rain, expected null, because this checkpoint was dis"),
+])  # fmt: skip
 def test_guidance_that_nothing_reads_is_refused(tmp_path, name, knobs, sentence):
     """By networks without an input for it, and a second text by those in which guidance is an input."""
     (TINY | VARIANTS)[name](tmp_path)
@@ -189,13 +183,31 @@ def test_guidance_that_nothing_reads_is_refused(tmp_path, name, knobs, sentence)
         check_guidance(open_pipeline(tmp_path, family, 32 if family == "flux" else None), job(*knobs).infer)
 
 
-def test_noise_that_is_not_there_is_refused_with_the_knobs():
-    with refused("infer.latents names nowhere.pt, which does not exist .*; give an existing"):
-        job("infer.latents=nowhere.pt")
-
-
 @pytest.mark.parametrize("stated", ["model.width=128", "infer.sizes=[64x64,64x128]"])
 def test_images_beyond_the_places_that_a_checkpoint_knows_are_refused(stated):
     made, section = presets.job("model=sd3_mini", stated), stated.partition(".")[0]
     with refused(rf"{section}\.\S.* expected at most 64 pixels a side, because this checkpoint"):
         check_sizes(open_unchecked(made.model).checkpoint, section, getattr(made, section))
+
+
+def test_a_pipeline_that_no_server_loads_is_refused_before_calibration(monkeypatch, answering, tmp_path):
+    knobs = ("model=diffusers", "model.path=checkpoints/sd3_mini", "quantize=fp8", "hand_over=[modelopt_export]")
+    family = SimpleNamespace(
+        PIPELINES=("SanaPipeline",), NETWORKS={"transformer": "SanaTransformer2DModel"}, DENOISER="transformer"
+    )
+    parts = {"transformer": SimpleNamespace(component="transformer")}
+    answering(
+        opening, load=SimpleNamespace(checkpoint=SimpleNamespace(family=family, parts=lambda: parts)), limit_of=None
+    )
+    monkeypatch.setattr(opening, "write_observed", lambda *_: pytest.fail("it goes on"))
+    with refused(".*modelopt_export is for servers, and none loads this pipeline"):
+        opening.opened(read(QuantizeJob, composed("quantize", *knobs)), tmp_path)
+
+
+def test_another_part_that_the_engine_cannot_execute_is_refused_before_the_first_step():
+    """The denoiser is simulated instead."""
+    mapping = composed("quantize", "quantize=nvfp4", "infer=openvino", "export_trt=none")
+    opening.check_runtimes(read(QuantizeJob, mapping))
+    mapping["quantize"]["parts"] = {"vae": "int8", "clip1": "nvfp4"}
+    with refused("quantize.parts gives clip1 the preset nvfp4, which infer.engine=openvino"):
+        opening.check_runtimes(read(QuantizeJob, mapping))

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,9 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from sd_quant.cache import Cache
+from sd_quant.calibration import collection, parts
+from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError
-from sd_quant.inference.pipeline import Generated
-from sd_quant.stages import compare, shared
+from sd_quant.inference.pipeline import Generated, Sampling
+from sd_quant.models.parts import Contract
+from sd_quant.quantization.hessians import Hessians
+from sd_quant.stages import compare, export_onnx, export_trt, shared
 from sd_quant.stages.shared import TOGETHER, Shared
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
@@ -206,14 +212,13 @@ def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path
     assert [images("one", "no engine"), images("one")] == [10, 0]
 
 
-@pytest.mark.parametrize(("batches", "expected"), [(8, [2, 47, 92, 137]), (1, [2, 7, 12, 17]), (2, [2, 7, 32, 37])])
-def test_further_calls_are_of_other_images_and_other_steps(batches, expected):
-    assert compare.sampled_calls(batches, 20) == expected
-    assert max(compare.sampled_calls(batches, 1)) < batches
-
-
-def test_a_call_that_is_kept_twice_can_be_saved(monkeypatch, tmp_path):
+def test_further_calls_are_of_other_images_and_other_steps_and_one_that_is_kept_twice_can_be_saved(
+    monkeypatch, tmp_path
+):
     """With four steps the third is both half way and one of the further calls."""
+    for batches, expected in (8, [2, 47, 92, 137]), (1, [2, 7, 12, 17]), (2, [2, 7, 32, 37]):
+        assert compare.sampled_calls(batches, 20) == expected
+        assert max(compare.sampled_calls(batches, 1)) < batches
     checkpoint, engines = faked(monkeypatch)
     found = compare.compare_framework(checkpoint, engines[FRAMEWORK], of(["a cat"], steps=4))
     assert found.inputs["unet"]["x"].item() == 2 and "2" in found.calls
@@ -227,12 +232,8 @@ def test_images_are_kept_as_they_were(widths):
     latents = [torch.full((2, 4, 8, width // 8), float(number)) for number, width in enumerate(widths * 6)]
     same = len(set(widths)) == 1
     made = Generated(np.stack(images) if same else images, torch.stack(latents) if same else latents)
-    inputs = {"vae": {"z": torch.ones(1)}}
-    kept = shared.unpack(
-        shared.pack(
-            shared.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, {"7": {"z": torch.ones(2)}})
-        )
-    )
+    inputs, calls = {"vae": {"z": torch.ones(1)}}, {"7": {"z": torch.ones(2)}}
+    kept = shared.unpack(shared.pack(shared.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, calls)))
     assert kept.calls["7"]["z"].shape == (2,)
     found = kept.images["framework"]
     assert type(found.images) is type(made.images) and type(found.latents) is type(made.latents)
@@ -252,39 +253,116 @@ def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expecte
     assert (found.whole, found.half) == expected and found.precise == {"h": 1}
 
 
-FACTS = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
-CHOICES = {f"layer{number}": [f"layer{number}"] for number in range(40)}
-
-
-@pytest.fixture
-def jobs(tmp_path) -> Shared:
-    return Shared(FACTS, tmp_path, Cache(tmp_path / "cache", 1e9))
-
-
-def test_errors_are_measured_once_whoever_asks(jobs, tmp_path):
-    asked = []
+def test_errors_are_measured_once_whoever_asks(tmp_path):
+    """What is found is JSON, and a choice is known by its layers: the curve of another recipe has the same names."""
+    facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
+    jobs, asked = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9)), []
+    choices = {f"layer{number}": [f"layer{number}"] for number in range(40)}
 
     def error(quantized):
         asked.append(tuple(quantized))
         return 1 / (3 + len(asked))  # no round number
 
-    first = jobs.measured({"of": "one"}, CHOICES, error)
-    assert asked == [(name,) for name in CHOICES] and list(first) == list(CHOICES)
+    first = jobs.measured({"of": "one"}, choices, error)
+    assert asked == [(name,) for name in choices] and list(first) == list(choices)
     assert list(first.values()) == [1 / (4 + number) for number in range(40)], "to the bit"
     entries = len(list((tmp_path / "cache" / "sensitivities").glob("[!.]*")))
     assert TOGETHER <= entries <= 2 * TOGETHER, "enough for several processes, and not an entry each"
-    assert jobs.measured({"of": "one"}, CHOICES, error) == first and len(asked) == 40
-    jobs.measured({"of": "another"}, CHOICES, error)
+    assert jobs.measured({"of": "one"}, choices, error) == first and len(asked) == 40
+    jobs.measured({"of": "another"}, choices, error)
     assert len(asked) == 80
-
-
-def test_a_choice_is_known_by_its_layers(jobs):
-    """The curve of another recipe has the same names of points."""
-    assert jobs.measured({}, {"1": ["a", "b"]}, len) == {"1": 2}
-    assert jobs.measured({}, {"1": ["a"]}, len) == {"1": 1}
-
-
-def test_what_is_found_is_json(jobs):
+    assert [jobs.measured({}, {"1": layers}, len) for layers in (["a", "b"], ["a"])] == [{"1": 2}, {"1": 1}]
     made = {"products": [[1.5, None]], "schedule": "cre"}
     assert jobs.found("schedules", {"a": 1}, lambda: made) == made
     assert jobs.found("schedules", {"a": 1}, lambda: pytest.fail("it is in the cache")) == made
+
+
+CONTRACT = Contract({"x": ("batch", 4)}, ("y",), {"x": torch.float16}, torch.float16)
+SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
+READERS = (("a", "b"),), (("a",), ("b",))
+THINGS = {  # as usual, and another
+    "checkpoint": ("a", "b"), "source": ("a", "b"), "cpu": ("a", "b"), "cores": (2, 4), "gpus": ([], ["H100"]),
+    "contract": (CONTRACT, CONTRACT.in_dtype(torch.float32)), "identity": ("plain", "in pairs of reals"),
+    "arguments": ({}, {"num_frames": 9}), "prompts": (["a cat"], ["a dog"]), "engine": ("openvino", "torch"),
+    "sampling": (SAMPLING, replace(SAMPLING, sampler="ddim")), "precision": ("fp32", "bf16"), "device": ("cpu", "cuda"),
+    "layers": (["a", "b"], ["a"]), "hessians": tuple(Hessians(64, readers) for readers in READERS), "newer": ("", ""),
+    "onnx": (b"1", b"2"), "profile": (1, 2), "library": ("tensorrt_rtx", "tensorrt"), "targets": ([], ["SM89"]),
+    "level": (3, 5), "gib": (4, 1), "rows": (None, [{"mode": "x"}]),
+}  # fmt: skip
+
+
+class Asked(Exception):
+    """Holds the key by which something was looked for."""
+
+
+def ask(*key: object, **_: object) -> None:
+    raise Asked(repr(key))
+
+
+def key_of_images(now, patch, folder) -> None:
+    machine = {"cpu": now.cpu, "usable_cores": now.cores, "gpus": now.gpus}
+    facts = {"inputs": {"checkpoint": {"sha256": now.checkpoint}}, "versions": now.versions, "machine": machine}
+    kept, infer = shared.Shared(facts, folder, Cache(None)), SimpleNamespace(precision=now.precision)
+    ask(kept.origin(now.opened, now.prompts, infer, {"engine": now.engine}, now.sampling))
+
+
+def key_of_graph(now, patch, folder) -> None:
+    patch.setattr(export_onnx, "versions", lambda *names: {name: now.versions[name] for name in names})
+    ask(export_onnx.graph_origin(now.opened, now.checkpoint, "unet"))
+
+
+def key_of_statistics(module, now, patch, folder) -> None:
+    fabric = SimpleNamespace(device=SimpleNamespace(type=now.device), world_size=1)
+    patch.setattr(collection, "Entries", ask)
+    patch.setattr(collection, "version", now.versions.get)
+    model, given = SimpleNamespace(checkpoint=now.opened), {"checkpoint_sha256": now.checkpoint, "cache": folder}
+    now.sampling = replace(now.sampling, arguments=now.rows)
+    wanted = collection.Pass(model, now.layers, now.prompts, now.sampling, now.hessians)
+    if module is collection:
+        module.calibrate(wanted, fabric, **given)
+    module.calibrate_parts({"vae": wanted}, fabric, **given)
+
+
+def key_of_plan(now, patch, folder) -> None:
+    (folder / "unet.onnx").write_bytes(now.onnx)
+    library = SimpleNamespace(__version__=now.versions[now.library])
+    fakes = {
+        "plan_library": now.library, "formats_in": {"int8"}, "targets_for": now.targets, "check_gpu": None,
+        "profile": now.profile, "runtime_module": library, "onnx_files": [folder / "unet.onnx"],
+    }  # fmt: skip
+    for name, value in fakes.items():
+        patch.setattr(export_trt, name, lambda *_, value=value: value)
+    patch.setattr(torch.cuda, "get_device_name", lambda: repr(now.gpus))
+    knobs = SimpleNamespace(optimization_level=now.level, workspace_gib=now.gib, timing_cache=None)
+    cache = SimpleNamespace(provide=lambda kind, origin, target, make: ask(origin))
+    export_trt.build_plans({"unet": folder}, folder, knobs, None, cache)
+
+
+ALL = {"torch", "diffusers", "transformers"}
+OF_IMAGES = {"checkpoint", "source", "contract", "arguments", "prompts", "sampling"}
+OF_STATISTICS = OF_IMAGES | {"layers", "hessians", "device", "rows"}
+
+
+@pytest.mark.parametrize(("look", "things", "packages"), [  # on which each depends
+    (key_of_images, OF_IMAGES | {"cpu", "cores", "gpus", "precision", "engine"},
+     ALL | {row.package for row in RUNTIMES.values()}),
+    (key_of_graph, {"checkpoint", "source", "contract", "identity"}, ALL | {"onnx", "onnx-ir", "onnxscript"}),
+    (partial(key_of_statistics, collection), OF_STATISTICS, ALL),
+    (partial(key_of_statistics, parts), OF_STATISTICS, ALL),
+    (key_of_plan, {"onnx", "profile", "library", "targets", "level", "gib", "gpus"}, {"tensorrt_rtx"}),
+])  # fmt: skip
+def test_anything_that_an_answer_depends_on_is_in_its_key(look, things, packages, monkeypatch, tmp_path):
+    def key(**changes) -> str:
+        now = SimpleNamespace(**{name: usual for name, (usual, _) in THINGS.items()} | changes)
+        now.versions = dict.fromkeys(packages | {"tensorrt"}, "1") | {now.newer: "2"}
+        part = SimpleNamespace(contract=now.contract, identity=now.identity)
+        now.opened = SimpleNamespace(arguments=now.arguments, parts=lambda: {"unet": part})
+        for module in (shared, export_onnx, collection, parts):
+            monkeypatch.setattr(module, "source_digest", lambda *_: now.source)
+        with pytest.raises(Asked) as asked:
+            look(now, monkeypatch, tmp_path)
+        return str(asked.value)
+
+    assert key() == key()
+    for changes in (*({name: THINGS[name][1]} for name in things), *({"newer": package} for package in packages)):
+        assert key(**changes) != key(), changes

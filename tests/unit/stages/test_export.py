@@ -36,25 +36,21 @@ OTHER = {
 }  # fmt: skip
 
 
-def test_every_field_is_either_written_or_reported():
+def test_what_is_written_makes_another_file_and_what_is_only_reported_does_not():
+    """Every field is one or the other; so does another number of a tensor."""
     assert {field.name for field in fields(LAYER)} == OTHER.keys() | REPORTED
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_what_is_written_makes_another_file(name):
-    changed = replace(LAYER, **{name: OTHER[name]})
-    assert assignment_digest({"layer": changed}) != assignment_digest({"layer": LAYER})
-
-
-def test_so_does_another_number_of_a_tensor_but_not_what_is_only_reported():
     up, down = OTHER["low_rank"]
-    one, other = (replace(LAYER, low_rank=(up, factor)) for factor in (down, 2 * down))
-    assert assignment_digest({"layer": one}) != assignment_digest({"layer": other})
-    reported = replace(one, reason="kept", alpha=0.5, output_error=0.1)
-    assert assignment_digest({"layer": reported}) == assignment_digest({"layer": one})
+    rows = [
+        LAYER,
+        *(replace(LAYER, **{name: other}) for name, other in OTHER.items()),
+        replace(LAYER, low_rank=(up, 2 * down)),
+    ]
+    assert len({assignment_digest({"layer": row}) for row in rows}) == len(rows)
+    reported = replace(LAYER, reason="kept", alpha=0.5, output_error=0.1)
+    assert assignment_digest({"layer": reported}) == assignment_digest({"layer": LAYER})
 
 
-# ---------------------------------------------------------------------------------------------------- what is delivered
+# What is delivered
 
 
 def product(name: str) -> ir.Model:
@@ -68,17 +64,14 @@ def product(name: str) -> ir.Model:
     return ir.Model(graph, ir_version=10)
 
 
-@pytest.mark.parametrize(
-    ("refused", "quantized", "delivered", "written"),
-    [
-        ((), ["unet"], ["unet", "vae", "text"], ["text", "vae", "full_precision/unet", "unet"]),
-        ((), ["unet", "text"], ["unet", "vae", "text"],
-         ["full_precision/text", "text", "vae", "full_precision/unet", "unet"]),
-        (("vae",), ["unet"], ["unet", "text"], ["text", "full_precision/unet", "unet"]),
-        (("unet",), ["unet"], ["vae", "text"], ["text", "vae"]),
-        (("unet", "vae", "text"), ["unet"], [], []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("refused", "quantized", "delivered", "written"), [
+    ((), ["unet"], ["unet", "vae", "text"], ["text", "vae", "full_precision/unet", "unet"]),
+    ((), ["unet", "text"], ["unet", "vae", "text"],
+     ["full_precision/text", "text", "vae", "full_precision/unet", "unet"]),
+    (("vae",), ["unet"], ["unet", "text"], ["text", "full_precision/unet", "unet"]),
+    (("unet",), ["unet"], ["vae", "text"], ["text", "vae"]),
+    (("unet", "vae", "text"), ["unet"], [], []),
+])  # fmt: skip
 def test_parts_that_are_refused_have_no_files_and_each_quantized_one_is_behind_its_unquantized_twin(
     refused, quantized, delivered, written
 ):
@@ -133,28 +126,24 @@ def onnx_path(tmp_path):
     return path
 
 
-def test_the_unet_holds_the_doubling_of_guidance_and_other_parts_do_not(onnx_path):
-    unet, vae = (profile(onnx_path, part, trt(), SHAPE) for part in ("unet_xl", "vae"))
-    assert unet == {"x": ((1, 4, 64, 128), (4, 4, 64, 128), (16, 4, 64, 128))}
-    assert vae == {"x": ((1, 4, 64, 128), (2, 4, 64, 128), (8, 4, 64, 128))}
-    # a static batch is the pictures asked for
-    assert set(profile(onnx_path, "unet_xl", trt(static_batch=True), SHAPE)["x"]) == {(4, 4, 64, 128)}
-
-
-@pytest.mark.parametrize(("scale", "most"), [(1.0, 8), (5.0, 16)])
-def test_a_job_without_guidance_has_nothing_to_double(onnx_path, scale, most):
-    """``infer.scale`` is the job's own, where it makes pictures too."""
-    knobs = job("infer.width=1024", "infer.height=512", "infer.batch_size=2", f"infer.scale={scale}")
-    assert profile(onnx_path, "unet_xl", trt(), knobs.infer)["x"][2] == (most, 4, 64, 128)
-
-
 SIZES = ["512x1024", "1024x512", "768x768"]
 
 
-def test_a_plan_of_several_sizes_takes_all_of_them_and_is_tuned_for_one(onnx_path):
-    """And every width with every height, because a profile has a range for each axis."""
-    expected = ((1, 4, 64, 64), (2, 4, 64, 128), (8, 4, 128, 128))
-    assert profile(onnx_path, "vae", trt(sizes=SIZES), SHAPE)["x"] == expected
+@pytest.mark.parametrize(("part", "scale", "knobs", "batches", "sides"), [
+    ("unet_xl", None, {}, (1, 4, 16), [(64, 128)] * 3),
+    ("unet_xl", None, {"static_batch": True}, (4, 4, 4), [(64, 128)] * 3),  # the pictures asked for
+    ("vae", None, {}, (1, 2, 8), [(64, 128)] * 3),
+    ("unet_xl", 1.0, {}, (1, 2, 8), [(64, 128)] * 3),  # of a job, which has a scale of its own
+    ("unet_xl", 5.0, {}, (1, 4, 16), [(64, 128)] * 3),
+    ("vae", None, {"sizes": SIZES}, (1, 2, 8), [(64, 64), (64, 128), (128, 128)]),  # every width with every height
+])  # fmt: skip
+def test_a_plan_holds_the_doubling_of_guidance_and_all_sizes_and_is_tuned_for_one(
+    onnx_path, part, scale, knobs, batches, sides
+):
+    of_job = "infer.width=1024", "infer.height=512", "infer.batch_size=2", f"infer.scale={scale}"
+    shape = SHAPE if scale is None else job(*of_job).infer
+    expected = tuple((batch, 4, *side) for batch, side in zip(batches, sides, strict=True))
+    assert profile(onnx_path, part, trt(**knobs), shape) == {"x": expected}
 
 
 def test_a_plan_that_is_built_has_the_ranges_of_its_sizes(onnx_path, tmp_path):

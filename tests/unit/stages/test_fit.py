@@ -38,11 +38,8 @@ SHAPES = {"conv": (64, 64, 3, 3), "first": (64, 4, 3, 3)} | dict.fromkeys(("q", 
 ROLES = {"conv": "conv", "q": "qkv", "k": "qkv", "out": "ffn", "first": "excluded", "proj": "ffn"}
 INPUTS = [SharedInput(("q", "k"), "norm"), SharedInput(("out",)), SharedInput(("proj",))]
 QUANTIZED = ("conv", "q", "k", "out")
-NORMS = 5000
-PARAMETERS = NORMS + sum(stored_bytes(shape, "ffn", None) // 2 for shape in SHAPES.values())
+PARAMETERS = 5000 + sum(stored_bytes(shape, "ffn", None) // 2 for shape in SHAPES.values())  # those of norms too
 INT4, INT8 = "svdquant_w4a16", "int8_weight_only"
-
-
 RECIPE = cache(recipe_of)
 
 
@@ -67,12 +64,6 @@ def least(given: SimpleNamespace) -> int:
     return 2 * PARAMETERS - whole + sum(stored_bytes(SHAPES[name], ROLES[name], given.recipe) for name in QUANTIZED)
 
 
-def test_a_layer_whose_weight_alone_is_quantized_has_no_branch():
-    branch = 2 * loaded().recipe.rank_of("linear", SHAPES["out"]) * sum(SHAPES["out"])
-    sizes = [stage.offer_of_denoiser(given, 0).sizes["out"][INT4] for given in (loaded(), loaded(alone=("out",)))]
-    assert branch > 0 and sizes[0] - sizes[1] == branch
-
-
 def test_readers_of_one_input_choose_together_if_any_preset_folds_and_apart_if_none_does():
     """What is excluded does not choose. Also where the job's own preset smooths nothing."""
     given = loaded()
@@ -84,6 +75,10 @@ def test_readers_of_one_input_choose_together_if_any_preset_folds_and_apart_if_n
 
 
 def test_a_preset_is_no_choice_of_layers_that_it_excludes_or_whose_inputs_it_does_not_divide():
+    """A layer whose weight alone is quantized has no branch."""
+    branch = 2 * loaded().recipe.rank_of("linear", SHAPES["out"]) * sum(SHAPES["out"])
+    sizes = [stage.offer_of_denoiser(given, 0).sizes["out"][INT4] for given in (loaded(), loaded(alone=("out",)))]
+    assert branch > 0 and sizes[0] - sizes[1] == branch
     given = loaded(exclude=("k", "out"))
     given.shapes = SHAPES | {"conv": (64, 6, 3, 3)}  # INT4 has blocks of 64
     offer = stage.offer_of_denoiser(given, 0)
@@ -104,22 +99,18 @@ def test_what_a_budget_leaves_for_layers():
     assert stage.limit_of(loaded(budget=0.4)).limit == int(0.4 * 4 * PARAMETERS) and limit.units == [0, 1, 2]
 
 
-@pytest.mark.parametrize("budget", [1, 0.01, 2 * PARAMETERS])
+@pytest.mark.parametrize("budget", [1, 0.01, least(loaded()) - 1, 2 * PARAMETERS])
 def test_a_budget_that_cannot_be_met_or_asks_for_nothing_is_refused_with_the_nearest_that_can(budget):
-    given = loaded(budget=budget)
-    share = least(given) / PARAMETERS / 4
+    fewest = least(loaded())
     with pytest.raises(ConfigError) as refusal:
-        stage.limit_of(given)
+        stage.limit_of(loaded(budget=budget))
     assert str(refusal.value) == (
-        f"quantize.budget is {budget}, expected from {least(given)} bytes (a share of {share:.4f}), the least with "
-        f"{INT4} or {INT8}, to {2 * PARAMETERS - 1}, below which something has to be quantized"
+        f"quantize.budget is {budget}, expected from {fewest} bytes (a share of {fewest / PARAMETERS / 4:.4f}), the "
+        f"least with {INT4} or {INT8}, to {2 * PARAMETERS - 1}, below which something has to be quantized"
     )
-    with pytest.raises(ConfigError, match=f"expected from {least(given)} bytes"):
-        stage.limit_of(loaded(budget=least(given) - 1))
 
 
 # All parts
-
 
 OFFERS = {
     "unet": stage.Offer(
@@ -164,26 +155,23 @@ def fitted_to(monkeypatch, folder: Path, *groups: stage.Group, squared_error_of=
     return stage.fit(given, None, limited, stage.Measured(OF_LAYERS, uniform, squared_error_of), folder)
 
 
-def size(labels: dict[str, dict[str, str]]) -> int:
-    return sum(offer.bytes_with(labels[part]) for part, offer in OFFERS.items())
-
-
 @pytest.mark.parametrize("limit", range(35, 86, 5))
 def test_no_other_choice_of_layers_of_all_parts_is_better(monkeypatch, tmp_path, limit):
     """Nor of one label for each part, where one fits; the denoiser is quantized, at least its least sensitive unit."""
+
+    def fits(labels: dict[str, dict[str, str]]) -> bool:
+        return sum(offer.bytes_with(labels[part]) for part, offer in OFFERS.items()) <= limit
+
     fitted = fitted_to(monkeypatch, tmp_path, stage.Group(list(OFFERS), 0.0, limit))
     options = [
         {"unet": {"a": one, "b": one, "c": two}, "text": {"d": three}, "vae": {}}
-        for one, two, three in itertools.product(("int4", "int8", KEPT), ("int4", "int8", KEPT), ("int8", KEPT))
+        for one, two, three in itertools.product(("int4", "int8", KEPT), ("int4", "int8"), ("int8", KEPT))
     ]
-    fitting = [option for option in options if size(option) <= limit]
-    best = min(in_images(option) for option in fitting if option["unet"]["c"] != KEPT)
-    labels = fitted.labels_with("by layer")
-    assert size(labels) <= limit and in_images(labels) == pytest.approx(best)
+    fitting = [option for option in options if fits(option)]
+    best, labels = min(map(in_images, fitting)), fitted.labels_with("by layer")
+    assert fits(labels) and in_images(labels) == pytest.approx(best)
     assert fitted.solved.candidates["by layer"].predicted ** 2 == pytest.approx(best)
-    plain = [
-        in_images(option) for option in fitting if len({*option["unet"].values()}) == 1 and option["unet"]["c"] != KEPT
-    ]
+    plain = [in_images(option) for option in fitting if len({*option["unet"].values()}) == 1]
     assert in_images(fitted.labels_with("by part")) == pytest.approx(min(plain))
 
 
@@ -323,9 +311,8 @@ def test_a_plain_run_leaves_a_file_too_and_one_line_of_it_changes_one_layer(mode
     (name,) = [name for name, layer in changed.items() if layer.format != plain[name].format]
     assert (changed[name].format, changed[name].activation_format) == ("int4", None) and name.endswith("conv1")
     assert same(changed | {name: plain[name]}, plain)
-    (tmp_path / "a.yaml").write_text(
-        left[0].replace("ff.net.2: int8", entry := "ff.net.2: {preset: int8, alpha: 0.3}", 1)
-    )
+    entry = "ff.net.2: {preset: int8, alpha: 0.3}"
+    (tmp_path / "a.yaml").write_text(left[0].replace("ff.net.2: int8", entry, 1))
     changed = model.quantize(statistics, "int8", **knobs).assignment
     alphas = {name: layer.alpha for name, layer in changed.items() if layer.alpha != plain[name].alpha}
     assert [*alphas.values()] == [0.3] and entry in left[-1]
@@ -346,10 +333,12 @@ def with_file(model, tmp_path_factory) -> Loaded:
 
 
 NO_ALPHA = "an alpha, expected none"
-REFUSED = [  # labels, alphas and other facts of a job, and what is said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("labels", "alphas", "facts", "sentence"), [
     ({f"{ATTENTION}.to_p": "int8"}, {}, {}, "names .*to_p, which is no layer .*did you mean .*attn1.to_"),
-    ({"time_embedding.linear_1": "int8"}, {}, {},
-     "gives time_embedding.linear_1 int8, .*excluded by the mod"),
+    ({"time_embedding.linear_1": "int8"}, {}, {}, "gives time_embedding.linear_1 int8, .*excluded by the mod"),
     ({TO_Q: "svdquant_w4a4", TO_K: "int8"}, {}, {},
      f"gives {TO_Q} svdquant_w4a4 and {TO_K} int8, which read one input, .*; give {TO_Q}, {TO_K}, "),
     ({TO_Q: "fp16"}, {TO_Q: 0.5}, {}, f"fp16 {NO_ALPHA}, because nothing of this layer is smoothed"),
@@ -362,11 +351,7 @@ REFUSED = [  # labels, alphas and other facts of a job, and what is said
     ({TO_Q: "int8"}, {}, {"quant_level": 2.0}, "to_q int8, expected fp16 or no line, because it is kept: .*level 2"),
     ({TO_Q: "int8", TO_K: "fp16"}, {}, {}, None),
     ({TO_Q: "int8"}, {TO_Q: 0.5}, {}, None),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("labels", "alphas", "facts", "sentence"), REFUSED)
+])  # fmt: skip
 def test_labels_and_alphas_that_layers_cannot_have_are_refused(with_file, labels, alphas, facts, sentence):
     shapes = with_file.shapes | facts.get("shapes", {})
     recipe = replace(with_file.recipe, quant_level=facts.get("quant_level", 3.0))

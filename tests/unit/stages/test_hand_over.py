@@ -29,19 +29,15 @@ def row(name: str, *shape: int, **options) -> LayerAssignment:
     return LayerAssignment(name, "qkv", shape, "int8", "int8", **known | options)
 
 
-def test_layers_and_attentions_that_are_lost_are_counted_by_their_reason():
-    attention = LayerAssignment(
-        "attn", "attention", (), activation_format="int8", attention_amax=(torch.ones(1),) * 4,
-    )  # fmt: skip
+def test_what_a_target_loses_widens_or_stacks_is_counted_by_its_reason():
+    """Layers and attentions; ranges of a tensor of several layers; branches of a fused layer."""
+    attention = LayerAssignment("attn", "attention", (), None, "int8", attention_amax=(torch.ones(1),) * 4)
     kept = LayerAssignment("kept", "qkv", (4, 4), reason="kept")
     rows = {each.name: each for each in (row("a", 4, 4), row("b", 4, 4, 3, 3), row("c", 4, 4, 1, 1), attention, kept)}
     found = targets.lost(rows, adapted(rows, TARGETS["diffusers_torchao"]))
     assert found == {
         "diffusers_torchao holds no convolutions in int8": 2, "diffusers_torchao holds no products of attention": 1
     }  # fmt: skip
-
-
-def test_ranges_that_a_tensor_of_several_layers_widens_are_counted():
     known = ("pos_embed.proj", "transformer_blocks.0.attn.add_q_proj")
     rows = {name: LayerAssignment(name, "linear", (4, 4), reason="kept") for name in known}
     for name, amax in zip((f"transformer_blocks.0.attn.to_{each}" for each in "qkv"), (1.0, 3.0, 2.0), strict=True):
@@ -50,9 +46,6 @@ def test_ranges_that_a_tensor_of_several_layers_widens_are_counted():
     (words,) = targets.widened(rows, adapted(rows, TARGETS["comfyui"]))
     assert words.startswith("the ranges of 2 layers: query, key and value are one tensor")
     assert targets.widened(rows, rows) == []
-
-
-def test_branches_that_a_fused_layer_has_to_stack_are_counted():
     up, downs = torch.zeros(4, 1), (torch.zeros(1, 4), torch.ones(1, 4))
     names = [f"a.attn1.to_{each}" for each in "qkv"]
     shared = {name: row(name, 4, 4, low_rank=(up, downs[0].clone())) for name in names}
@@ -168,18 +161,15 @@ def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_pa
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
 
 
-@pytest.mark.parametrize(
-    ("target", "knobs", "sentence"),
-    [
-        ("modelopt_export", ['infer.precise_steps="first3,last3"'], None),
-        ("gguf", [], None),
-        ("gguf", ["infer.schedule=ccrc", "infer.steps=4"], None),
-        ("gguf", ["infer.precise_steps=last3"], "gguf cannot say which steps are precise.* export to modelopt_export"),
-        ("modelopt_export", ["infer.schedule=chcc", "infer.steps=4"], "modelopt_export says .* schedule is chcc"),
-        ("modelopt_export", ["infer.schedule=fccc", "infer.steps=4"], "modelopt_export says .* schedule is fccc"),
-        ("modelopt_export", ["infer.precise_steps=3"], "modelopt_export says how many.* is chosen later; give places"),
-    ],
-)
+@pytest.mark.parametrize(("target", "knobs", "sentence"), [
+    ("modelopt_export", ['infer.precise_steps="first3,last3"'], None),
+    ("gguf", [], None),
+    ("gguf", ["infer.schedule=ccrc", "infer.steps=4"], None),
+    ("gguf", ["infer.precise_steps=last3"], "gguf cannot say which steps are precise.* export to modelopt_export"),
+    ("modelopt_export", ["infer.schedule=chcc", "infer.steps=4"], "modelopt_export says .* schedule is chcc"),
+    ("modelopt_export", ["infer.schedule=fccc", "infer.steps=4"], "modelopt_export says .* schedule is fccc"),
+    ("modelopt_export", ["infer.precise_steps=3"], "modelopt_export says how many.* is chosen later; give places"),
+])  # fmt: skip
 def test_a_target_says_which_steps_are_precise_or_is_refused(target, knobs, sentence):
     with refused(sentence):
         targets.check_schedule([target], composed_job(*knobs).infer)

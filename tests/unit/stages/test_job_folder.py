@@ -1,6 +1,7 @@
-"""When a job is done before: what decides its record, and what of an earlier attempt goes."""
+"""When a job is done before, what of an earlier attempt goes, and the last lines that a run prints."""
 
 import json
+import os
 import subprocess
 import sys
 from copy import deepcopy
@@ -11,7 +12,8 @@ import pytest
 
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.report.record import base_sha256
+from sd_quant.report.record import RECORD, base_sha256
+from sd_quant.report.summary import RECOMMENDATION, REPORT
 from sd_quant.stages import job_folder
 from tests import presets
 
@@ -19,10 +21,8 @@ pytestmark = pytest.mark.commit
 
 FACTS = {
     "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
-    "versions": {"torch": "2.10"},
-    "machine": {"cpu": "one"},
-    "started": "today",
-}
+    "versions": {"torch": "2.10"}, "machine": {"cpu": "one"}, "started": "today",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -67,27 +67,17 @@ def test_controlnets_and_their_images_are_inputs_of_a_job_and_its_weights(tmp_pa
     assert len(set(digests)) == 4 and digests[0] == "ab"
 
 
-RECORD_OF_THIS = {"fingerprint": "this", "fidelity": {}}
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (None, None), ("", None), ("[]", None), ("{}", None), ('{"fingerprint": "another"}', None),
-        (json.dumps(RECORD_OF_THIS), RECORD_OF_THIS),
-    ],
-)  # fmt: skip
-def test_only_the_record_of_this_job_is_taken(tmp_path, text, found):
-    if text is not None:
-        (tmp_path / "metrics.json").write_text(text)
-    assert job_folder.finished(tmp_path, "this") == found
-
-
 def test_another_finished_run_is_overwritten_only_on_request(job, tmp_path):
-    for record in (None, "", '{"fingerprint": "this", "fidelity": {}}'):  # the folder is free
-        if record is not None:
-            (tmp_path / "metrics.json").write_text(record)
-        job_folder.check_no_other_run(job, tmp_path, "this")
+    record = {"fingerprint": "this", "fidelity": {}}
+    for text, found in (
+        (None, None), ("", None), ("[]", None), ("{}", None), ('{"fingerprint": "another"}', None),
+        (json.dumps(record), record),
+    ):  # fmt: skip
+        if text is not None:
+            (tmp_path / "metrics.json").write_text(text)
+        assert job_folder.finished(tmp_path, "this") == found
+        if text in (None, "", json.dumps(record)):  # the folder is free
+            job_folder.check_no_other_run(job, tmp_path, "this")
     record = {"fingerprint": "that", "fidelity": {}, "overrides": ["quant_level=3"]}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="holds a finished run, of quant_level=3, whose .* add overwrite=true"):
@@ -192,3 +182,35 @@ def test_a_folder_that_was_removed_while_its_job_ran_is_noticed(tmp_path):
     (tmp_path / ".lock").unlink()
     with pytest.raises(SdQuantError, match="was removed while its job was running, so files of it are missing; start"):
         job_folder.check_still_there(tmp_path)
+
+
+def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):
+    drawn = []
+
+    def rebuild(directory):
+        drawn.append(directory)
+        (directory / REPORT).write_text("page")
+        (directory / RECOMMENDATION).write_text('{"command": "infer run=here", "sentence": "Ship it: it is fast."}')
+
+    monkeypatch.setattr(job_folder, "run_table", lambda record: "the table")
+    monkeypatch.setattr("sd_quant.report.rebuild.rebuild", rebuild)
+    (tmp_path / RECORD).write_text("{}")
+    for _ in range(2):
+        job_folder.closing_words({}, tmp_path)
+        *_, page, command, last = capsys.readouterr().out.splitlines()
+        assert drawn == [tmp_path] and page == f"report: file://{tmp_path}/report.html"
+        assert (command, last) == ("images with it: infer run=here", "Ship it: it is fast.")
+    later = (tmp_path / REPORT).stat().st_mtime_ns + 1
+    os.utime(tmp_path / RECORD, ns=(later, later))  # such as by a hand-over
+    job_folder.closing_words({}, tmp_path)
+    for name in (REPORT, RECOMMENDATION):
+        (tmp_path / name).unlink()
+        job_folder.closing_words({}, tmp_path)
+    assert len(drawn) == 4
+    assert "alpha" not in capsys.readouterr().out
+    auto = {"inputs": 19, "lower": 17, "error": 0.022, "error_auto": 0.0205}
+    job_folder.closing_words({"overrides": ["alpha=0.8", "keep=3"], "auto": auto}, tmp_path)
+    what = "2.20% with the given alpha, 2.05% with auto; lower in 17 of 19 inputs tried"
+    printed = capsys.readouterr().out
+    assert f"alpha=auto lowers the expected error of layers ({what}): sd-quant quantize" in printed
+    assert ": sd-quant quantize keep=3 alpha=auto\n" in printed

@@ -107,14 +107,12 @@ def test_a_candidate_that_fails_leaves_why_and_the_others_go_on_but_into_nobodys
 
 
 @pytest.mark.parametrize("given", ["a.gguf", "a.gguf/inside.gguf", "."])
-def test_a_candidate_is_never_where_its_results_are(given, tmp_path, monkeypatch):
+def test_a_candidate_is_never_where_its_results_are(given, tmp_path):
     """What is left of an earlier attempt is removed there."""
     (tmp_path / "a.gguf").mkdir()
-    path = tmp_path / given
-    rules = SimpleNamespace(named=lambda: {"a.gguf": path}, trust_runs=False)
-    here = baseline(directory=tmp_path)
-    with pytest.raises(ConfigError, match="and the folder of its results, .*, lie in each other; set hydra.run.dir"):
-        judge.subjects_of(rules, here)
+    rules = SimpleNamespace(named=lambda: {"a.gguf": tmp_path / given}, trust_runs=False)
+    with refused(".*and the folder of its results, .*, lie in each other; set hydra.run.dir"):
+        judge.subjects_of(rules, baseline(directory=tmp_path))
 
 
 @pytest.mark.parametrize(("there", "said"), [
@@ -123,16 +121,15 @@ def test_a_candidate_is_never_where_its_results_are(given, tmp_path, monkeypatch
     ("sweep.json", "holds a sweep of quantize; set hydra.run.dir to another folder"),
 ])  # fmt: skip
 def test_a_folder_of_others_is_refused_before_anything_is_written(there, said, tmp_path):
-    (tmp_path / there).write_text('{"jobs": [{"name": "quant_level=3"}]}')
+    (tmp_path / there).write_text(text := '{"jobs": [{"name": "quant_level=3"}]}')
     with pytest.raises(ConfigError, match=said):
         judge.judge(None, tmp_path)
-    assert (tmp_path / there).read_text() == '{"jobs": [{"name": "quant_level=3"}]}'
+    assert (tmp_path / there).read_text() == text
 
 
 def test_the_command_of_a_folder_is_what_was_given(monkeypatch):
-    rules = Judge(["a b.gguf"], 20, True, False, 0.95)
     monkeypatch.setattr("sys.argv", ["judge.py", "candidates=[a b.gguf]"])
-    plan = judge.plan_of(rules)
+    plan = judge.plan_of(Judge(["a b.gguf"], 20, True, False, 0.95))
     assert plan["command"] == ["sd-quant", "judge", "candidates=[a b.gguf]"]
 
 
@@ -227,9 +224,7 @@ def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, tmp_path):
         run_subject("a", tmp_path / "a", runs)
 
 
-@pytest.mark.parametrize(
-    ("of_run", "beside"), [("with", False), ("without", True), ("other", None)], ids=["fused", "beside", "another"]
-)
+@pytest.mark.parametrize(("of_run", "beside"), [("with", False), ("without", True), ("other", None)])
 def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
     theirs, runs, monkeypatch, answering, tmp_path, of_run, beside
 ):

@@ -24,14 +24,8 @@ from sd_quant.stages.shared import CallsOfAnImage, Shared
 from tests.presets import job
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # whole images
-INFER = job(
-    "infer.width=64",
-    "infer.height=64",
-    "infer.steps=2",
-    "infer.num_warmup_runs=1",
-    "infer.num_timed_runs=3",
-    "infer.prompts=[a rocket]",
-).infer
+KNOBS = ("infer.width=64", "infer.height=64", "infer.steps=2", "infer.num_warmup_runs=1", "infer.prompts=[a rocket]")
+INFER = job(*KNOBS, "infer.num_timed_runs=3").infer
 TIMING = Timing(half_width=0.01, budget_s=0)
 
 
@@ -98,48 +92,40 @@ def read_from(latency: dict) -> Timed:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_each_number_is_of_its_own_variant(checkpoint, clocked, together):
-    """The compiled framework's, of 2 s, is a second baseline in the rounds of the engines."""
+    """4 s of every unquantized part, 1 s of the denoiser and of one text encoder.
+
+    The compiled framework's, of 2 s, is a second baseline in the rounds of the engines.
+    """
     variants = clocked.variants()
     variants["compiled_framework"] = {"unet_xl": clocked.taking(2.0)}
-    found = compared(checkpoint, variants, together)
-
+    variants["quantized"] |= {"clip1": clocked.taking(1.0, "clip1")}
+    found = compared(checkpoint, variants, together, others=["clip1"])
     unet = found["openvino"]["unet_xl"]["2"]  # guidance doubles the batch
     assert found["torch"]["unet_xl"]["2"]["full_precision"]["p50_ms"] == 8000
     assert (unet["full_precision"]["p50_ms"], unet["quantized"]["p50_ms"]) == (4000, 1000)
     assert unet["speedup"] == pytest.approx(4)
     assert (unet["quantized"]["n"], unet["quantized"]["warmup"]) == (3, 1)
-
-    # an image: both text encoders, two steps of the UNet, the VAE
-    image = found["openvino"]["image"]["1"]
+    image = found["openvino"]["image"]["1"]  # of both text encoders, two steps of the UNet, the VAE
     assert found["torch"]["image"]["1"]["full_precision"]["p50_ms"] == 5 * 8000
     assert image["full_precision"]["p50_ms"] == 5 * 4000
-    assert image["quantized"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 1000)
-    assert image["speedup"] == pytest.approx(20 / 14)
-    assert image["full_precision"]["rest"] == pytest.approx(3 / 2)
+    assert image["quantized"]["p50_ms"] == pytest.approx(2 * 4000 + 1000 + 2 * 1000)
+    assert image["speedup"] == pytest.approx(20 / 11)
+    rests = [image[variant]["rest"] for variant in ("full_precision", "quantized")]
+    assert rests == pytest.approx([3 / 2, (2 * 4000 + 1000) / (2 * 4000)])
     assert ("composed" in image["full_precision"]) == (not together) and "composed" in image["quantized"]
     assert unet["rounds"]["together"] == together
     assert found["openvino"]["vae"]["1"]["quantized"] == {"p50_ms": None, "reason": "not quantized"}
-    assert "speedup" not in found["openvino"]["vae"]["1"]
+    assert found["openvino"]["clip1"]["1"]["speedup"] == pytest.approx(4)
+    assert not any("speedup" in found["openvino"][part]["1"] for part in ("vae", "clip2"))
+    if together:
+        assert image["whole_images"]["agree"]
     compiled = found["torch_compiled"]
     assert compiled.keys() == {"unet_xl", "image"} and compiled["unet_xl"]["2"]["full_precision"]["p50_ms"] == 2000
     # both text encoders and the VAE by the unquantized engine, two steps of the compiled denoiser
     assert compiled["image"]["1"]["full_precision"]["p50_ms"] == pytest.approx(3 * 4000 + 2 * 2000)
-    assert read_from(found).image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (3 * 4 + 2 * 1))
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_what_another_quantized_part_saves_counts_in_an_image(checkpoint, clocked, together):
-    """4 s of every unquantized part, 1 s of the denoiser and of one text encoder."""
-    variants = clocked.variants()
-    variants["quantized"] |= {"clip1": clocked.taking(1.0, "clip1")}
-    found = compared(checkpoint, variants, together, others=["clip1"])["openvino"]
-    assert found["clip1"]["1"]["speedup"] == pytest.approx(4) and "speedup" not in found["clip2"]["1"]
-    assert found["image"]["1"]["quantized"]["p50_ms"] == pytest.approx(2 * 4000 + 1000 + 2 * 1000)
-    assert found["image"]["1"]["quantized"]["rest"] == pytest.approx((2 * 4000 + 1000) / (2 * 4000))
-    assert found["image"]["1"]["speedup"] == pytest.approx(20 / 11)
-    assert read_from({"openvino": found}).image_speedup().value == pytest.approx(20 / 11)
-    if together:
-        assert found["image"]["1"]["whole_images"]["agree"]
+    read = read_from(found)
+    assert read.image_over_compiled().value == pytest.approx((3 * 4 + 2 * 2) / (2 * 4 + 1 + 2 * 1))
+    assert read.image_speedup().value == pytest.approx(20 / 11)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -202,17 +188,11 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
 
 def test_whole_images_are_made_in_turn_and_the_record_says_whether_they_agree(checkpoint, clocked, caplog):
     """In images the denoiser takes as long as its calls do, or what quantizing gains is lost in them."""
-    infer = replace(INFER, num_timed_runs=10)
-    variants = clocked.variants()
-
-    def whole_images() -> dict:
-        found = compared(checkpoint, variants, infer=infer)
-        return found["openvino"]["image"]["1"]["whole_images"]
-
-    found = whole_images()
+    variants, infer = clocked.variants(), replace(INFER, num_timed_runs=10)
+    found = compared(checkpoint, variants, infer=infer)["openvino"]["image"]["1"]["whole_images"]
     assert found["agree"] and not caplog.messages and found["speedup"] == pytest.approx(20 / 14)
     variants["quantized"] |= {"unet_xl": clocked.taking(1.0, in_images=3.0)}
-    found = whole_images()
+    found = compared(checkpoint, variants, infer=infer)["openvino"]["image"]["1"]["whole_images"]
     assert not found["agree"] and found["speedup"] == pytest.approx(1)
     assert "whole images are 1.00x as fast, by the calls of the denoiser they should be 1.43x" in caplog.text
 
@@ -291,8 +271,7 @@ def test_a_part_is_timed_by_the_clock_of_its_engines_device(checkpoint, clocked,
 
 def test_a_run_is_an_occasion_whose_intervals_those_before_widen(checkpoint, clocked, monkeypatch, tmp_path):
     """A job whose engine leaves no file here; in a job that is timed with others later nothing is probed."""
-    wide = job("infer.width=64", "infer.height=64", "infer.steps=2", "infer.num_warmup_runs=1", "infer=torch_native",
-               "infer.num_timed_runs=8", "infer.prompts=[a rocket]")  # fmt: skip
+    wide = job(*KNOBS, "infer=torch_native", "infer.num_timed_runs=8")
     shared = Shared({"machine": {"cpu": "a processor"}}, tmp_path, Cache(tmp_path, 1e9))
     for hour, seconds in enumerate((1.0, 0.8, 1.2, 0.9, 1.1)):
         monkeypatch.setattr(occasions.time, "time", lambda hour=hour: 3600.0 * hour)

@@ -38,7 +38,7 @@ def test_half_calls_count_by_their_time():
     assert precise.share({"h": 1.5, "f": 2.0}, 20) == pytest.approx(23 / 20)
 
 
-HALF, ALL = 10 * "cr", 20 * "c"  # the second saves nothing, so that nothing speaks against it
+HALF = 10 * "cr"
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +46,19 @@ def infer() -> Infer:
     return job().infer
 
 
-@pytest.mark.parametrize(
-    ("family", "levers", "sentence"),
-    [
-        ("sdxl", {"reuse": 0.3, "guidance_until": 1, "sampler": "ddim"}, None),
-        ("sd3", {"schedule": HALF, "guidance_until": 0.3}, None),
-        ("pixart", {"reuse": 0.3, "sampler": "euler"}, None),
-        ("sd21", {"schedule": ALL}, None),
-        ("pixart", {"reuse": 0.3}, "infer.reuse is 0.3, but under DPMSolver.* to one .*euler, euler_karras, ddim"),
-        ("sd21", {"schedule": HALF, "sampler": "euler"},
-         "infer.schedule is .* predicts v_prediction.*none for this model"),
-        ("sd3", {"sampler": "heun"}, "infer.sampler is heun, which a model of FlowMatch"),
-        ("flux", {"guidance_until": 1, "scale": 3.5},
-         "infer.guidance_until is 1, expected null: this pipeline computes no guided"),
-        *(("sdxl", {"guidance_until": beyond},
-           f"infer.guidance_until is {beyond}, expected a noise level of the 20 steps") for beyond in (100, 0.001)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "levers", "sentence"), [
+    ("sdxl", {"reuse": 0.3, "guidance_until": 1, "sampler": "ddim"}, None),
+    ("sd3", {"schedule": HALF, "guidance_until": 0.3}, None),
+    ("pixart", {"reuse": 0.3, "sampler": "euler"}, None),
+    ("sd21", {"schedule": 20 * "c"}, None),  # which saves nothing, so that nothing speaks against it
+    ("pixart", {"reuse": 0.3}, "infer.reuse is 0.3, but under DPMSolver.* to one .*euler, euler_karras, ddim"),
+    ("sd21", {"schedule": HALF, "sampler": "euler"}, "infer.schedule is .* predicts v_prediction.*none for this model"),
+    ("sd3", {"sampler": "heun"}, "infer.sampler is heun, which a model of FlowMatch"),
+    ("flux", {"guidance_until": 1, "scale": 3.5},
+     "infer.guidance_until is 1, expected null: this pipeline computes no guided"),
+    *(("sdxl", {"guidance_until": beyond},
+       f"infer.guidance_until is {beyond}, expected a noise level of the 20 steps") for beyond in (100, 0.001)),
+])  # fmt: skip
 def test_a_lever_that_the_model_cannot_have_is_refused(tiny, infer, family, levers, sentence):  # noqa: F811
     with refused(sentence):
         check_levers(tiny(family).checkpoint, replace(infer, **levers))
@@ -79,21 +75,14 @@ def test_a_recipe_of_bits_alone_has_no_levers(infer):
 PRODUCTS = torch.diag(torch.tensor([1.0, 1.0, 4.0, 9.0, 100.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "step_time", "found"),
-    [
-        (1, None, ["ccch", "hccc"]),
-        (2, 0.1, ["cchh", "hcch"]),
-        (3, 0.1, ["chhh", "hhch"]),
-        ("8dB", None, ["ccch", "hccc"]),  # 10 log10 of 115 / 15
-        ("9dB", None, ["cchh", "hcch"]),
-        ("25%", 0.1, ["cchh", "hcch"]),
-        ("25%", 0.0, ["hhhh"]),
-        ("auto", 0.1, ["ccch", "cchh", "hhhh"]),
-        ("99dB", None, "infer.precise_steps is 99dB, expected at most the 21 dB that unquantized inputs gain in all"),
-        ("5%", 0.1, "infer.precise_steps is 5%, expected at least the 0.1 of an image's denoising that one step adds"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "step_time", "found"), [
+    (1, None, ["ccch", "hccc"]), (2, 0.1, ["cchh", "hcch"]), (3, 0.1, ["chhh", "hhch"]),
+    ("8dB", None, ["ccch", "hccc"]),  # 10 log10 of 115 / 15
+    ("9dB", None, ["cchh", "hcch"]), ("25%", 0.1, ["cchh", "hcch"]), ("25%", 0.0, ["hhhh"]),
+    ("auto", 0.1, ["ccch", "cchh", "hhhh"]),
+    ("99dB", None, "infer.precise_steps is 99dB, expected at most the 21 dB that unquantized inputs gain in all"),
+    ("5%", 0.1, "infer.precise_steps is 5%, expected at least the 0.1 of an image's denoising that one step adds"),
+])  # fmt: skip
 def test_a_wish_is_a_few_schedules(wanted, step_time, found):
     infer = replace(job("infer.steps=4").infer, precise_steps=wanted)
     with refused(found if isinstance(found, str) else None):

@@ -15,13 +15,15 @@ from tests.layers import drawn, statistics_of
 from .sdxl import loaded, opened
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
-FP16_ALONE = {"transformer_2": "fp16"}
 
 
 def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
     roles = loaded().roles
     expected = {name for name in roles if name.endswith(("attn2.to_k", "attn2.to_v"))}
     assert set(read_the_text(opened().checkpoint, roles)) == expected and len(expected) == 22
+    checkpoint = SimpleNamespace(family=SimpleNamespace(shared_inputs=lambda linears: []))
+    with pytest.raises(ConfigError, match="^quantize.exclude_text is true, expected false, because no layer"):
+        read_the_text(checkpoint, {"to_q": "qkv"})
 
 
 def test_layers_that_the_family_excludes_are_linears_when_they_are_included():
@@ -42,6 +44,8 @@ def test_weights_alone_leave_the_inputs_and_have_no_branch():
         own = made.own(name, made.recipe)
         expected = ("int4", None, 0) if name in alone else ("int4", "int4", 32)
         assert (own.enable.linear.weight, own.enable.linear.activation, own.rank) == expected
+    whole = loaded("quantize.weights_alone.sdxl=[*.ff.net.2]", preset="int8_per_tensor")
+    assert not whole.recipe.per_channel and not whole.own(min(alone), whole.recipe).per_channel, "a scale stays one"
 
 
 def test_other_parts_are_quantized_but_for_what_their_networks_keep():
@@ -53,11 +57,6 @@ def test_other_parts_are_quantized_but_for_what_their_networks_keep():
     assert kept["clip2"] == {"text_projection"} and len(kept["clip1"]) == 6
     assert all(".layers.2." in f".{name}" for name in kept["clip1"])
     assert all(layer.activation_format is None for rows in found.values() for layer in rows.values())
-
-
-def test_a_part_whose_inputs_decide_needs_statistics_of_its_own():
-    with pytest.raises(ConfigError, match="^quantize.parts gives clip1 a preset .* there are no statistics of clip1; "):
-        assign_parts(loaded("quantize.parts={clip1:int8}"), {"clip2": Statistics({}, {})})
 
 
 def test_a_calibrated_part_has_its_inputs_quantized_and_its_norms_absorb_what_smooths_them():
@@ -89,45 +88,29 @@ def test_a_second_denoiser_has_the_first_ones_recipe_a_preset_of_its_own_or_none
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISERS=names[:2]))
     session: Any = SimpleNamespace(parts=parts, denoiser="transformer", checkpoint=checkpoint)
     assert presets_of_parts(session, {"text_encoders": "int8"}) == {"text_encoder": "int8"}
-    for given, others in ({}, ["transformer_2"]), ({"transformer_2": "fp8"}, ["transformer_2"]), (FP16_ALONE, []):
-        model = SimpleNamespace(denoiser=None)
-        assert other_denoisers(session, model, SimpleNamespace(parts=given)) == others
+    for denoiser, given, others in (
+        (None, {}, ["transformer_2"]), (None, {"transformer_2": "fp8"}, ["transformer_2"]),
+        (None, {"transformer_2": "fp16"}, []), ("transformer", {}, []),
+    ):  # fmt: skip
+        assert other_denoisers(session, SimpleNamespace(denoiser=denoiser), SimpleNamespace(parts=given)) == others
         assert presets_of_parts(session, given) == {}
-    alone = SimpleNamespace(denoiser="transformer")
-    assert other_denoisers(session, alone, SimpleNamespace(parts=None)) == []
     for part, named in ("transformer_2", "transformer"), ("transformer", None), ("transformer_3", None):
         with pytest.raises(ConfigError, match=f"^quantize.parts is {part}, expected parts .*: .*text_encoder, .*vae"):
             presets_of_parts(session, {part: "int8"}, named)
 
 
-def test_a_scale_for_a_whole_weight_stays_one_where_the_weight_alone_is_quantized():
-    alone = loaded("quantize.weights_alone.sdxl=[*.ff.net.2]", preset="int8_per_tensor")
-    name = next(iter(alone.weights_alone))
-    assert not alone.recipe.per_channel and not alone.own(name, alone.recipe).per_channel
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("include.sdxl=[conv_on]", "quantize.include has 'conv_on', which matches none of the "),
-        ("include.sdxl=[*.to_q]", r"quantize.include has '\*.to_q', which matches none of the "),  # it is quantized
-        ("parts={unet_xl:int8_weight_only}", "quantize.parts is unet_xl, expected parts .*denoiser: vae, clip1, clip2"),
-        ("parts={t5:int8_weight_only}", "quantize.parts is t5, expected parts "),
-        (
-            "parts={vae:svdquant_w4a4}",
-            "quantize.parts gives vae the preset svdquant_w4a4, which does not fit: int4 has "
-            "blocks of 64, which do not divide the 288 inputs of decoder.*; choose another preset for this part$",
-        ),
-        ("weights_alone.sdxl=[nothing]", "quantize.weights_alone has 'nothing', which matches none of the 1"),
-        ("weights_alone.sdxl=[*.attn1.to_q]", "quantize.weights_alone matches .*attn1.to_q and not .*attn1.to_k"),
-    ],
-)
-def test_patterns_that_cannot_be_meant_are_refused(override, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        loaded(f"quantize.{override}")
-
-
-def test_a_model_without_such_layers_refuses_it():
-    checkpoint = SimpleNamespace(family=SimpleNamespace(shared_inputs=lambda linears: []))
-    with pytest.raises(ConfigError, match="^quantize.exclude_text is true, expected false, because no layer"):
-        read_the_text(checkpoint, {"to_q": "qkv"})
+@pytest.mark.parametrize(("override", "message"), [
+    ("include.sdxl=[conv_on]", "include has 'conv_on', which matches none of the "),
+    ("include.sdxl=[*.to_q]", r"include has '\*.to_q', which matches none of the "),  # it is quantized
+    ("parts={unet_xl:int8_weight_only}", "parts is unet_xl, expected parts .*denoiser: vae, clip1, clip2"),
+    ("parts={t5:int8_weight_only}", "parts is t5, expected parts "),
+    ("parts={vae:svdquant_w4a4}", "parts gives vae the preset svdquant_w4a4, which does not fit: int4 has blocks of 64,"
+     " which do not divide the 288 inputs of decoder.*; choose another preset for this part$"),
+    ("parts={clip1:int8}", "parts gives clip1 a preset .* there are no statistics of clip1; "),
+    ("weights_alone.sdxl=[nothing]", "weights_alone has 'nothing', which matches none of the 1"),
+    ("weights_alone.sdxl=[*.attn1.to_q]", "weights_alone matches .*attn1.to_q and not .*attn1.to_k"),
+])  # fmt: skip
+def test_patterns_and_parts_that_cannot_be_meant_are_refused(override, message):
+    """A part whose inputs decide needs statistics of its own, which are of another part here."""
+    with pytest.raises(ConfigError, match=rf"^quantize\.{message}"):
+        assign_parts(loaded(f"quantize.{override}"), {"clip2": Statistics({}, {})})

@@ -22,8 +22,6 @@ from ...zoo.families import TINY
 
 pytestmark = pytest.mark.commit
 
-FACTS = {"versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
@@ -36,7 +34,8 @@ def tiny(tmp_path_factory):
     )  # fmt: skip
     session = open_unchecked(given.model)
     loaded = with_recipe(session, given.model, given.infer, given.quantize)
-    shared = Shared(FACTS | {"inputs": {}}, folder, Cache(folder / "cache", 1e9))
+    facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
+    shared = Shared(facts, folder, Cache(folder / "cache", 1e9))
     variants = SimpleNamespace(
         loaded=loaded, shared=shared, engines={FRAMEWORK: load_model(session.checkpoint).torch_engines()},
         make_room=lambda: None, directory=folder,
@@ -44,10 +43,6 @@ def tiny(tmp_path_factory):
     pipeline = stage.pipeline_of(session.checkpoint, variants.engines[FRAMEWORK])
     images = stage.generate(pipeline, given.infer.prompt_list(), stage.sampling_of(given.infer), "reference")
     return SimpleNamespace(loaded=loaded, infer=given.infer, rest=(variants, VariantOutputs({FRAMEWORK: images})))
-
-
-def floor_of(tiny, *ways: str):
-    return stage.noise_floor(ways, *tiny.rest)
 
 
 def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monkeypatch):
@@ -66,7 +61,7 @@ def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monk
     # several threads that wait for each other are slow beside other tests
     monkeypatch.setattr(torch, "get_num_threads", lambda: counts[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda number: counts.append(number))
-    found = floor_of(tiny, "runtime", "batch", "threads", "bf16")
+    found = stage.noise_floor(ways := ("runtime", "batch", "threads", "bf16"), *tiny.rest)
     seed, fp32 = tiny.infer.seed, torch.float32
     assert seen["batch"] == [(2, 3, fp32, seed)] and seen["bf16"] == [(1, 3, torch.bfloat16, seed)]
     assert seen["threads"] == [(1, 2, fp32, seed), (1, 4, fp32, seed)], "as the first made the reference's very images"
@@ -75,25 +70,22 @@ def test_each_way_computes_the_same_images_in_another_way_and_is_kept(tiny, monk
     assert 20 < found["bf16"]["psnr"]["mean"] < 70 and len(found["bf16"]["lpips"]["values"]) == 2
     assert found["batch"]["latent_sqnr_db"][-1] is None or found["batch"]["latent_sqnr_db"][-1] > 60
     monkeypatch.setattr(stage, "generate", lambda *_: pytest.fail("it is in the cache"))
-    assert floor_of(tiny, "runtime", "batch", "threads", "bf16") == found
+    assert stage.noise_floor(ways, *tiny.rest) == found
 
 
 def test_a_way_that_fails_leaves_the_others_and_says_why(tiny, monkeypatch):
     error = SdQuantError("torch gave a latent that is not finite")
     monkeypatch.setattr(stage, "generate", Mock(side_effect=error))
-    assert floor_of(tiny, "fp16", "runtime") == {"fp16": {"reason": str(error)}, "runtime": {}}
+    assert stage.noise_floor(("fp16", "runtime"), *tiny.rest) == {"fp16": {"reason": str(error)}, "runtime": {}}
 
 
-REFUSED = [
+@pytest.mark.parametrize(("way", "knobs", "reason"), [
     ("bf16", {"precision": "bf16"}, "the reference is computed in bf16"),
     ("fp32", {}, "the reference is computed in fp32"),
     ("batch", {"prompts": ["a cat"]}, "no two of these images fit into one batch"),
     ("batch", {"sizes": ["64x64", "128x64", "64x128"]}, "no two of these images fit into one batch"),
     ("runtime", {"engine": "torch_native"}, "infer.engine=torch_native computes the unquantized model as the refer"),
-]
-
-
-@pytest.mark.parametrize(("way", "knobs", "reason"), REFUSED, ids=[f"{way}-{[*knobs]}" for way, knobs, _ in REFUSED])
+])  # fmt: skip
 def test_a_way_that_is_none_here_is_refused_by_name_and_explained_with_all(tiny, way, knobs, reason):
     loaded = replace(tiny.loaded, infer=replace(tiny.infer, **knobs))
     with pytest.raises(ConfigError, match=f"^noise_floor has {way}, but {reason}.*; leave it out, or give noise_floor"):
@@ -120,6 +112,6 @@ def test_no_class_of_processor_below_the_lowest(tiny, monkeypatch):
 @pytest.mark.nightly
 def test_a_lower_class_is_computed_by_a_process_of_its_own(tiny, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-    (entry,) = floor_of(tiny, "isa").values()
+    (entry,) = stage.noise_floor(("isa",), *tiny.rest).values()
     assert entry["psnr"]["mean"] is None or entry["psnr"]["mean"] > 50
     assert stage.os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE" and "ATEN_CPU_CAPABILITY" not in stage.os.environ

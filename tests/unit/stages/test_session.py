@@ -1,30 +1,30 @@
-"""Every check is made when a session opens, those that take long last; and what knobs say of images."""
+"""What a job takes of memory, GPU and disk; every check is made when a session opens; what knobs say of images."""
 
+import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
 from PIL import Image
 
-from sd_quant.errors import ConfigError
-from sd_quant.inference import memory
+from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.inference import memory as memory_model
+from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant, memory_of_variants
 from sd_quant.places import HOME
+from sd_quant.stages import resources
 from sd_quant.stages import session as stage
 from sd_quant.stages.generate import keep_prompts, sampling_of
-from sd_quant.stages.resources import workload_of
+from sd_quant.stages.resources import Needs, check_machine, images_need, run_needs, workload_of
 from tests.presets import infer_job, job
+from tests.refusals import refused
 
 pytestmark = pytest.mark.commit
 
 
-@pytest.mark.parametrize(
-    ("sides", "warned"),
-    [
-        ({}, []),
-        ({"width": 128, "height": 128}, ["model.width and model.height ask for 128 x 128"]),
-        ({"sizes": ["64x128", "128x192", "192x64"]}, ["model.sizes ask for 128 x 192", "model.sizes ask for 192 x 64"]),
-    ],
-)
+@pytest.mark.parametrize(("sides", "warned"), [
+    ({}, []), ({"width": 128, "height": 128}, ["model.width and model.height ask for 128 x 128"]),
+    ({"sizes": ["64x128", "128x192", "192x64"]}, ["model.sizes ask for 128 x 192", "model.sizes ask for 192 x 64"]),
+])  # fmt: skip
 def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, warned):
     path = str(HOME / "checkpoints/sdxl_mini.nemo")
     usual = {"family": "sdxl", "width": 64, "height": 64, "sizes": None, "path": path}
@@ -34,7 +34,7 @@ def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, w
     assert all("and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
 
 
-INFER = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto", vae_tile=None)
+IMAGES = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto", vae_tile=None)
 
 
 @pytest.fixture
@@ -49,16 +49,16 @@ def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(session, monkeypa
     monkeypatch.setattr(stage.checks, "check_request", checks.request)
     monkeypatch.setattr(stage.Session, "check", checks.structure)
     monkeypatch.setattr(stage.resources, "check_machine", checks.machine)
-    session.check_images(None, INFER, simulated)
+    session.check_images(None, IMAGES, simulated)
     request, structure, (name, (needs,), _) = checks.mock_calls
-    assert (request, structure, name) == (call.request(None, INFER), call.structure(None, INFER), "machine")
+    assert (request, structure, name) == (call.request(None, IMAGES), call.structure(None, IMAGES), "machine")
     assert needs.gpu.keys() == stages
 
 
 @pytest.mark.parametrize(("room", "together"), [(4e9, False), (1e12, True)])
 def test_parts_are_open_together_only_where_a_gpu_holds_them_too(session, answering, room, together):
-    answering(memory, available_memory_bytes=1e12, available_cuda_memory_bytes=room)
-    assert session.together(workload_of(INFER)) is together
+    answering(memory_model, available_memory_bytes=1e12, available_cuda_memory_bytes=room)
+    assert session.together(workload_of(IMAGES)) is together
 
 
 def test_a_table_and_loras_of_an_observed_pipeline_are_heeded(monkeypatch):
@@ -79,20 +79,14 @@ def test_arguments_that_change_the_steps_of_a_stated_family_are_refused():
         stage.open_session(made.model, made.infer)
 
 
-PROMPTS = "infer.prompts=[a cat, a dog]"
-
-
-def test_negative_prompts_are_those_of_the_images():
-    sampling = sampling_of(infer_job(PROMPTS, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2").infer)
-    assert sampling.negative_prompts == ["rain", "rain", "nude", "nude"] and sampling.latents is None
-
-
-def test_condition_images_come_in_turn_for_each_sample_of_a_prompt(tmp_path):
+def test_condition_images_and_negative_prompts_come_in_turn_for_each_sample_of_a_prompt(tmp_path):
+    prompts = "infer.prompts=[a cat, a dog]"
     for number, name in enumerate("abc"):
         Image.new("RGB", (90, 90), (number, 0, 0)).save(tmp_path / f"{name}.png")
-    knobs = PROMPTS, f"infer.control=[{tmp_path},{tmp_path}/a.png]", "infer.num_samples=2"
-    infer = infer_job(*knobs).infer
-    assert len(infer.prompt_list()) == 6 and sampling_of(infer_job(PROMPTS).infer).arguments is None
+    infer = infer_job(prompts, f"infer.control=[{tmp_path},{tmp_path}/a.png]", "infer.num_samples=2").infer
+    plain = sampling_of(infer_job(prompts, "infer.negative_prompt=[rain, nude]", "infer.num_samples=2").infer)
+    assert plain.negative_prompts == ["rain", "rain", "nude", "nude"] and plain.latents is plain.arguments is None
+    assert len(infer.prompt_list()) == 6
     rows = [[image.getpixel((0, 0))[0] for image in row["image"]] for row in sampling_of(infer).arguments]
     assert rows == [[0, 0], [0, 0], [1, 0], [1, 0], [2, 0], [2, 0]]
 
@@ -112,3 +106,106 @@ def test_drawn_prompts_are_kept_and_whole_texts_are_not(tmp_path):
         if kept:
             again = infer_job(f"infer.prompts={file}").infer
             assert (again.prompt_list(), again.categories()) == (infer.prompt_list(), infer.categories())
+
+
+SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
+STORED = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
+
+
+def images(size: int = 1024, engine: str = "openvino", vae_tile: int | None = None) -> SimpleNamespace:
+    sides = {"width": size, "height": size, "sizes": None}
+    return SimpleNamespace(**sides, batch_size=1, engine=engine, precision="auto", vae_tile=vae_tile)
+
+
+def run(
+    size: int = 1024, calibration: str | None = None, plans: bool = True, engine: str = "openvino", hessians: int = 0
+) -> Needs:
+    calibrated = {"calibration": calibration, "accelerator": "auto", "calib_size": 64, "snapshots": [32, 64, 96]}
+    made = images(size, engine)
+    return run_needs(SDXL, STORED, made, made, SimpleNamespace(batch_size=1, **calibrated), plans, 2, hessians)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """``free(memory=24, gpu=8)``: so many gigabytes of each are free."""
+
+    def free(memory: float = 100, gpu: float | None = None) -> None:
+        for module in (memory_model, resources):
+            monkeypatch.setattr(module, "available_memory_bytes", lambda: int(memory * 1e9))
+            monkeypatch.setattr(module, "available_cuda_memory_bytes", lambda: gpu and int(gpu * 1e9))
+
+    return free
+
+
+def test_the_full_model_works_on_24_gb_one_part_at_a_time(tmp_path, free, monkeypatch):
+    asked: list[float] = []
+    monkeypatch.setattr(resources, "check_room", lambda path, needed, what="": asked.append(needed))
+    free(24)
+    check_machine(run(), tmp_path)
+    assert len(asked) == 1 and 50e9 < asked[0] < 60e9  # of any disk, also one that is fuller than that
+    assert not fits(memory_of_variants(SDXL, workload_of(images()))[0], "all")
+    free(80)
+    assert fits(memory_of_variants(SDXL, workload_of(images()))[0], "all")
+
+
+def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, free):
+    free(8)
+    with refused(
+        r".*the 8.0 GB that are free here .*calibrate 1\d.\d GB, plans 1\d.\d GB.* infer.batch_size", ResourceError
+    ):
+        check_machine(run(), tmp_path)
+    assert set(run(calibration="given", plans=False).memory) == {"images"}
+    large, small = (run(size).memory for size in (1024, 512))
+    assert all(small[stage] <= large[stage] for stage in large) and small["calibrate"] < large["calibrate"]
+
+
+def test_hessians_count_on_the_device_in_memory_and_for_each_snapshot_on_the_disk():
+    plain, summed = (run(hessians=hessians) for hessians in (0, 10**9))
+    assert summed.memory["calibrate"] - plain.memory["calibrate"] == 3e9
+    assert summed.gpu["calibrate"] - plain.gpu["calibrate"] == 1e9
+    assert sum(summed.disk.values()) - sum(plain.disk.values()) == 2e9  # of prompts 1 to 32, and 33 to 64
+
+
+def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(free):
+    """Calibration takes most, 4 bytes of each of 3.39 B weights and the activations of guidance's two samples."""
+    needed, infer = run(engine="torch_native").gpu, images(engine="torch_native")
+    assert max(needed, key=needed.get) == "calibrate" and 16e9 < needed["calibrate"] < 18e9
+    assert "calibrate" not in run(calibration="given", engine="torch_native").gpu
+    free(gpu=22.5)  # of a card of 24 GB with a screen
+    check_machine(Needs(gpu=needed))
+    assert not fits({}, "all", memory_of_variants(SDXL, workload_of(infer))[1])
+    free(gpu=1)
+    assert fits({}, "a side", memory_of_variant(SDXL, workload_of(images()))[1])  # an engine for the processor
+    assert not fits({}, "a side", memory_of_variant(SDXL, workload_of(images(engine="tensorrt")))[1])
+    free(gpu=11.5)
+    with refused(r".*the 11.5 GB that are free on the GPU \(.*calibrate 16.6 GB\).* infer.batch_size", ResourceError):
+        check_machine(Needs(gpu=needed))
+    free(gpu=75)
+    assert fits({}, "all", memory_of_variants(SDXL, workload_of(infer))[1])
+
+
+def test_decoding_takes_most_of_a_small_model_and_tiles_bound_it():
+    small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(images()))[0]
+    assert 9e9 < small - memory_model.PROCESS < 10e9
+    whole, tiled = (memory_model.working_bytes(SDXL, workload_of(images(vae_tile=tile))) for tile in (None, 512))
+    assert tiled["vae"] - memory_model.PROCESS == (whole["vae"] - memory_model.PROCESS) / 4
+    assert tiled["unet_xl"] == whole["unet_xl"]
+
+
+def test_a_disk_that_is_too_small(tmp_path, free):
+    free(24)
+    files, room = run().disk, shutil.disk_usage(tmp_path).free
+    assert 25e9 < sum(files.values()) - files["hand_over"] < 48e9 and files["plan"] > 0
+    assert files["hand_over"] == 2 * files["onnx"] and "plan" not in run(plans=False).disk
+    for needed, named in (
+        (files | {"onnx": 1e18}, ".*needs up to .*ModelOpt's checkpoint 10.3 GB"),
+        ({"onnx": 0.6 * room, "plan": 0.6 * room}, ".*onnx"),
+    ):
+        with refused(named, ResourceError):
+            check_machine(Needs(disk=needed), tmp_path)
+
+
+def test_a_gpu_is_asked_for_what_torch_takes_and_not_for_a_plan_whose_format_nobody_knows():
+    assert set(images_need(SDXL, images(engine="torch")).gpu) == {"images"}
+    assert images_need(SDXL, images(engine="tensorrt_rtx")).gpu == {}
+    assert run(engine="tensorrt_rtx").gpu["images"] == run(engine="torch").gpu["images"]  # torch makes the baseline's

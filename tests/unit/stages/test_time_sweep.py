@@ -23,16 +23,12 @@ from tests.presets import job
 
 pytestmark = pytest.mark.commit
 
-IMAGE = {"full_precision": {"p50_ms": 50.0, "rest": 0.5}}
 composed = cache(job)
-TIMED = dataclasses.asdict(job().timing)
-CHECKPOINT = SimpleNamespace(family=SimpleNamespace(DENOISER="unet_xl"))
-SESSION = SimpleNamespace(checkpoint=CHECKPOINT, denoiser="unet_xl", parameters={"unet_xl": 10**6})
 
 
 def graph(path, weights: str):
-    path.parent.mkdir(parents=True)
     """Write a graph; ``weights`` is ``structure`` or ``structure:number``, where the number is that of its weight."""
+    path.parent.mkdir(parents=True)
     structure, _, number = weights.partition(":")
     output = onnx.helper.make_tensor_value_info(structure, onnx.TensorProto.FLOAT, [1])
     weight = onnx.helper.make_tensor("weight", onnx.TensorProto.FLOAT, [1], [float(number or 0)])
@@ -48,6 +44,7 @@ def sweep(tmp_path):
     """
 
     def write(**jobs):
+        image = {"full_precision": {"p50_ms": 50.0, "rest": 0.5}}
         for name, (weights, overrides, changes) in jobs.items():
             folder = tmp_path / name
             for part in ("vae", "clip1", "clip2"):
@@ -60,12 +57,13 @@ def sweep(tmp_path):
             record = {
                 "status": "done", "denoiser": {"part": "unet_xl"}, "knobs": {"infer": {"engine": knobs.infer.engine}},
                 "environment": {"machine": machine()}, "inputs": {"checkpoint": {"sha256": "0123"}},
-                "latency": {knobs.infer.engine: {"image": {str(knobs.infer.batch_size): IMAGE}}},
+                "latency": {knobs.infer.engine: {"image": {str(knobs.infer.batch_size): image}}},
             }  # fmt: skip
             (folder / "metrics.json").write_text(json.dumps(record | changes))
             (folder / "layers.csv").touch()
-        plan = {"jobs": [{"name": name, "varied": {}} for name in jobs], "command": [], "varied": [], "timing": TIMED}
-        (tmp_path / "sweep.json").write_text(json.dumps(plan))
+        plan = {"jobs": [{"name": name, "varied": {}} for name in jobs], "command": [], "varied": []}
+        timing = dataclasses.asdict(composed().timing)
+        (tmp_path / "sweep.json").write_text(json.dumps(plan | {"timing": timing}))
         return tmp_path
 
     return write
@@ -83,8 +81,10 @@ def opened(monkeypatch, tmp_path):
     def rounds(checkpoint, engines, infer, timing):
         return Rounds(dict.fromkeys(engines, [1.0] * 5), {}, 0, "narrow", {"others": 0.0, "steal": 0.0})
 
+    checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet_xl"))
+    session = SimpleNamespace(checkpoint=checkpoint, denoiser="unet_xl", parameters={"unet_xl": 10**6})
     monkeypatch.setattr(time_sweep, "cache_of", lambda folder: Cache(tmp_path / "cache"))
-    monkeypatch.setattr(time_sweep, "open_unchecked", lambda model: SESSION)
+    monkeypatch.setattr(time_sweep, "open_unchecked", lambda model: session)
     monkeypatch.setattr(time_sweep, "open_file", open_file)
     monkeypatch.setattr(time_sweep, "denoiser_rounds", rounds)
     return files

@@ -1,13 +1,20 @@
-"""Which engine computes each part of framework, unquantized and quantized."""
+"""Which engine a part becomes in each variant, and which are opened to measure their memory: each alone, none twice."""
 
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from sd_quant.engines.pool import Pool, Variant
+from sd_quant.engines.replayed import Replayed
+from sd_quant.engines.torch import TorchEngine
+from sd_quant.errors import ResourceError
+from sd_quant.metrics.memory import MemoryTaken
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages import open_parts, session, variants
+from sd_quant.stages import open_parts, session, variants, verify
 from sd_quant.stages.session import Session
 from sd_quant.stages.variants import Native, Simulated, keys_of, keys_of_letters
 from tests.presets import job
@@ -29,19 +36,16 @@ class Opened(Session):
     denoisers, infer = ["unet"], job().infer
 
 
-@pytest.mark.parametrize(
-    ("engine", "exported", "assigned", "simulated", "full_precision", "quantized"),
-    [
-        ("openvino", PARTS, ["unet"], False, GRAPHS | {"unet": FULL["unet"]}, GRAPHS),
-        ("tensorrt", PARTS, ["unet"], False, PLANS | {"unet": FULL_PLANS["unet"]}, PLANS),
-        ("openvino", PARTS, ["unet"], True, GRAPHS | {"unet": FULL["unet"]}, GRAPHS | SIMULATED),
-        ("openvino", PARTS, PARTS, True, FULL, GRAPHS | SIMULATED),  # another part has an unquantized twin too
-        ("openvino", ["unet"], ["unet"], False, FULL | BY_TORCH, GRAPHS | BY_TORCH),
-        ("openvino", ["vae"], ["unet"], True, GRAPHS | {"unet": "unet"}, GRAPHS | SIMULATED),
-        ("torch_native", PARTS, ["unet"], False, NATIVE, NATIVE | {"unet": CODES["unet"]}),
-        ("torch_native", PARTS, PARTS, False, NATIVE, CODES),
-    ],
-)
+@pytest.mark.parametrize(("engine", "exported", "assigned", "simulated", "full_precision", "quantized"), [
+    ("openvino", PARTS, ["unet"], False, GRAPHS | {"unet": FULL["unet"]}, GRAPHS),
+    ("tensorrt", PARTS, ["unet"], False, PLANS | {"unet": FULL_PLANS["unet"]}, PLANS),
+    ("openvino", PARTS, ["unet"], True, GRAPHS | {"unet": FULL["unet"]}, GRAPHS | SIMULATED),
+    ("openvino", PARTS, PARTS, True, FULL, GRAPHS | SIMULATED),  # another part has an unquantized twin too
+    ("openvino", ["unet"], ["unet"], False, FULL | BY_TORCH, GRAPHS | BY_TORCH),
+    ("openvino", ["vae"], ["unet"], True, GRAPHS | {"unet": "unet"}, GRAPHS | SIMULATED),
+    ("torch_native", PARTS, ["unet"], False, NATIVE, NATIVE | {"unet": CODES["unet"]}),
+    ("torch_native", PARTS, PARTS, False, NATIVE, CODES),
+])  # fmt: skip
 def test_each_variant_has_its_own_file_of_what_is_quantized(
     engine, exported, assigned, simulated, full_precision, quantized
 ):
@@ -72,16 +76,12 @@ def test_the_compiled_framework_is_opened_where_it_is_asked_for_and_counts_for_m
     assert sum(gpu.values()) - sum(gpu_without.values()) == 2e9  # fp16
 
 
-@pytest.mark.parametrize(
-    ("own", "precise"),
-    [
-        (GRAPHS["unet"], RUN / "onnx/unet/unet_weights_alone.onnx"),
-        (PLANS["unet"], RUN / "plan/unet_weights_alone.plan"),
-        (Native("unet", True), Native("unet", True, weights_alone=True)),
-        (Simulated("unet"), Simulated("unet", weights_alone=True)),
-        ("unet", "unet"),
-    ],
-)
+@pytest.mark.parametrize(("own", "precise"), [
+    (GRAPHS["unet"], RUN / "onnx/unet/unet_weights_alone.onnx"),
+    (PLANS["unet"], RUN / "plan/unet_weights_alone.plan"),
+    (Native("unet", True), Native("unet", True, weights_alone=True)),
+    (Simulated("unet"), Simulated("unet", weights_alone=True)), ("unet", "unet"),
+])  # fmt: skip
 def test_precise_steps_have_the_recipes_weights_or_the_unquantized_engine(own, precise):
     assert keys_of_letters("unet", own, FULL["unet"], {"f", "h"}) == {"unet/h": precise, "unet/f": FULL["unet"]}
     assert keys_of_letters("unet", own, FULL["unet"], ()) == {}
@@ -90,14 +90,10 @@ def test_precise_steps_have_the_recipes_weights_or_the_unquantized_engine(own, p
 def test_torch_quantizes_no_inputs_in_a_precise_step(monkeypatch):
     layer = LayerAssignment("layer", "ffn", (2, 4), "int8", "int8")
     monkeypatch.setattr(open_parts, "open_simulated", lambda checkpoint, assignment, part: assignment["layer"])
-    monkeypatch.setattr(
-        open_parts, "open_torch_engine", lambda checkpoint, infer, part, assignment: assignment["layer"]
-    )
+    monkeypatch.setattr(open_parts, "open_torch_engine", lambda *given: given[-1]["layer"])
     for kind in (Simulated("unet"), Native("unet", True)):
-        opened = [
-            variants.open_engine(None, None, {"unet": {"layer": layer}}, key)
-            for key in (kind, replace(kind, weights_alone=True))
-        ]
+        keys = kind, replace(kind, weights_alone=True)
+        opened = [variants.open_engine(None, None, {"unet": {"layer": layer}}, key) for key in keys]
         assert opened == [layer, replace(layer, activation_format=None)]
 
 
@@ -112,3 +108,119 @@ def test_torch_shares_the_weights_of_a_precise_step_if_both_networks_are_open(mo
     shared = SimpleNamespace(directory=RUN)
     precise = variants.variants_of(opened, {"unet": {}}, shared, None).engines["quantized"]["unet/h"]
     assert precise.weights_alone and joined == [(precise, CODES["unet"])] * together
+
+
+def infer(
+    engine: str = "torch_native", precision: str = "auto", cuda_graph: bool = False, vae_tile: int | None = None
+) -> SimpleNamespace:
+    return SimpleNamespace(engine=engine, precision=precision, cuda_graph=cuda_graph, vae_tile=vae_tile)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU does")
+@pytest.mark.parametrize("part, precision, expected", [
+    ("clip1", "auto", torch.float32), ("clip1", "bf16", torch.bfloat16), ("vae", "bf16", torch.float32)
+])  # fmt: skip
+def test_torch_computes_in_the_precision_that_was_asked_for_and_graphs_of_cuda_need_a_gpu(
+    checkpoint, part, precision, expected
+):
+    engine = open_parts.open_torch(checkpoint, infer(precision=precision), part)
+    assert isinstance(engine, TorchEngine)
+    assert {weight.dtype for weight in engine.module.parameters()} == {expected}
+    open_parts.check_cuda_graph(infer())
+    with pytest.raises(ResourceError, match="infer.cuda_graph=true takes an NVIDIA GPU and this machine has none"):
+        open_parts.check_cuda_graph(infer(cuda_graph=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, compiles", [("torch", False), ("torch_native", False), ("torch_compiled", True)])
+def test_only_the_compiled_engine_compiles_and_a_replayed_one_is_the_same(checkpoint, monkeypatch, name, compiles):
+    compiled = []
+    monkeypatch.setattr(open_parts, "compiled", compiled.append)
+    engine = open_parts.open_torch_engine(checkpoint, infer(name), "clip1")
+    assert compiled == ([engine.module] if compiles else [])
+    open_parts.open_torch(checkpoint, infer(name), "clip1")
+    assert len(compiled) == compiles  # the framework is eager beside whatever engine
+    replayed = open_parts.open_torch_engine(checkpoint, infer(cuda_graph=True), "clip1")
+    assert isinstance(replayed, Replayed)
+    assert open_parts.module_of(replayed) is open_parts.module_of(replayed.engine) is replayed.engine.module
+
+
+@pytest.mark.slow
+def test_torch_computes_on_the_best_device_in_layers_for_it(checkpoint, monkeypatch):
+    """Stood in for by one without memory."""
+    monkeypatch.setattr(open_parts, "best_device", lambda: torch.device("meta"))
+    asked = []
+    monkeypatch.setattr(open_parts, "with_native_layers", lambda network, known, device: asked.append((known, device)))
+    for engine in (
+        open_parts.open_torch(checkpoint, infer(), "unet_xl", {}),
+        open_parts.open_torch_engine(checkpoint, infer(), "clip1"),
+        open_parts.open_simulated(checkpoint, {}),
+    ):
+        assert engine.device.type == "meta"
+        assert {weight.device.type for weight in engine.module.parameters()} == {"meta"}
+    assert asked == [({}, torch.device("meta"))]
+
+
+@pytest.mark.parametrize(("part", "knobs", "told"), [
+    ("unet_xl", {"engine": "openvino", "precision": "bf16"}, {"precision": "bf16"}),
+    ("unet_xl", {"engine": "openvino"}, {}), ("unet_xl", {"engine": "openvino", "precision": "fp16"}, {}),
+    ("unet_xl", {"engine": "torch", "precision": "bf16"}, {}),
+    ("vae", {"engine": "openvino", "vae_tile": 32}, {"kept": 4}),  # what is compiled for each shape of tiles
+    ("unet_xl", {"engine": "openvino", "vae_tile": 32}, {}), ("vae", {"engine": "openvino"}, {}),
+    ("vae", {"engine": "onnxruntime", "vae_tile": 32}, {}),
+])  # fmt: skip
+def test_a_runtime_is_told_of_what_it_has_and_the_part_needs(monkeypatch, part, knobs, told):
+    load = Mock()
+    monkeypatch.setattr(open_parts, "load_engine", load)
+    open_parts.open_file(Path(f"{part}.onnx"), infer(**knobs))
+    given = {name: load.call_args.kwargs.get(name) for name in ("precision", "kept")}
+    assert given == {"precision": None, "kept": None} | told
+
+
+INFER = job("infer.width=64", "infer.height=64").infer
+OPENED = ("unet_xl", "clip1", "vae")
+
+
+def measured(monkeypatch, simulated: str | None = None, **beside: str):
+    """The record's entry, and the keys that were opened in their order, with how many engines were open then."""
+    opened = []
+
+    def open_engine(key):
+        opened.append((key, len(pool.engines)))
+        return SimpleNamespace(inputs={"x": torch.float32}, device=torch.device("cpu"), close=lambda: None)
+
+    def taken(opened, on_gpu, restart):
+        opened()
+        return MemoryTaken(1, 3, 2)
+
+    pool = Pool(open_engine)
+    full = {part: f"full {part}" for part in OPENED}
+    quantized = Variant(pool, full | {"clip1": "int8 clip1"} | beside)
+    contract = SimpleNamespace(shapes_for=lambda *size: {"x": (1,)}, dtypes={"x": torch.float32})
+    monkeypatch.setattr(verify, "contracts_of", lambda checkpoint: dict.fromkeys(OPENED, contract))
+    monkeypatch.setattr(verify, "samples_per_call", lambda *call: 1)
+    monkeypatch.setattr(verify, "memory_taken", taken)
+    variants = SimpleNamespace(
+        loaded=SimpleNamespace(checkpoint=None, denoisers=["unet_xl"], infer=INFER), engine=INFER.engine,
+        assignments={"unet_xl": {}, "clip1": {}},
+        engines={"full_precision": Variant(pool, full), "quantized": quantized}, pool=pool, simulated=simulated,
+        together=True,
+    )  # fmt: skip
+    pool["left open"]
+    found = verify.memory_of_parts(variants, lambda: None)
+    assert not pool.engines
+    return found, opened[1:]
+
+
+def test_each_engine_is_opened_alone_and_precise_steps_have_one_beside_it(monkeypatch):
+    """A simulated denoiser is no engine."""
+    found, opened = measured(monkeypatch)
+    assert {part: list(both) for part, both in found.items()} == {
+        "unet_xl": ["full_precision", "quantized"], "clip1": ["full_precision", "quantized"], "vae": ["full_precision"],
+    }  # fmt: skip
+    assert found["clip1"]["quantized"] == MemoryTaken(1, 3, 2)._asdict() | {"device": "cpu"}
+    assert opened == [(f"full {OPENED[0]}", 0)] * 2 + [("full clip1", 0), ("int8 clip1", 0), ("full vae", 0)]
+    found, opened = measured(monkeypatch, simulated="no kernels")
+    assert found["unet_xl"]["quantized"] == {"reason": "simulated: no kernels"} and len(opened) == 4
+    _, opened = measured(monkeypatch, **{"unet_xl/h": "weights alone"})
+    assert opened[1:3] == [("full unet_xl", 0), ("weights alone", 1)]

@@ -9,6 +9,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -32,58 +33,32 @@ def directory(tmp_path) -> Path:
 def record() -> dict:
     times = {
         "full_precision": {"p50_ms": 15.05, "n": 20, "warmup": 3, "samples_ms": [15.0, 15.1]},
-        "quantized": {"p50_ms": None, "reason": "not quantized"},
-        "speedup": {"value": 1.35, "reason": None},
-    }
+        "quantized": {"p50_ms": None, "reason": "not quantized"}, "speedup": {"value": 1.35, "reason": None},
+    }  # fmt: skip
+    infer = {"width": 64, "prompts": ["\x1b[31mred\x1b[0m\n" * 100], "static": False}
     return {
-        "schema_version": 1,
-        "status": "done",
-        "knobs": {
-            "quant_level": 3.0,
-            "alpha": "auto",
-            "keep": None,
-            "snapshots": [32, 64],
-            "infer": {"width": 64, "prompts": ["\x1b[31mred\x1b[0m\n" * 100], "static": False},
-        },
+        "schema_version": 1, "status": "done",
+        "knobs": {"quant_level": 3.0, "alpha": "auto", "keep": None, "snapshots": [32, 64], "infer": infer},
         "sizes_bytes": {"unet_xl": {"onnx_quantized": 9_700_000, "plan": {"value": None, "reason": "no plan"}}},
         "latency": {"openvino": {"unet_xl": {"2": times}}},
         "fidelity": {
             "psnr": {"mean": 35.0, "min": 32.4, "worst_index": 3, "values": [35.0, 32.4], "reason": None},
-            "latent_sqnr_db": [40.0, None, 25.1],
-            "latent_sqnr_reason": "identical",
+            "latent_sqnr_db": [40.0, None, 25.1], "latent_sqnr_reason": "identical",
             "other": {"value": 3.2, "reason": None, "images": 64, "features": 1280},
         },
-        "peak_memory_bytes": 1_460_000_000,
-        "stages": {"load": {"seconds": 0.4, "peak_memory_bytes": 5_000_000}},
-    }
-
-
-@pytest.fixture
-def metrics() -> dict[str, float]:
-    """Of the record."""
-    return {
-        "fidelity/psnr/mean": 35.0, "fidelity/psnr/min": 32.4, "fidelity/other": 3.2,
-        "latency/openvino/unet_xl/2/full_precision/p50_ms": 15.05, "latency/openvino/unet_xl/2/speedup": 1.35,
-        "sizes_bytes/unet_xl/onnx_quantized": 9_700_000.0, "peak_memory_bytes": 1_460_000_000.0,
-        "stages/load/seconds": 0.4, "stages/load/peak_memory_bytes": 5_000_000.0,
+        "peak_memory_bytes": 1_460_000_000, "stages": {"load": {"seconds": 0.4, "peak_memory_bytes": 5_000_000}},
     }  # fmt: skip
 
 
-@pytest.fixture
-def told(monkeypatch) -> list:
-    """What the tracker ``list`` was told; ``broken`` raises."""
-    found = []
-
-    def broken(run, store) -> None:
-        raise RuntimeError("the database\nis locked")
-
-    functions = {"broken": broken, "list": lambda *given: found.append(given)}
-    monkeypatch.setattr(trackers, "TRACKERS", {name: name for name in functions})
-    monkeypatch.setattr(pkgutil, "resolve_name", functions.get)
-    return found
+METRICS = {  # of the record
+    "fidelity/psnr/mean": 35.0, "fidelity/psnr/min": 32.4, "fidelity/other": 3.2,
+    "latency/openvino/unet_xl/2/full_precision/p50_ms": 15.05, "latency/openvino/unet_xl/2/speedup": 1.35,
+    "sizes_bytes/unet_xl/onnx_quantized": 9_700_000.0, "peak_memory_bytes": 1_460_000_000.0,
+    "stages/load/seconds": 0.4, "stages/load/peak_memory_bytes": 5_000_000.0,
+}  # fmt: skip
 
 
-def test_knobs_are_flat_the_text_of_others_is_short_and_harmless_and_metrics_are_numbers(record, directory, metrics):
+def test_knobs_are_flat_the_text_of_others_is_short_and_harmless_and_metrics_are_numbers(record, directory):
     run = read_run(record, directory)
     prompts = run.knobs.pop("infer.prompts")
     assert len(prompts) == LONGEST_TEXT and prompts.endswith("...") and prompts.isprintable()
@@ -92,25 +67,26 @@ def test_knobs_are_flat_the_text_of_others_is_short_and_harmless_and_metrics_are
         "infer.static": False,
     }  # fmt: skip
     assert run.name == "multirun/0"  # so that two sweeps differ
-    assert run.metrics == metrics and run.series == {"fidelity/latent_sqnr_db": [40.0, None, 25.1]}
+    assert run.metrics == METRICS and run.series == {"fidelity/latent_sqnr_db": [40.0, None, 25.1]}
     record["peak_memory_bytes"] = math.nan
     assert "peak_memory_bytes" not in read_run(record, directory).metrics
 
 
-def test_every_tracker_is_told_whatever_the_others_do(told, record, directory, tmp_path, caplog):
+def test_every_tracker_is_told_whatever_the_others_do(record, directory, tmp_path, caplog, monkeypatch):
+    broken, listed = (Mock(side_effect=effect) for effect in (RuntimeError("the database\nis locked"), None))
+    monkeypatch.setattr(trackers, "TRACKERS", {"broken": broken, "list": listed})
+    monkeypatch.setattr(pkgutil, "resolve_name", lambda function: function)
     with caplog.at_level(logging.WARNING, "sd_quant"):
         track(["broken", "list"], record, directory, tmp_path)
-    assert told == [(read_run(record, directory), tmp_path)]
-    (failed,) = caplog.messages
-    assert failed == "the tracker broken was not told of this run: RuntimeError: the database is locked"
+    listed.assert_called_once_with(read_run(record, directory), tmp_path)
+    assert caplog.messages == ["the tracker broken was not told of this run: RuntimeError: the database is locked"]
     track(["list"], {"fidelity": [1]}, directory, tmp_path)  # a record that cannot be read
-    assert len(caplog.messages) == 2 and len(told) == 1
+    assert len(caplog.messages) == 2 and listed.call_count == 1
 
 
-@pytest.mark.parametrize(
-    ("tracker", "modules"),
-    [("mlflow", ["mlflow", "mlflow.entities"]), ("tensorboard", ["torch.utils.tensorboard", "tensorboard"])],
-)
+@pytest.mark.parametrize(("tracker", "modules"), [
+    ("mlflow", ["mlflow", "mlflow.entities"]), ("tensorboard", ["torch.utils.tensorboard", "tensorboard"]),
+])  # fmt: skip
 def test_without_its_package_the_warning_says_what_to_install(
     record, directory, tmp_path, caplog, monkeypatch, tracker, modules
 ):
@@ -120,29 +96,25 @@ def test_without_its_package_the_warning_says_what_to_install(
     assert f"pip install 'sd-quant[{tracker}]'" in caplog.messages[0]
 
 
-def test_tensorboard_has_knobs_numbers_series_and_image(record, directory, metrics, tmp_path, caplog):
+def test_tensorboard_has_knobs_numbers_series_and_image(record, directory, tmp_path, caplog):
     track(["tensorboard"], record, directory, tmp_path / "store")
     assert not caplog.messages
     events = EventAccumulator(str(tmp_path / "store/tensorboard/multirun/0"))
     events.Reload()
     found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
     assert found.pop("fidelity/latent_sqnr_db") == [(1, 40.0), (3, pytest.approx(25.1))]
-    assert found == {name: [(0, pytest.approx(value))] for name, value in metrics.items()}
+    assert found == {name: [(0, pytest.approx(value))] for name, value in METRICS.items()}
     image = events.Images("images/grid")[0]
     assert (image.width, image.height) == (40, 20)
     start = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"quant_level" in start and b"infer.prompts" in start
 
 
-Param = namedtuple("Param", "key value")
-Metric = namedtuple("Metric", "key value timestamp step")
-
-
 class Client:
     """What sd_quant.trackers.mlflow calls of MlflowClient, writing down what it is told."""
 
-    known: dict = {}
-    runs: dict = {}
+    known: dict
+    runs: dict
     full = False
 
     def __init__(self, uri: str):
@@ -179,7 +151,8 @@ class Client:
 @pytest.fixture
 def client(monkeypatch) -> type[Client]:
     modules = {name: ModuleType(name) for name in ("mlflow", "mlflow.entities", "mlflow.tracking")}
-    modules["mlflow.entities"].Metric, modules["mlflow.entities"].Param = Metric, Param
+    modules["mlflow.entities"].Metric = namedtuple("Metric", "key value timestamp step")
+    modules["mlflow.entities"].Param = namedtuple("Param", "key value")
     modules["mlflow.tracking"].MlflowClient = fresh = type("Fresh", (Client,), {"known": {}, "runs": {}})
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -188,7 +161,7 @@ def client(monkeypatch) -> type[Client]:
     return fresh
 
 
-def test_mlflow_is_told_knobs_numbers_series_and_image(client, record, directory, metrics, tmp_path, caplog):
+def test_mlflow_is_told_knobs_numbers_series_and_image(client, record, directory, tmp_path, caplog, monkeypatch):
     store = tmp_path / "store"
     record["knobs"] |= {f"knob{index}": index for index in range(250)}  # more than MLflow takes at once
     for _ in range(2):
@@ -203,26 +176,23 @@ def test_mlflow_is_told_knobs_numbers_series_and_image(client, record, directory
     assert (params["alpha"], params["quant_level"], params["knob249"]) == ("auto", "3.0", "249")
     logged = [(metric.key, metric.step, metric.value) for metric in run["metrics"]]
     series = [("fidelity/latent_sqnr_db", 1, 40.0), ("fidelity/latent_sqnr_db", 3, 25.1)]
-    assert sorted(logged) == sorted([(name, 1, value) for name, value in metrics.items()] + series)
+    assert sorted(logged) == sorted([(name, 1, value) for name, value in METRICS.items()] + series)
     assert run["images"] == [(str(directory / "images/grid.png"), "images")]
     assert run["status"] == "FINISHED"
-
-
-def test_a_run_that_mlflow_could_not_log_in_full_says_so(client, record, directory, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(client, "full", True)
-    track(["mlflow"], record, directory, tmp_path)
-    assert client.runs["0"]["status"] == "FAILED"
+    track(["mlflow"], record, directory, store)
+    assert client.runs["2"]["status"] == "FAILED", "it could not be logged in full"
     assert "the tracker mlflow was not told of this run: OSError" in caplog.messages[0]
 
 
-def test_mlflow_itself_keeps_it(record, directory, metrics, tmp_path, caplog):
+def test_mlflow_itself_keeps_it(record, directory, tmp_path, caplog):
     pytest.importorskip("mlflow")
     store = tmp_path / "store"
     track(["mlflow"], record, directory, store)
     assert not [each for each in caplog.records if each.name.startswith("sd_quant")]
     database = sqlite3.connect(store / "mlflow.db")
     found = dict(database.execute("select key, value from latest_metrics"))
-    assert found == pytest.approx(metrics | {"fidelity/latent_sqnr_db": 25.1})
+    assert found == pytest.approx(METRICS | {"fidelity/latent_sqnr_db": 25.1})
     assert ("alpha", "auto") in database.execute("select key, value from params").fetchall()
     assert database.execute("select name, status from runs").fetchall() == [("multirun/0", "FINISHED")]
     assert len(list((store / "mlflow").rglob("grid.png"))) == 1
