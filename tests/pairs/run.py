@@ -113,7 +113,7 @@ def run(wanted: argparse.Namespace) -> int:
                 if number >= wanted.jobs:
                     break
                 begun = time.monotonic()
-                ended, _ = command("quantize.py", *arguments(row, folder), f"hydra.run.dir={folder}/run{number}")
+                ended = command("quantize.py", *arguments(row, folder), f"hydra.run.dir={folder}/run{number}")
                 codes[ended.returncode] += 1
                 if ended.returncode == 0:
                     missing -= pairs_of(row)
