@@ -6,11 +6,9 @@ shows is tested with one: that a whole job runs, what is imported, signals, laun
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from ..zoo.families import sd15_of_one_level
 from .browsing import chromium
 from .forking import forked
 from .shared import PROMPTS, QUICK, SAMPLING, link_cache, prompts_knob, well, without_times
-from .sweeping import Launcher, Sweep
+from .sweeping import Launcher, Sweep, killed
 
 LEVEL_3 = ("quant_level=3", "alpha=0.8", "quantize.snapshots=[1]")  # of the tiny pipeline's run
 WATCHED = Path(__file__).with_name("watched")
@@ -78,9 +76,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
 
     yield begin
     for each in started:
-        with suppress(ProcessLookupError):
-            os.killpg(each.pid, signal.SIGKILL)
-        each.communicate()
+        killed(each)
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,8 @@ statistics: sd_quant.Statistics = model.calibrate(["a cat"])
 rows: list[dict[str, object]] = sd_quant.compare([model.quantize(statistics)], ["a cat"]).rows()
 model.quantize("no statistics")
 """
+
+
 def clean() -> dict[str, str]:
     """The variables of the environment without the tests' own path, on which this checkout may be."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}

@@ -35,7 +35,7 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"{' and '.join(sorted(missing))} are not installed")
 
 
-def killed(sweep, *knobs: str) -> int:
+def alone_killed(sweep, *knobs: str) -> int:
     """Kills a command's process, not those of its jobs, when all jobs have begun to write; returns their group."""
     command = sweep.begun(*knobs)
     command.kill()
@@ -48,7 +48,7 @@ def killed(sweep, *knobs: str) -> int:
 def test_on_one_host_jobs_end_with_the_command_and_one_that_fails_stops_no_other(sweep):
     folder = sweep.folder
     (folder / "quant_level=3/.lock").mkdir(parents=True)  # what that job opens first, as a file
-    killed(sweep, *ONE_HOST, THREE)
+    alone_killed(sweep, *ONE_HOST, THREE)
     said, complaint = ended(sweep.begin(*ONE_HOST, THREE), 1)
     assert "error: 1 of 3 jobs is not done (quant_level=3: " in complaint and ".lock is no file" in complaint
     assert all(f"job {number} of 3: quant_level={number}" in said for number in (1, 2, 3))
@@ -66,7 +66,7 @@ def test_on_one_host_jobs_end_with_the_command_and_one_that_fails_stops_no_other
 @needs("submitit")
 def test_jobs_of_submitit_outlive_the_command_and_are_waited_for(sweep):
     given, logs = "hydra/launcher=slurm_local", [sweep.folder / job / "quantize.log" for job in JOBS]
-    group = killed(sweep, given)
+    group = alone_killed(sweep, given)
     os.killpg(group, signal.SIGSTOP)  # else they may be done before others wait
     again = sweep.begin(given)
     try:

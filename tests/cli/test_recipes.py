@@ -21,6 +21,7 @@ from .shared import PROMPTS, images_in, prompts_knob, record_of, rows_of
 
 pytestmark = pytest.mark.nightly
 
+
 @pytest.fixture
 def range_of(refused, tiny, tmp_path) -> Callable[..., list[int]]:
     """``range_of(knob, pattern, *knobs)``: the numbers with which a knob's value is refused before calibration."""

@@ -1,14 +1,13 @@
 """A real sweep: killed and started again it leaves what an unbroken one leaves; one failed job stops no other."""
 
 import json
-import os
-import signal
 
 import pytest
 
 from sd_quant.places import CONF
 
 from .shared import JOBS, json_of, record_of, rows_of, without_times
+from .sweeping import killed
 
 pytestmark = pytest.mark.commit
 
@@ -52,9 +51,7 @@ def test_a_shipped_experiment_runs(done, tiny, with_graphs, tmp_path, experiment
 
 @pytest.mark.nightly
 def test_killed_and_started_again_it_leaves_the_same(sweep):
-    command = sweep.begun()  # the second job too
-    os.killpg(command.pid, signal.SIGKILL)
-    command.communicate()
+    killed(sweep.begun())  # in the second job
     assert not (sweep.folder / JOBS[1] / "metrics.json").exists()
     assert "sweep of 2 jobs" in sweep.does_the_rest(JOBS[0])
     assert without_times(sweep.folder / "summary.csv") == sweep.undisturbed

@@ -202,4 +202,4 @@ def tried(case: dict, facts: dict) -> None:
 
 
 if __name__ == "__main__":
-    write_facts(json.loads(Path(sys.argv[1]).read_text()), {}, tried)
+    write_facts(tried)

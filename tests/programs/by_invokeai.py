@@ -7,10 +7,8 @@ in InvokeAI. Files of other classes are only probed.
 import contextlib
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +31,6 @@ from invokeai.backend.model_manager.load.model_cache.torch_module_autocast impor
 from invokeai.backend.model_manager.load.model_loaders import flux  # noqa: E402
 from invokeai.backend.model_manager.taxonomy import SubModelType  # noqa: E402
 
-PACKAGES = ("invokeai", "torch", "diffusers", "gguf")
 LOADERS = {
     "Main_GGUF_FLUX_Config": flux.FluxGGUFCheckpointModel,
     "Main_SDNQ_Diffusers_FLUX_Config": flux.FluxSDNQDiffusersModel,
@@ -160,5 +157,4 @@ def tried(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    versions = {package: version(package) for package in PACKAGES}
-    write_facts(json.loads(Path(sys.argv[1]).read_text()), versions, tried)
+    write_facts(tried, ("invokeai", "torch", "diffusers", "gguf"))

@@ -24,7 +24,6 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from importlib.machinery import ModuleSpec
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +31,7 @@ from unittest.mock import MagicMock
 
 import torch
 import transformers
-from facts import errors_of_layers, write_facts
+from facts import asked, errors_of_layers, write_facts
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -301,7 +300,7 @@ def opened(source: Path, case: dict, facts: dict) -> None:
 
 
 def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    request = asked()
     source = Path(request["source"])
     torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.INFO)
@@ -312,8 +311,7 @@ def main() -> None:
     described = gguf_folder(source) / "pyproject.toml"
     if any(case["target"] == "gguf" for case in request["cases"]) and described.is_file():
         versions["ComfyUI-GGUF"] = tomllib.loads(described.read_text(encoding="utf-8"))["project"]["version"]
-    versions |= {package: version(package) for package in ("comfy-kitchen", "torch")}
-    write_facts(request, versions, partial(opened, source))
+    write_facts(partial(opened, source), ("comfy-kitchen", "torch"), versions)
 
 
 if __name__ == "__main__":

@@ -38,13 +38,7 @@ def printed_code(folder: Path, number: int = 0) -> str:
 
 
 def by_consumer(
-    python: Path | str,
-    code: str,
-    folder: Path,
-    work: Path,
-    call: Mapping = CALL,
-    latents: np.ndarray = LATENTS,
-    script: str = "draw.py",
+    python: Path | str, code: str, folder: Path, work: Path, call: Mapping = CALL, latents: np.ndarray = LATENTS
 ) -> tuple[np.ndarray, dict[str, object]]:
     """Pictures, uint8 [N, H, W, 3], by what the ``code`` opens, and what that told of itself.
 
@@ -57,7 +51,7 @@ def by_consumer(
     }  # fmt: skip
     path = work / "request.json"
     path.write_text(json.dumps(request), encoding="utf-8")
-    subprocess.run([python, HERE / script, path], check=True, cwd=work)
+    subprocess.run([python, HERE / "draw.py", path], check=True, cwd=work)
     return np.load(request["pictures"]), json.loads(Path(request["facts"]).read_text(encoding="utf-8"))
 
 

@@ -11,10 +11,8 @@ torch's attention. INT8 is loaded and not computed, as vLLM has compiled kernels
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -161,13 +159,11 @@ def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    versions = {name: version(name) for name in ("vllm-omni", "vllm", "torch")}
     with TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/init", 0, "gloo")
         parallel_state.initialize_model_parallel()
-        write_facts(request, versions, opened)
+        write_facts(opened, ("vllm-omni", "vllm", "torch"))
 
 
 if __name__ == "__main__":

@@ -51,30 +51,23 @@ def worker_of(job: Path) -> int:
     return int(line.split()[4])
 
 
-def test_nothing_happens(eight_jobs):
-    eight_jobs()
-
-
 @pytest.mark.parametrize("fault", ALIKE)
-def test_a_fault_that_slurm_has_too(sweep, seen, fault):
+def test_what_befalls_slurm_too(sweep, seen, fault):
     seen(fault, ALIKE[fault](sweep))
 
 
-def test_a_jobs_process_dies(sweep, seen):
-    command = sweep.begun()
+@pytest.mark.parametrize("tries", [(), ("+hydra.launcher.ray.remote.max_retries=0",)])
+def test_a_jobs_process_dies(sweep, seen, tries):
+    command = sweep.begun(*tries)
     os.kill(worker_of(sweep.folder / JOBS[0]), signal.SIGKILL)
-    ended(command)
-    sweep.is_whole()
-    seen("a job's process is killed", "Ray tries the job again; nothing to do")
-
-
-def test_a_jobs_process_dies_more_often_than_ray_tries(sweep, seen):
-    command = sweep.begun("+hydra.launcher.ray.remote.max_retries=0")
-    os.kill(worker_of(sweep.folder / JOBS[0]), signal.SIGKILL)
-    ended(command, 1)
-    assert "Ray's task for it has ended" in sweep.failure_of(JOBS[0])
-    assert "1 failed before" in sweep.does_the_rest(JOBS[1])
-    seen("it is killed more often than Ray tries", "the job has failed, with the reason; the others go on")
+    ended(command, len(tries))
+    if tries:
+        assert "Ray's task for it has ended" in sweep.failure_of(JOBS[0])
+        assert "1 failed before" in sweep.does_the_rest(JOBS[1])
+        seen("it is killed more often than Ray tries", "the job has failed, with the reason; the others go on")
+    else:
+        sweep.is_whole()
+        seen("a job's process is killed", "Ray tries the job again; nothing to do")
 
 
 def test_a_node_dies_under_a_job(sweep, cluster, seen):
