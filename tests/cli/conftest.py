@@ -32,9 +32,8 @@ Command = Callable[..., subprocess.CompletedProcess]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First the two files that make what others share, one by each worker, else one would wait for the other's; then
     the longest of `make soak`."""
-    names = ("families", "installed", "faults", "launchers", "deployed", "beside", "notebook")
-    longest = [f"test_{name}.py" for name in names]
-    first = ["test_main_job.py", "test_recipes.py", *longest]
+    names = ("main_job", "recipes", "families", "installed", "faults", "launchers", "deployed")
+    first = [f"test_{name}.py" for name in names]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 

@@ -42,18 +42,16 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     assert "from the cache: statistics of prompts 1 to 1" in (run / "quantize.log").read_text()
     assert {path: path.stat().st_mtime_ns for path in tiny.cache.glob("statistics/*/*.safetensors")} == entries
 
-    ranked, record = rows_of(run / "sensitivity.csv"), record_of(run)
+    ranked, record, layers = rows_of(run / "sensitivity.csv"), record_of(run), rows_of(run / "layers.csv")
     errors = [float(row["network_error"]) for row in ranked]
     assert len(ranked) == 2 + record["layers"]["quantized"] and errors == sorted(errors, reverse=True)
     assert (run / "sensitivity.png").stat().st_size
-    assert [row["name"] for row in ranked if row["kept"] == "True"] == [row["name"] for row in ranked[:2]]
     curve = record["sensitivity"]["curve"]
     assert [point["kept"] for point in curve][:3] == [0, 1, 2]
     assert curve[2]["relative_error"] < curve[0]["relative_error"]
-
-    layers = {row["name"]: row for row in rows_of(run / "layers.csv")}
-    assert all(layers[row["name"]]["reason"] == "among the most sensitive layers" for row in ranked[:2])
-    searched = [row for row in layers.values() if row["alpha"]]
+    kept = {row["name"] for row in layers if row["reason"] == "among the most sensitive layers"}
+    assert kept == {row["name"] for row in ranked[:2]} == {row["name"] for row in ranked if row["kept"] == "True"}
+    searched = [row for row in layers if row["alpha"]]
     gains = [float(row["output_error_alpha_0.8"]) - float(row["output_error"]) for row in searched]
     assert len({row["alpha"] for row in searched}) > 1 and sum(gains) > 0
     assert record["smoothing"]["multiplications"] == len(searched) > 4

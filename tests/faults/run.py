@@ -28,10 +28,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Timer
 
 from sd_quant.files import TEMPORARY
 
@@ -107,10 +107,13 @@ class Job:
 
     def start(self, *more: str, before: Sequence[str] = (), limit: Callable[[], None] | None = None):
         own = {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TMPDIR": f"{self.root}/tmp"}
-        return subprocess.Popen(
+        errors = tempfile.TemporaryFile("w+")  # a full pipe would hold the process up
+        process = subprocess.Popen(
             [*before, sys.executable, *self.arguments, *more], cwd=REPOSITORY, env=os.environ | own, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=limit,
+            stdout=subprocess.PIPE, stderr=errors, start_new_session=True, preexec_fn=limit,
         )  # fmt: skip
+        process.errors = errors
+        return process
 
 
 def main_job(root: Path, model: Sequence[str]) -> Job:
@@ -133,20 +136,19 @@ def follow(
     """Read the job to its end, which a signal may hasten after some seconds; ``on_stage`` hears of stages' begins."""
     lines, stages = [], []
     limits = [Timer(seconds, strike, [process, number]), Timer(MOST, strike, [process, signal.SIGKILL])]
-    errors: list[str] = []
-    reader = Thread(target=lambda: errors.append(process.stderr.read()))  # a full pipe would hold the process up
-    for thread in (*limits, reader):
-        thread.start()
-    with process:
+    for limit in limits:
+        limit.start()
+    with process, process.errors:
         for line in process.stdout:
             lines.append(line)
             if found := STAGE_LINE.search(line.rstrip()):
                 stages.append(found[1])
                 on_stage(found[1])
-        reader.join()
-    for limit in limits:
-        limit.cancel()
-    return Ended(process.wait(), "".join(lines), errors[0], tuple(stages))
+        code = process.wait()
+        for limit in limits:
+            limit.cancel()
+        process.errors.seek(0)
+        return Ended(code, "".join(lines), process.errors.read(), tuple(stages))
 
 
 # What is left
@@ -165,8 +167,8 @@ def artifacts(job: Job) -> dict[str, str]:
         content = json.loads(record.read_text(encoding="utf-8"))
         for sizes in content["sizes_bytes"].values():
             del sizes["plan"]
-        told = {f"{record.name}: {key}": value for key, value in content.items() if key not in MEASURED}
-        found |= {name: hashlib.sha256(json.dumps(told[name], sort_keys=True).encode()).hexdigest() for name in told}
+        told = {name: json.dumps(content[name], sort_keys=True) for name in content.keys() - MEASURED}
+        found |= {f"{record.name}: {key}": hashlib.sha256(text.encode()).hexdigest() for key, text in told.items()}
     return found
 
 
@@ -195,13 +197,23 @@ def whole(job: Job, expected: dict[str, str]) -> list[str]:
 
 
 def given_again(job: Job, expected: dict[str, str]) -> list[str]:
-    """The command undisturbed; what then differs from an unbroken run."""
+    """The command undisturbed; what then differs from an unbroken run, or is a plan that the record does not know."""
     shutil.rmtree(job.root / "tmp")
     (job.root / "tmp").mkdir()
     ended = follow(job.start())
     if ended.code:
         return [f"given again it {ended.told()}"]
-    return differing(expected, artifacts(job)) + leftovers(job)
+    problems = differing(expected, artifacts(job)) + leftovers(job)
+    if problems or job.name != MAIN_JOB:
+        return problems
+    plans = json.loads((job.out / "metrics.json").read_text(encoding="utf-8"))["plans"]
+    written = {part: (job.out / "plan" / f"{part}.plan").read_bytes() for part in plans}
+    known = {part: (len(content), hashlib.sha256(content).hexdigest()) for part, content in written.items()}
+    return [
+        f"the record has another {part}.plan"
+        for part, report in plans.items()
+        if known[part] != (report["bytes"], report["sha256"])
+    ]
 
 
 @dataclass
@@ -302,11 +314,9 @@ def bytes_in(folder: Path) -> int:
     """On disk, of every file once, however many names it has."""
     blocks = {}
     for path in folder.rglob("*"):
-        try:
+        with suppress(FileNotFoundError):
             found = path.lstat()
-        except FileNotFoundError:
-            continue
-        blocks[found.st_ino] = found.st_blocks * 512
+            blocks[found.st_ino] = found.st_blocks * 512
     return sum(blocks.values())
 
 
@@ -325,19 +335,6 @@ def killed_at(job: Job, stage: str, number: int) -> tuple[Ended, float]:
     process = job.start()
     ended = follow(process, on_stage)
     return ended, time.monotonic() - struck[0]
-
-
-def resumed(job: Job, expected: dict[str, str]) -> list[str]:
-    """Give the command again; what then differs from the unbroken run, or is a plan that the record does not know."""
-    problems = given_again(job, expected)
-    if problems or job.name != MAIN_JOB:
-        return problems
-    plans = json.loads((job.out / "metrics.json").read_text(encoding="utf-8"))["plans"]
-    for part, report in plans.items():
-        content = (job.out / "plan" / f"{part}.plan").read_bytes()
-        if len(content) != report["bytes"] or report["sha256"] != hashlib.sha256(content).hexdigest():
-            problems.append(f"the record has another {part}.plan")
-    return problems
 
 
 def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, draw: random.Random, tally: Tally):
@@ -361,7 +358,7 @@ def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, d
         problems += [f"took {after:.0f} s to end"] if after > SOON else []
         problems += ["a traceback"] if "Traceback" in ended.stderr else []
         problems += leftovers(job)
-    tally.add(kind, problems + resumed(job, model.artifacts))
+    tally.add(kind, problems + given_again(job, model.artifacts))
 
 
 # Disks
@@ -377,7 +374,7 @@ def full_disks(arguments: Sequence[str], stages: Sequence[str], tally: Tally) ->
             job.empty()
             ended, problems = starved(job, stage, folder / "filler", max(written // 2, SPARED), model.artifacts)
             kind = f"disk full in {stage}, of {written / 1e6:.1f} MB half had room, ended in {ended.stages[-1]}"
-            tally.add(kind, problems + resumed(job, model.artifacts))
+            tally.add(kind, problems + given_again(job, model.artifacts))
 
 
 def starved(job: Job, stage: str, filler: Path, spared: int, expected: dict[str, str]) -> tuple[Ended, list[str]]:
@@ -424,7 +421,6 @@ def with_clock_set(command: Job, model: Unbroken, years: int) -> list[str]:
 
     Time since the machine's start goes on as it does, as when a real clock is set.
     """
-    command.empty()
     rule, following = command.root / "tmp/clock", command.root / "tmp/next"
 
     def set_clock(offset: str) -> None:
@@ -434,13 +430,12 @@ def with_clock_set(command: Job, model: Unbroken, years: int) -> list[str]:
     set_clock("+0")
     told = {"FAKETIME_TIMESTAMP_FILE": str(rule), "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     before = ("env", "-u", "FAKETIME", *(f"{name}={value}" for name, value in told.items()), f"LD_PRELOAD={CLOCK}")
-    moments = [
-        Timer(share * model.seconds, set_clock, [offset]) for share, offset in ((0.5, f"{years:+d}y"), (0.75, "+0"))
-    ]
-    for timer in moments:
+    jumps = {0.5: f"{years:+d}y", 0.75: "+0"}  # by the share of the command's time
+    timers = [Timer(share * model.seconds, set_clock, [offset]) for share, offset in jumps.items()]
+    for timer in timers:
         timer.start()
     found = hard(command, model.artifacts, before=before)
-    for timer in moments:
+    for timer in timers:
         timer.cancel()
     return found
 
@@ -453,6 +448,7 @@ def hard_places(command: Job, model: Unbroken, tally: Tally) -> None:
     without = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"', "sh")
     tally.add(f"{command.name}, no /dev/shm", hard(command, expected, before=without))
     for years in (-1, 1) if shutil.which("faketime") else ():
+        command.empty()
         tally.add(f"{command.name}, a clock set by {years:+d} year", with_clock_set(command, model, years))
     if not any(argument.startswith("cache.dir=") for argument in command.arguments):
         return
