@@ -103,14 +103,14 @@ def test_without_addresses_for_the_libraries_a_job_is_refused_before_they_are_lo
     ("judge.py", ["candidates=[conf]"], 2, ".*conf is of no kind that is known here.*"),
 ])  # fmt: skip
 def test_what_a_begun_job_finds_is_one_sentence_before_calibration_and_leaves_only_its_log(
-    command, refused, files, script, arguments, code, sentence
+    refused, files, script, arguments, code, sentence
 ):
     given = script, *(argument.format(files=files) for argument in arguments), f"hydra.run.dir={files}/run"
     found = refused(*given, code=code)
     assert re.fullmatch(sentence, found)
     log = f"{script.removesuffix('.py')}.log"
-    left = {path.name for path in (files / "run").iterdir()}
-    assert left == {".hydra", ".lock", log, "config.yaml", "failure.json"}
+    least, left = {".hydra", log, "failure.json"}, {path.name for path in (files / "run").iterdir()}
+    assert least <= left <= least | {".lock", "config.yaml"}
     text = (files / "run" / log).read_text()
     assert text.count(found) == 1 and "calibrate" not in text
 

@@ -8,9 +8,9 @@ file descriptors, without shared memory, with a cache from the future and the pa
 four processes of one with one cache: it has to leave the same, or to end with a code from 2 to 4 (a sweep with 1) and
 one sentence. With ``faketime`` (Debian's package) the clock is also set a year back and ahead while a command works.
 
-A stage begins when its line appears in the log. What is left is compared by hash: every file that a command promises is
-the same in every run on one machine, but for times, sizes of memory and plans, of which it counts that they are there.
-Python's hashes are not drawn anew here, because ModelOpt writes the state of its quantizers in the order of a set.
+A stage begins when its line appears in the log. Every file that a command promises is the same in every run on one
+machine, but for times, sizes of memory and plans. Python's hashes are not drawn anew here, because ModelOpt writes the
+state of its quantizers in the order of a set.
 """
 
 import argparse
@@ -323,18 +323,22 @@ def bytes_in(folder: Path) -> int:
 # Signals
 
 
-def killed_at(job: Job, stage: str, number: int) -> tuple[Ended, float]:
-    """The signal is sent as the stage's line appears. Returns also the seconds from the signal to the end."""
-    struck: list[float] = []
+def at_stage(job: Job, stage: str, act: Callable[[subprocess.Popen], object]) -> tuple[Ended, float]:
+    """What is done to the job as the stage's line appears. Returns also the seconds from then to the end."""
+    acted: list[float] = []
 
     def on_stage(begun: str) -> None:
-        if begun == stage and not struck:
-            struck.append(time.monotonic())
-            strike(process, number)
+        if begun == stage and not acted:
+            acted.append(time.monotonic())
+            act(process)
 
     process = job.start()
     ended = follow(process, on_stage)
-    return ended, time.monotonic() - struck[0]
+    return ended, time.monotonic() - acted[0]
+
+
+def killed_at(job: Job, stage: str, number: int) -> tuple[Ended, float]:
+    return at_stage(job, stage, lambda process: strike(process, number))
 
 
 def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, draw: random.Random, tally: Tally):
@@ -380,14 +384,12 @@ def full_disks(arguments: Sequence[str], stages: Sequence[str], tally: Tally) ->
 def starved(job: Job, stage: str, filler: Path, spared: int, expected: dict[str, str]) -> tuple[Ended, list[str]]:
     """The job on a disk that is filled as the stage begins, while it stands still; afterwards there is room again."""
 
-    def on_stage(begun: str) -> None:
-        if begun == stage:
-            strike(process, signal.SIGSTOP)
-            fill(filler, spared)
-            strike(process, signal.SIGCONT)
+    def act(process: subprocess.Popen) -> None:
+        strike(process, signal.SIGSTOP)
+        fill(filler, spared)
+        strike(process, signal.SIGCONT)
 
-    process = job.start()
-    ended = follow(process, on_stage)
+    ended, _ = at_stage(job, stage, act)
     filler.unlink(missing_ok=True)
     problems = whole(job, expected) if ended.code else []
     if ended.code != 4 or len(ended.errors) != 1 or "disk" not in ended.errors[0]:
@@ -417,10 +419,9 @@ def few_descriptors() -> None:
 
 
 def with_clock_set(command: Job, model: Unbroken, years: int) -> list[str]:
-    """The clock jumps in the middle of the command, and back when it has three quarters behind it.
-
-    Time since the machine's start goes on as it does, as when a real clock is set.
-    """
+    """The clock jumps in the middle of the command, and back when it has three quarters behind it; time since the
+    machine's start goes on as it does, as when a real clock is set."""
+    command.empty()
     rule, following = command.root / "tmp/clock", command.root / "tmp/next"
 
     def set_clock(offset: str) -> None:
@@ -441,14 +442,15 @@ def with_clock_set(command: Job, model: Unbroken, years: int) -> list[str]:
 
 
 def hard_places(command: Job, model: Unbroken, tally: Tally) -> None:
-    expected = model.artifacts
-    command.empty()
-    tally.add(f"{command.name}, 64 file descriptors", hard(command, expected, limit=few_descriptors))
-    command.empty()
+    def tried(place: str, *more: str, anew: bool = True, **how) -> None:
+        if anew:
+            command.empty()
+        tally.add(f"{command.name}, {place}", hard(command, model.artifacts, *more, **how))
+
+    tried("64 file descriptors", limit=few_descriptors)
     without = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"', "sh")
-    tally.add(f"{command.name}, no /dev/shm", hard(command, expected, before=without))
+    tried("no /dev/shm", before=without)
     for years in (-1, 1) if shutil.which("faketime") else ():
-        command.empty()
         tally.add(f"{command.name}, a clock set by {years:+d} year", with_clock_set(command, model, years))
     if not any(argument.startswith("cache.dir=") for argument in command.arguments):
         return
@@ -456,16 +458,14 @@ def hard_places(command: Job, model: Unbroken, tally: Tally) -> None:
         for path in (command.root / "cache").rglob("*"):
             os.utime(path, (moment, moment))
         shutil.rmtree(command.out)
-        tally.add(f"{command.name}, a cache of {time.gmtime(moment).tm_year}", hard(command, expected))
+        tried(f"a cache of {time.gmtime(moment).tm_year}", anew=False)
     for kind in ("full", "read-only"):
         with small_disk(200) as disk:
-            command.empty()
             if kind == "full":
                 fill(disk / "filler", 2**20)
             else:
                 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-            found = hard(command, expected, f"cache.dir={disk}/cache")
-            tally.add(f"{command.name}, a cache on a disk that is {kind}", found)
+            tried(f"a cache on a disk that is {kind}", f"cache.dir={disk}/cache")
 
 
 def races(command: Job, model: Unbroken, tally: Tally) -> None:

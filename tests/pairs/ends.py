@@ -97,7 +97,7 @@ DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a
     *("keep", "quantize.exclude", "quantize.exclude_text", "quantize.budget", "quantize.choices", "quantize.rank"),
     *("hand_over", "export.dtype"),
 )
-ELSEWHERE = {  # knobs that other names above set, that name a file, say what the model is, are of no job or take minutes
+ELSEWHERE = {  # knobs that other names above set, that name a file, say what the model is, are of no job or too long
     *("quantize.format", "quantize.enable", "quantize.quant_level", "quantize.attention", "quantize.alpha"),
     *("quantize.keep", "compiled_baseline", "infer.latents", "infer.cuda_graph", "verdict.image_ms"),
     *("infer.num_prompts", "infer.prompts_seed", "infer.prompts_category"),  # of a list nothing is drawn

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -94,8 +95,6 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def output_of(network: nn.Module, call: dict[str, Tensor]) -> Tensor:
-    from types import SimpleNamespace
-
     no_mask = lambda block_index: None  # noqa: E731
     regions = SimpleNamespace(get_double_stream_attn_mask=no_mask, get_single_stream_attn_mask=no_mask)
     image = call["hidden_states"]
@@ -121,10 +120,8 @@ def places_of(case: Mapping[str, Any], network: nn.Module) -> dict[str, tuple[st
     found = {}
     for name, rows in flux.FluxSDNQDiffusersModel._convert_diffusers_sd_to_bfl(None, numbers).items():
         for index in (rows >> 20).unique():
-            found[names[index].removesuffix(".weight")] = (
-                name.removesuffix(".weight"),
-                (rows >> 20 == index).nonzero()[:, 0],
-            )
+            place = name.removesuffix(".weight"), (rows >> 20 == index).nonzero()[:, 0]
+            found[names[index].removesuffix(".weight")] = place
     return found
 
 

@@ -2,16 +2,12 @@
 
 The source is a checkout of ComfyUI, with ComfyUI-GGUF beside it or in its ``custom_nodes``. A denoiser is loaded like
 by the nodes Load Diffusion Model and Unet Loader (GGUF/Advanced), SDXL's file like by Load Checkpoint, all with
-``--cpu --fp32-unet``. ``dequant_dtype`` of GGUF is float32; the plain node decodes in fp16.
-
-The second output, ``exact``, is of the same call with weights that ComfyUI dequantizes, so that no layer rounds its
-input; it differs from our prediction by the order of sums alone. A case with an ``image`` is sampled in both ways in
-place of a call, and the noise levels are written too.
+``--cpu --fp32-unet``. The second output, ``exact``, is of the same call with weights that ComfyUI dequantizes, so that
+no layer rounds its input. A case with an ``image`` is sampled in both ways, and the noise levels are written too.
 
 Three things are not as a user has them. Torchvision and torchaudio, whose extensions need another torch build, are
 stand-ins that no image model here calls. So is ComfyUI's module ``nodes``, which only ComfyUI-GGUF's loaders of text
-encoders use. And sizes that ComfyUI does not know, as of a small SDXL, are registered, without text encoders and
-autoencoder.
+encoders use. And sizes that ComfyUI does not know, as of a small SDXL, are registered.
 """
 
 import ast
@@ -121,13 +117,8 @@ def register(state: dict[str, Tensor], prefix: str, case: dict) -> bool:
     if known := next((model for model in supported.models if model.matches(sizes, state, prefix)), None):
         return known.__name__ == "Registered"
     unet = json.loads((Path(case["pipeline"]) / "unet" / "config.json").read_text(encoding="utf-8"))
-    (width,) = {
-        channels // heads
-        for channels, heads, kind in zip(
-            unet["block_out_channels"], unet["attention_head_dim"], unet["down_block_types"], strict=True
-        )
-        if "CrossAttn" in kind
-    }
+    levels = zip(unet["block_out_channels"], unet["attention_head_dim"], unet["down_block_types"], strict=True)
+    (width,) = {channels // heads for channels, heads, kind in levels if "CrossAttn" in kind}
 
     class Registered(supported.SDXL):
         unet_config = sizes
@@ -286,16 +277,17 @@ def opened(source: Path, case: dict, facts: dict) -> None:
         "opened": how if computed == torch.float32 else f"{how}, {computed}",
         "quantized": sum(map(is_quantized, model.modules())),
     }
-    if "image" in case:
-        found = sampled(patcher, case["image"])
-        without_rounding(model)
-        found["exact"] = sampled(patcher, case["image"])["output"]
-    else:
+    if "image" not in case:
         facts["layers"] = errors_of_layers(load_file(case["layers"]), lambda name, x: model.get_submodule(name)(x))
-        call = load_file(case["call"])
-        found = {"output": CALLS[case["family"]](model, call)}
-        without_rounding(model)
-        found["exact"] = CALLS[case["family"]](model, call)
+
+    def made() -> dict[str, Tensor]:
+        if "image" in case:
+            return sampled(patcher, case["image"])
+        return {"output": CALLS[case["family"]](model, load_file(case["call"]))}
+
+    found = made()
+    without_rounding(model)
+    found["exact"] = made()["output"]
     save_file({kind: each.float().contiguous() for kind, each in found.items()}, case["output"])
 
 

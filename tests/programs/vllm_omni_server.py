@@ -129,9 +129,8 @@ def output_of(network: FluxTransformer2DModel, name: str, x: Tensor) -> Tensor:
 def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     folder = Path(case["path"]) / "transformer"
     config = TransformerConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    network = FluxTransformer2DModel(
-        **get_transformer_config_kwargs(config, FluxTransformer2DModel), quant_config=config.quant_config
-    )
+    sizes = get_transformer_config_kwargs(config, FluxTransformer2DModel)
+    network = FluxTransformer2DModel(**sizes, quant_config=config.quant_config)
     pipeline = Pipeline(network, folder)
     settings = SimpleNamespace(quantization_config=config.quant_config, parallel_config=None)
     loader = DiffusersPipelineLoader(LoadConfig(), settings)
@@ -141,11 +140,10 @@ def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     linears = [each for each in network.modules() if isinstance(each, LinearBase)]
     quantized = [each for each in linears if not isinstance(each.quant_method, UnquantizedLinearMethod)]
     taken = {name: tensor for name, tensor in stored.items() if name in pipeline.given}
+    found = {name.removeprefix("transformer.") for name in pipeline.loaded}
     facts |= {
         "opened": OPENED,
-        "missing": sorted(
-            name for name, _ in network.named_parameters() if f"transformer.{name}" not in pipeline.loaded
-        ),
+        "missing": sorted({name for name, _ in network.named_parameters()} - found),
         "left": sorted(stored.keys() - taken.keys()) + altered(network, taken),
         "quantized": sum(len(getattr(each, "output_sizes", [1])) for each in quantized),
     }
