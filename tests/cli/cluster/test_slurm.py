@@ -87,8 +87,7 @@ def test_a_job_exceeds_its_memory(sweep, seen):
     ended(sweep.begin("hydra.launcher.mem_gb=null", "hydra.launcher.mem_per_cpu=300M"), 1)
     for job in JOBS:
         assert "raise hydra.launcher.mem_gb" in sweep.failure_of(job)
-    ended(sweep.begin())
-    sweep.is_whole()
+    sweep.is_whole(sweep.begin())
     seen("a job exceeds its memory", "it has failed, with the reason and the knob; the same command does it")
 
 
@@ -102,8 +101,7 @@ def test_a_job_exceeds_its_time(sweep, cluster, seen):
             os.kill(process.number, signal.SIGSTOP)
     ended(command, 1)
     assert "raise hydra.launcher.timeout_min" in sweep.failure_of(job_of(job))
-    ended(sweep.begin())
-    sweep.is_whole()
+    sweep.is_whole(sweep.begin())
     seen("a job hangs beyond timeout_min", "the job has failed, with the reason and the knob; others go on")
 
 
@@ -124,10 +122,9 @@ def test_the_disk_of_a_node_is_full(sweep, cluster, tmp_path, seen):
     cluster.start_node("n2", hiding=local)
     cluster.environment["TMPDIR"] = str(local)
     try:
-        ended(sweep.begin())
+        sweep.is_whole(sweep.begin())
     finally:
         del cluster.environment["TMPDIR"]
-    sweep.is_whole()
     seen("a node's own disk is full", "a job does not require it")
 
 
