@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import struct
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -249,16 +248,6 @@ def test_images_of_the_run_come_out_the_same(done, run, main_job, checkpoint, tm
     record = record_of(tmp_path / "images")
     assert (record["status"], record["prompts"]) == ("done", PROMPTS)
     assert set(record["latency"]["openvino"]) == {*PART_NAMES, "image"}
-
-
-def test_a_plan_takes_the_sizes_that_were_asked_for(done, run, tmp_path):
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
-    sizes = "trt.targets=[SM89]", "trt.sizes=[64x128,128x64]", "infer.width=128"
-    done("export_trt.py", f"vae={onnx_path(run, 'vae')}", *sizes, f"hydra.run.dir={tmp_path}")
-    shapes = json.loads((tmp_path / "plan/vae.plan.json").read_text())["profile"]["z"]
-    assert [shape[2:] for shape in shapes] == [[8, 8], [8, 16], [16, 16]]
-    plan = (tmp_path / "plan/vae.plan").read_bytes()
-    assert all(struct.pack("<4q", *shape) in plan for shape in shapes)
 
 
 def test_a_refused_plan_is_rebuilt_by_the_command_that_the_refusal_prints(run, done, tmp_path):

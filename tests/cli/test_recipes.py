@@ -147,7 +147,7 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
         "infer.scale=2", "infer.seed=9", "infer.steps=3", "infer.batch_size=2", prompts_knob(prompts),
         "infer.negative_prompt=a red square", "infer.num_timed_runs=2", "infer.num_warmup_runs=1",
         f"cache.dir={tmp_path}/cache", "export_trt=tensorrt_rtx", "trt.targets=[SM86]", "trt.min_batch_size=2",
-        "trt.max_batch_size=3", "trt.optimization_level=0",
+        "trt.max_batch_size=3", "trt.optimization_level=0", "trt.sizes=[64x64,64x128]",
         "quantize.parts={text_encoder:int8_dynamic,vae:int8}",
     )  # fmt: skip
     kept = {}
@@ -176,7 +176,9 @@ def test_knobs_reach_the_stage_that_they_are_for(job, tiny, tmp_path):
     }  # fmt: skip
     assert (latency["vae"]["2"]["full_precision"]["n"], latency["vae"]["2"]["full_precision"]["warmup"]) == (2, 1)
     plan = json.loads((run / "plan/unet.plan.json").read_text())
+    least, _, most = plan["profile"]["sample"]
     assert plan["targets"] == ["SM86"] and [shape[0] for shape in plan["profile"]["sample"]] == [2, 4, 6]
+    assert (least[2:], sorted(most[2:])) == ([8, 8], [8, 16])
 
     assert record["peaks"].keys() == {"unet", "vae", "text_encoder"}
     of_parts = [row for row in rows_of(run / "layers.csv") if row["name"].startswith(("text_encoder:", "vae:"))]
