@@ -1,9 +1,7 @@
 """Sweeps on a real Slurm of two nodes, and what befalls them."""
 
-import os
 import re
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -96,9 +94,9 @@ def test_a_job_exceeds_its_time(sweep, cluster, seen):
     short = "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1"
     command = sweep.begun(*short, file="quantize.log", text="of 2: quant_level=")
     job = cluster.job_on("n1")
-    for process in cluster.processes():
-        if process.started_on == "n1":
-            os.kill(process.number, signal.SIGSTOP)
+    for process in cluster.processes("n1"):
+        if process.info["environ"].get("SLURMD_NODENAME") == "n1":  # the job's, and not the daemon
+            process.suspend()
     ended(command, 1)
     assert "raise hydra.launcher.timeout_min" in sweep.failure_of(job_of(job))
     sweep.is_whole(sweep.begin())
