@@ -68,9 +68,7 @@ def environment(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def user(environment, tmp_path_factory, with_graphs) -> Callable[..., subprocess.CompletedProcess]:
     """``user(*command)`` in the folder ``user.folder``, which has a cache with the checkpoint's graphs.
-
-    ``user.paste(command)`` gives it to a shell there.
-    """
+    ``user.paste(command)`` gives it to a shell there."""
     folder = tmp_path_factory.mktemp("user")
     with_graphs(folder / "outputs/cache")
 

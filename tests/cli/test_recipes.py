@@ -58,10 +58,8 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
 
 
 def test_a_budget_gives_bits_to_the_layers_that_need_them(done, job, range_of, tiny, tmp_path):
-    """In 4 or 8 bits or left in fp16; the file takes what was computed, and its graph.
-
-    What it leaves for hands gives the same model, whose exports are derived from the copy in its folder.
-    """
+    """In 4 or 8 bits or left in fp16; the file takes what was computed, and its graph. What it leaves for hands gives
+    the same model, whose exports are derived from the copy in its folder."""
     knobs = ("quantize=svdquant_w4a16", "quant_level=1")
     pattern = r"quantize.budget is 0.01, expected from (\d+) bytes \(a share of [\d.]+\)"
     (least,) = range_of("quantize.budget=0.01", pattern, *knobs)
@@ -113,10 +111,8 @@ def test_all_parts_share_the_memory_that_the_pipeline_has_to_fit_in(job, range_o
 def test_statistics_from_elsewhere_give_the_same_recipe_and_the_noise_floor_is_measured_once(
     job, tiny, with_graphs, tmp_path
 ):
-    """As someone without a GPU does it: another machine's folder, no pass and no statistics here.
-
-    Full precision computed in other ways, which the next recipe finds in the cache.
-    """
+    """As someone without a GPU does it: another machine's folder, no pass and no statistics here. Full precision
+    computed in other ways, which the next recipe finds in the cache."""
     (statistics,) = (tiny.cache / "statistics").iterdir()
     cache = with_graphs(tmp_path / "cache")
     given = "infer.prompts=[a rocket,a teapot]", f"calibration={statistics}", f"cache.dir={cache}"

@@ -87,10 +87,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Job:
-    """``out``, ``cache`` and ``tmp`` lie in its root, so that a small disk can be put under all of them.
-
-    What a killed process leaves in ``tmp`` is the operating system's to remove.
-    """
+    """``out``, ``cache`` and ``tmp`` lie in its root, so that a small disk can be put under all of them. What a killed
+    process leaves in ``tmp`` is the operating system's to remove."""
 
     name: str
     root: Path

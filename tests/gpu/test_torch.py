@@ -41,10 +41,8 @@ def one_tiling(gpu, request, monkeypatch):
 @torch.no_grad()
 def check(made_as: type, fmt: str, per_row: bool, build, shape: tuple[int, ...], whole: bool, zero_point: int = 0,
           products: str = "cuda"):  # fmt: skip
-    """The GPU gives in fp16 what the processor gives in fp32 for the same codes.
-
-    fp16 rounds the output, and a GPU adds up FP8's products with some bits less.
-    """
+    """The GPU gives in fp16 what the processor gives in fp32 for the same codes. fp16 rounds the output, and a GPU adds
+    up FP8's products with some bits less."""
     if torch.cuda.get_device_capability() < FORMATS[fmt].torch_compute_capability:
         pytest.skip(f"this GPU multiplies no {fmt}")
     torch.manual_seed(0)

@@ -56,10 +56,8 @@ def every_pair() -> set[Pair]:
 
 
 def rows(draw: random.Random, folder: Path, missing: set[Pair]) -> Iterator[Row]:
-    """Rows until none of the pairs is ``missing``: whoever takes them removes those that have been tried.
-
-    A pair that the checks refuse in all rows is removed here.
-    """
+    """Rows until none of the pairs is ``missing``: whoever takes them removes those that have been tried. A pair that
+    the checks refuse in all rows is removed here."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         assert allowed(FIRST, folder)
         while missing:

@@ -158,9 +158,7 @@ def computed(network: nn.Module, call: dict[str, Tensor]) -> tuple[Tensor, dict[
 
 def places_of(network: nn.Module, path: Path) -> dict[str, list[Place]]:
     """Each layer of a GGUF file: diffusers' modules that hold it, with the numbers of the rows that they hold.
-
-    diffusers' own converter says so of the authors' names: it gets numbers of rows in place of weights.
-    """
+    diffusers' own converter says so of the authors' names: it gets numbers of rows in place of weights."""
     shapes = {tensor.name: tensor.shape for tensor in gguf.GGUFReader(path).tensors}
     numbers = {name: torch.arange(int(shape[-1])) for name, shape in shapes.items()}
     stored = {name: (numbers[name] + (index << 20)).unsqueeze(-1) for index, name in enumerate(shapes)}

@@ -106,10 +106,8 @@ def output_of(network: nn.Module, call: dict[str, Tensor]) -> Tensor:
 
 
 def places_of(case: Mapping[str, Any], network: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Each layer of the file with the module that holds it, and the numbers of its rows there.
-
-    A folder has diffusers' names, of which the loader joins some: it gets numbers of rows in place of weights.
-    """
+    """Each layer of the file with the module that holds it, and the numbers of its rows there. A folder has diffusers'
+    names, of which the loader joins some: it gets numbers of rows in place of weights."""
     if case["target"] == "gguf":
         return {name: (name, torch.arange(module.out_features)) for name, module in linears(network)}
     (file,) = Path(case["pipeline"], "transformer").glob("*.safetensors")

@@ -25,10 +25,8 @@ def write_facts(
     opened: Callable[[dict, Facts], object], packages: Iterable[str] = (), versions: Mapping[str, str] = {}
 ) -> None:
     """Has each case of the request ``opened``, which fills its facts as far as it comes; an exception is among them.
-
-    They are written after each case, because a program may end the process, with the versions of ``packages`` and
-    those that nobody can ask pip for.
-    """
+    They are written after each case, because a program may end the process, with the versions of ``packages`` and those
+    that nobody can ask pip for."""
     request, cases = asked(), dict[str, Facts]()
     installed = {package: version(package) for package in packages}
     for case in request["cases"]:
@@ -51,9 +49,7 @@ def relative_error(found: Any, expected: Any) -> float:
 
 def errors_of_layers(stored: Tensors, output_of: Callable[[str, Any], Any]) -> dict[str, float]:
     """The largest relative error of any layer, by what it is compared with; none where no layer is stored.
-
-    ``output_of`` returns the program's output of a layer, by its name in the file and its input.
-    """
+    ``output_of`` returns the program's output of a layer, by its name in the file and its input."""
     layers = {key.partition("|")[0] for key in stored}
     outputs = {layer: output_of(layer, stored[f"{layer}|input"]) for layer in layers}
     errors = {
@@ -65,9 +61,7 @@ def errors_of_layers(stored: Tensors, output_of: Callable[[str, Any], Any]) -> d
 
 def otherwise(name: str, held: Any, stored: Any, casts: bool = False) -> list[str]:
     """What a program holds otherwise than the file: a tensor's numbers, or the dtype unless it ``casts`` wide ones.
-
-    Codes and scales of one byte have to have the same dtype always: codes that are cast to numbers look equal.
-    """
+    Codes and scales of one byte have to have the same dtype always: codes that are cast to numbers look equal."""
     narrow = 1 in (stored.element_size(), held.element_size())
     if held.dtype != stored.dtype and (narrow or not casts):
         return [f"{name}: {held.dtype}, {stored.dtype} in the file"]
