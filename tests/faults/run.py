@@ -219,7 +219,6 @@ class Tally:
     began: float = field(default_factory=time.monotonic)
     counts: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    slowest: float = 0.0  # end of a cancelled job, in seconds
 
     def add(self, kind: str, problems: Sequence[str]) -> None:
         self.counts[kind] += 1
@@ -229,8 +228,7 @@ class Tally:
     def close(self) -> int:
         """The exit code, after a line of figures and one for each problem."""
         seconds = time.monotonic() - self.began
-        print(f"{self.counts.total()} faults, {len(self.wrong)} problems, {seconds:.0f} s; the slowest end of a "
-              f"cancelled job took {self.slowest:.1f} s", *self.wrong, sep="\n")  # fmt: skip
+        print(f"{self.counts.total()} faults, {len(self.wrong)} problems, {seconds:.0f} s", *self.wrong, sep="\n")
         return 1 if self.wrong else 0
 
 
@@ -356,7 +354,6 @@ def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, d
     else:
         problems += whole(job, model.artifacts) if ended.code == CODES[sent] else [ended.told()]
     if sent != signal.SIGKILL:
-        tally.slowest = max(tally.slowest, after)
         problems += [f"took {after:.0f} s to end"] if after > SOON else []
         problems += ["a traceback"] if "Traceback" in ended.stderr else []
         problems += leftovers(job)
@@ -412,10 +409,6 @@ def hard(command: Job, expected: dict[str, str], *more: str, **place) -> list[st
     return problems + given_again(command, expected)
 
 
-def few_descriptors() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-
 def with_clock_set(command: Job, model: Unbroken, years: int) -> list[str]:
     """The clock jumps in the middle of the command, and back when it has three quarters behind it; time since the
     machine's start goes on as it does, as when a real clock is set."""
@@ -445,7 +438,7 @@ def hard_places(command: Job, model: Unbroken, tally: Tally) -> None:
             command.empty()
         tally.add(f"{command.name}, {place}", hard(command, model.artifacts, *more, **how))
 
-    tried("64 file descriptors", limit=few_descriptors)
+    tried("64 file descriptors", limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)))
     without = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"', "sh")
     tried("no /dev/shm", before=without)
     for years in (-1, 1) if shutil.which("faketime") else ():

@@ -109,7 +109,8 @@ def places_of(case: Mapping[str, Any], network: nn.Module) -> dict[str, tuple[st
     """Each layer of the file with the module that holds it, and the numbers of its rows there. A folder has diffusers'
     names, of which the loader joins some: it gets numbers of rows in place of weights."""
     if case["target"] == "gguf":
-        return {name: (name, torch.arange(module.out_features)) for name, module in linears(network)}
+        linears = {name: each for name, each in network.named_modules() if isinstance(each, nn.Linear)}
+        return {name: (name, torch.arange(each.out_features)) for name, each in linears.items()}
     (file,) = Path(case["pipeline"], "transformer").glob("*.safetensors")
     names, numbers = [], {}
     for name, tensor in load_file(file).items():
@@ -121,10 +122,6 @@ def places_of(case: Mapping[str, Any], network: nn.Module) -> dict[str, tuple[st
             place = name.removesuffix(".weight"), (rows >> 20 == index).nonzero()[:, 0]
             found[names[index].removesuffix(".weight")] = place
     return found
-
-
-def linears(network: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
 
 
 @torch.no_grad()

@@ -107,11 +107,6 @@ def drawn(path: Path, folder: Path) -> tuple[np.ndarray, str]:
     return np.load(image), ended.stdout
 
 
-def decibels(first: np.ndarray, second: np.ndarray) -> float:
-    error = np.mean((first.astype(np.float64) - second) ** 2)
-    return float(10 * np.log10(255**2 / max(error, 1e-9)))
-
-
 def tried(folder: Path, case: dict, facts: dict) -> None:
     path, plain = Path(case["path"]), folder / "plain.gguf"
     image, said = drawn(path, folder)
@@ -125,7 +120,8 @@ def tried(folder: Path, case: dict, facts: dict) -> None:
         facts["far"] = "it draws; only GGUF is compared with the same weights in fp16"
         return
     in_fp16(path, plain)
-    facts["image"] = decibels(image, drawn(plain, folder)[0])
+    error = np.mean((image.astype(np.float64) - drawn(plain, folder)[0]) ** 2)
+    facts["image"] = float(10 * np.log10(255**2 / max(error, 1e-9)))  # dB
 
 
 def main() -> None:
