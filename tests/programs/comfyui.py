@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from importlib.machinery import ModuleSpec
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +37,7 @@ ABSENT = (
     "torchvision", "torchvision.ops", "torchvision.transforms", "torchvision.transforms.functional", "torchaudio",
     "torchaudio.functional", "torchaudio.transforms",
 )  # fmt: skip
-LOGGED = {
+LOGGED = {  # the names that ComfyUI logs as missing or as left over
     "missing": r"(?:unet|clip) missing: (\[.*\])",
     "left": r"(?:unet unexpected: |left over keys in diffusion model: dict_keys\()(\[.*\])",
 }
@@ -90,19 +91,6 @@ def gguf_package(source: Path) -> ModuleType:
     sys.modules["comfyui_gguf"] = package
     spec.loader.exec_module(package)
     return package
-
-
-class Log(logging.Handler):
-    """Keeps the names that ComfyUI logs as missing or as left over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, list[str]] = {kind: [] for kind in LOGGED}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        for kind, pattern in LOGGED.items():
-            if match := re.match(pattern, record.getMessage(), re.DOTALL):
-                self.found[kind] += ast.literal_eval(match[1])
 
 
 # Loading
@@ -263,13 +251,15 @@ def sampled(patcher: Any, image: dict) -> dict[str, Tensor]:
 def opened(source: Path, case: dict, facts: dict) -> None:
     import comfy.model_management
 
-    log = Log()
+    log = BufferingHandler(10**6)
     logging.getLogger().addHandler(log)
     try:
         patcher, how = LOADERS[case["target"]](case, source)
     finally:
         logging.getLogger().removeHandler(log)
-        facts |= log.found
+        for kind, pattern in LOGGED.items():
+            matches = [re.match(pattern, record.getMessage(), re.DOTALL) for record in log.buffer]
+            facts[kind] = [name for match in matches if match for name in ast.literal_eval(match[1])]
     comfy.model_management.load_models_gpu([patcher], force_full_load=True)
     model = patcher.model.diffusion_model
     computed = patcher.model.manual_cast_dtype or patcher.model.get_dtype()
