@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 ALL = ("*",)
 COMMANDS = ("tests/cli/test_*",)
 JOBS = ("tests/cli/test_families.py", "tests/cli/test_recipes.py", "tests/cli/test_observed.py")
-CLUSTER = ("tests/cli/cluster/*", *(f"tests/cli/test_{name}.py" for name in ("launchers", "processes", "sweep")))
+CLUSTER = ("tests/cli/cluster/*", *(f"tests/cli/test_{name}.py" for name in ("launchers", "sweep")))
 HOSTILE = ("tests/cli/test_hostile_input.py", "tests/fuzz/*")
 HANDED = ("tests/cli/test_hand_over.py", "tests/cli/test_judge.py")
 TARGETS = (*HANDED, "tests/unit/interchange/*", "tests/unit/test_programs.py")
@@ -33,10 +33,10 @@ TABLE: dict[str, tuple[str, ...]] = {
     "checkpoints/": COMMANDS,
     "conf/": (*COMMANDS, "tests/unit/test_sweep.py"),
     "docs/": ("tests/unit/test_docs.py", "tests/cli/test_documents.py"),
-    "examples/": ("tests/cli/test_notebook.py", "tests/cli/test_extension.py", "tests/unit/test_docs.py"),
+    "examples/": ("tests/cli/test_interface.py", "tests/cli/test_extension.py", "tests/unit/test_docs.py"),
     "sd_quant/": COMMANDS,  # the modules that stand at its top
     "sd_quant/cache.py": (*CLUSTER, "tests/faults/*"),
-    "sd_quant/calibration/": (*JOBS, "tests/cli/test_processes.py"),
+    "sd_quant/calibration/": (*JOBS, "tests/cli/test_launchers.py"),
     "sd_quant/checkpoints/": (*JOBS, *HOSTILE, *TARGETS),
     "sd_quant/commands/": COMMANDS,
     "sd_quant/composition.py": (*COMMANDS, *CLUSTER),

@@ -1,15 +1,16 @@
 """The real commands, and two runs that most tests of their results share: of the main job, and of a tiny pipeline.
 
 A command of most tests is a fork of a process that has imported everything (``command``). What only a new interpreter
-shows is tested with one: that a whole job runs, what is imported, signals, launchers (``process`` and ``start``).
+shows is tested with one: that a whole job runs, what is imported, signals, launchers (``process``, ``start``).
 """
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,10 @@ from filelock import FileLock
 from sd_quant.places import HOME
 
 from ..zoo.families import sd15_of_one_level
-from . import forking
 from .browsing import chromium
-from .shared import JOBS, PROMPTS, QUICK, SAMPLING, link_cache, prompts_knob, well, without_times
-from .sweeping import Launcher, Sweep
+from .forking import forked
+from .shared import PROMPTS, QUICK, SAMPLING, link_cache, prompts_knob, well, without_times
+from .sweeping import Launcher, Sweep, killed
 
 LEVEL_3 = ("quant_level=3", "alpha=0.8", "quantize.snapshots=[1]")  # of the tiny pipeline's run
 WATCHED = Path(__file__).with_name("watched")
@@ -31,9 +32,8 @@ Command = Callable[..., subprocess.CompletedProcess]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First the two files that make what others share, one by each worker, else one would wait for the other's; then
     the longest of `make soak`."""
-    names = ("families", "installed", "faults", "launchers", "deployed", "beside", "notebook")
-    longest = [f"test_{name}.py" for name in names]
-    first = ["test_main_job.py", "test_recipes.py", *longest]
+    names = ("main_job", "recipes", "families", "installed", "faults", "launchers", "deployed")
+    first = [f"test_{name}.py" for name in names]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
@@ -49,34 +49,33 @@ def browser():
         yield started
 
 
-@pytest.fixture(scope="session")
-def start() -> Callable[..., subprocess.Popen]:
-    """``start(script, *arguments, **environment)`` in the repository, in a process group of its own."""
-
-    def popen(script: str, *arguments: str | Path, **environment: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, script, *map(str, arguments)], cwd=HOME,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, start_new_session=True,
-        )  # fmt: skip
-
-    return popen
+def own_interpreter(script: str, arguments: Iterable, environment: dict[str, str]) -> dict:
+    """What ``subprocess`` takes to run a script of the repository."""
+    own = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
+    return {"args": [sys.executable, script, *map(str, arguments)], "cwd": HOME, "env": own, "text": True}
 
 
 @pytest.fixture(scope="session")
-def process(start) -> Command:
-    """Runs a script to its end in an interpreter of its own, at most an hour."""
+def process() -> Command:
+    """``process(script, *arguments, **environment)`` runs it to its end in an interpreter of its own."""
+    return lambda script, *arguments, **environment: subprocess.run(
+        **own_interpreter(script, arguments, environment), capture_output=True, timeout=3600
+    )
 
-    def run(script: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess:
-        with start(script, *arguments, **environment) as process:
-            try:
-                stdout, stderr = process.communicate(timeout=3600)
-            except BaseException:
-                process.kill()
-                raise
-        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
-    return run
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """The same begun, in a process group of its own, all of which ends with the test."""
+    pipes, started = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, []
+
+    def begin(script: str, *arguments: str | Path, **environment: str) -> subprocess.Popen:
+        given = own_interpreter(script, arguments, environment)
+        started.append(subprocess.Popen(**given, **pipes, start_new_session=True))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        killed(each)
 
 
 @pytest.fixture(scope="session")
@@ -86,22 +85,30 @@ def working_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forked(working_folder) -> Iterator[forking.Run]:
-    """What ``process`` does, by a process that has imported everything; returns also the most bytes that it had."""
-    with forking.forked(working_folder) as run:
+def command(working_folder) -> Iterator[Command]:
+    """Runs a script to its end by a process that has imported everything; says also the most ``memory`` that it had."""
+    with forked(working_folder) as run:
         yield run
-
-
-@pytest.fixture(scope="session")
-def command(forked) -> Command:
-    """Runs a script to its end."""
-    return lambda *command: forked(*command)[0]
 
 
 @pytest.fixture(scope="session")
 def done(command) -> Command:
     """Runs a script, which ends well."""
     return lambda *words: well(command(*words))
+
+
+@pytest.fixture(scope="session")
+def refused(command) -> Callable[..., str]:
+    """``refused(*words, code=2)``: the one sentence with which a script refuses, its last line, without a traceback."""
+
+    def end(*words: str | Path, code: int = 2) -> str:
+        ended = command(*words)
+        lines = ended.stderr.splitlines()
+        assert ended.returncode == code and "Traceback" not in ended.stdout + ended.stderr, ended.stderr[-3000:]
+        assert [line for line in lines if line.startswith("error: ")] == lines[-1:], ended.stderr[-3000:]
+        return lines[-1].removeprefix("error: ")
+
+    return end
 
 
 @pytest.fixture(scope="session")
@@ -175,12 +182,19 @@ def tiny(done, made_once) -> Tiny:
 @pytest.fixture(scope="session")
 def with_graphs(tiny) -> Callable[[Path], Path]:
     """``with_graphs(cache)``: a new cache that has the tiny pipeline's graphs, which depend on no knob of a recipe."""
+    return lambda cache: link_cache(tiny.cache / "graph", cache / "graph").parent
 
-    def fill(cache: Path) -> Path:
-        link_cache(tiny.cache / "graph", cache / "graph")
-        return cache
 
-    return fill
+@pytest.fixture(scope="session")
+def job(done, tiny, tmp_path_factory) -> Callable[..., Path]:
+    """``job(*knobs)``: the folder of a job that ends well, with the cache of the tiny pipeline's run."""
+
+    def end(*knobs: str, name: str = "run") -> Path:
+        run = tmp_path_factory.mktemp("job") / name
+        done("quantize.py", *tiny.knobs, f"cache.dir={tiny.cache}", *knobs, f"hydra.run.dir={run}")
+        return run
+
+    return end
 
 
 @pytest.fixture(scope="session")
@@ -188,9 +202,8 @@ def sweep_arguments(tiny) -> Callable[..., list[str]]:
     """``sweep_arguments(folder)``: a command for three jobs in ``folder/sweep``, with their cache beside it."""
 
     def arguments(folder: Path, *more: str) -> list[str]:
-        levels = ",".join(job.partition("=")[2] for job in JOBS)
         where = f"cache.dir={folder}/cache", f"hydra.sweep.dir={folder}/sweep"
-        return ["quantize.py", "-m", *tiny.knobs, f"quant_level={levels}", *where, *more]
+        return ["quantize.py", "-m", *tiny.knobs, "quant_level=1,2,3", *where, *more]
 
     return arguments
 
@@ -215,24 +228,8 @@ def launcher() -> Launcher:
 
 
 @pytest.fixture
-def commands(start) -> Iterator[Callable]:
-    """``start`` of commands that end with the test."""
-    started = []
-
-    def run(*arguments, **environment):
-        started.append(start(*arguments, **environment))
-        return started[-1]
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture
-def sweep(launcher, commands, sweep_arguments, unbroken_sweep, tmp_path) -> Sweep:
+def sweep(launcher, start, sweep_arguments, unbroken_sweep, tmp_path) -> Sweep:
     """A sweep of two jobs in the test's folder; its cache has what the undisturbed sweep left."""
     link_cache(unbroken_sweep / "cache", tmp_path / "cache")
-    undisturbed = without_times(unbroken_sweep / "table.csv")[:2]
-    two = lambda *more: sweep_arguments(tmp_path, "quant_level=1,2", *more)  # noqa: E731
-    return Sweep(tmp_path / "sweep", launcher, commands, two, undisturbed)
+    two = partial(sweep_arguments, tmp_path, "quant_level=1,2")
+    return Sweep(tmp_path / "sweep", launcher, start, two, without_times(unbroken_sweep / "table.csv")[:2])

@@ -28,7 +28,7 @@ LATE = (  # what the project imports when it is needed
     *("onnxscript.rewriter", "torch._dynamo", "torch.onnx._internal.exporter._core"),
 )
 STARTING_THREADS = {f"sd_quant.engines.{name}" for name in ("onnxruntime", "openvino")}  # as they are imported
-Run = Callable[..., tuple[subprocess.CompletedProcess, int]]  # a script and its arguments to how it ended, and bytes
+Run = Callable[..., subprocess.CompletedProcess]  # a script and its arguments to how it ended
 
 
 @contextmanager
@@ -46,12 +46,13 @@ def forked(folder: Path) -> Iterator[Run]:
     ):  # fmt: skip
         assert server.stdout.readline() == "ready\n", (folder / "warnings").read_text()
 
-        def run(*command: str | Path) -> tuple[subprocess.CompletedProcess, int]:
+        def run(*command: str | Path) -> subprocess.CompletedProcess:
             server.stdin.write(json.dumps([*map(str, command), *outputs]) + "\n")
             server.stdin.flush()
             code, kibibytes = map(int, server.stdout.readline().split())
-            texts = (Path(path).read_text() for path in outputs)
-            return subprocess.CompletedProcess(command, code, *texts), kibibytes * 1024
+            ended = subprocess.CompletedProcess(command, code, *(Path(path).read_text() for path in outputs))
+            ended.memory = kibibytes * 1024
+            return ended
 
         yield run
         server.stdin.close()

@@ -5,7 +5,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from subprocess import Popen
 
@@ -13,10 +14,9 @@ from sd_quant.cache import open_lock, try_lock
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE
 
-from .shared import JOBS as ALL_JOBS
-from .shared import json_of, same, without_times
+from .shared import json_of, link_cache, same, without_times
 
-JOBS = ALL_JOBS[:2]
+JOBS = ["quant_level=1", "quant_level=2"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,10 @@ class Sweep:
             time.sleep(0.02)
         return process
 
-    def is_whole(self) -> None:
-        """It has its table, and nobody holds a lock."""
+    def is_whole(self, command: Popen | None = None) -> None:
+        """It has its table, and nobody holds a lock, once this command has ended well."""
+        if command is not None:
+            ended(command)
         assert same(without_times(self.folder / "summary.csv"), self.undisturbed)
         assert not [lock for lock in self.folder.parent.rglob(".*lock") if held(lock)]
 
@@ -80,11 +82,15 @@ def ended(process: Popen, code: int = 0) -> tuple[str, str]:
     return stdout, stderr
 
 
-def given_again(sweep: Sweep) -> str:
-    command = sweep.begun()
+def killed(process: Popen) -> None:
+    """All of its group."""
     with suppress(ProcessLookupError):
-        os.killpg(command.pid, signal.SIGKILL)
-    command.communicate()
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def given_again(sweep: Sweep) -> str:
+    killed(sweep.begun())
     stdout, _ = ended(sweep.start(*sweep.arguments()))
     assert all(words in stdout for words in sweep.launcher.said)
     sweep.is_whole()
@@ -97,13 +103,26 @@ def two_at_once(sweep: Sweep) -> str:
     for command in commands:
         ended(command)
     sweep.is_whole()
-    sweep.folder.rename(sweep.folder.with_name("first"))
-    other.rename(sweep.folder)
-    sweep.is_whole()
+    replace(sweep, folder=other).is_whole()
     return "both tables are right"
 
 
+def eight_jobs(sweep: Sweep) -> str:
+    alone, given = sweep.folder.with_name("alone"), ("quant_level=2,3", "alpha=0.3,0.5,0.7,0.9")
+    cache = link_cache(sweep.folder.with_name("cache"), sweep.folder.with_name("cache_alone"))
+    moments = [time.monotonic()]
+    ended(sweep.start(*sweep.arguments(*given, f"hydra.sweep.dir={alone}", f"cache.dir={cache}")))
+    moments.append(time.monotonic())
+    assert "sacct" not in "".join(ended(sweep.begin(*given)))
+    moments.append(time.monotonic())
+    rows = without_times(sweep.folder / "summary.csv")
+    assert len(rows) == 8 and same(rows, without_times(alone / "summary.csv"))
+    one, nodes = (f"{end - begin:.0f} s" for begin, end in pairwise(moments))
+    return f"the table of a sweep without a launcher; {nodes} on two nodes of a core; {one} in one process"
+
+
 ALIKE: dict[str, Callable[[Sweep], str]] = {  # what befalls a sweep: what is done, and the outcome
+    "none, eight jobs": eight_jobs,
     "the command is killed, and given again without a launcher": given_again,
     "two sweeps at once share a cache": two_at_once,
 }

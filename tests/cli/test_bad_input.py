@@ -16,6 +16,7 @@ from sd_quant.composition import composing
 from sd_quant.places import HOME
 
 from ..pasting import words_of
+from .shared import well
 
 pytestmark = pytest.mark.commit
 
@@ -95,55 +96,43 @@ def test_without_addresses_for_the_libraries_a_job_is_refused_before_they_are_lo
     assert not (files / "run").exists()
 
 
-def test_an_archive_without_a_checkpoint_fails_with_one_sentence_and_leaves_only_its_log(command, files):
-    result = command("quantize.py", f"model.path={files}/empty.nemo", f"hydra.run.dir={files}/run")
-    refusals = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode == 3 and result.stderr.splitlines()[-1:] == refusals
-    assert "empty.nemo holds no model_config.yaml but nothing" in refusals[0]
-    assert "empty.nemo holds" not in result.stdout  # once
-    assert "Traceback" not in result.stderr + result.stdout and "Error executing job" not in result.stderr
-    left = {path.name for path in (files / "run").iterdir()}
-    assert left == {".hydra", ".lock", "quantize.log", "config.yaml", "failure.json"}
-    assert refusals[0].removeprefix("error: ") in (files / "run/quantize.log").read_text()
-
-
-@pytest.mark.parametrize(("script", "arguments", "sentence"), [
-    ("quantize.py", ["model.path=checkpoints/sdxl_mini.nemo", "quant_level=1", "keep=26"],
+@pytest.mark.parametrize(("script", "arguments", "code", "sentence"), [
+    ("quantize.py", [CHECKPOINT_GIVEN], 3, ".*empty.nemo holds no model_config.yaml but nothing.*"),
+    ("quantize.py", ["model.path=checkpoints/sdxl_mini.nemo", "quant_level=1", "keep=26"], 2,
      "keep is 26, which keeps all 26 layers that quant_level selects and quantizes nothing; keep at most 25"),
-    ("quantize.py", [*FOLDER, "model=pixart", "infer.image={files}/image.png"],
+    ("quantize.py", [*FOLDER, "model=pixart", "infer.image={files}/image.png"], 2,
      "infer.image is .*, expected null, because only sd15, sd21, sdxl begin with images here.*"),
-    ("judge.py", ["candidates=[README.md]"], ".*README.md is of no kind that is known here, expected one of: .*GGUF.*"),
-    ("judge.py", ["candidates=[conf]"], ".*conf is of no kind that is known here.*"),
+    ("judge.py", ["candidates=[README.md]"], 2, ".*README.md is of no kind that is known here, expected .*: .*GGUF.*"),
+    ("judge.py", ["candidates=[conf]"], 2, ".*conf is of no kind that is known here.*"),
 ])  # fmt: skip
-def test_what_a_begun_job_finds_is_refused_before_calibration(command, files, script, arguments, sentence):
-    given = [argument.format(files=files) for argument in arguments]
-    result = command(script, *given, f"hydra.run.dir={files}/run")
-    lines = result.stderr.splitlines()
-    (line,) = [line for line in lines if line.startswith("error: ")]
-    assert result.returncode == 2 and re.fullmatch(f"error: {sentence}", line) and line == lines[-1]
-    assert "calibrate" not in result.stderr + result.stdout and not (files / "run/onnx").exists()
+def test_what_a_begun_job_finds_is_one_sentence_before_calibration_and_leaves_only_its_log(
+    refused, files, script, arguments, code, sentence
+):
+    given = script, *(argument.format(files=files) for argument in arguments), f"hydra.run.dir={files}/run"
+    found = refused(*given, code=code)
+    assert re.fullmatch(sentence, found)
+    log = f"{script.removesuffix('.py')}.log"
+    least, left = {".hydra", log, "failure.json"}, {path.name for path in (files / "run").iterdir()}
+    assert least <= left <= least | {".lock", "config.yaml"}
+    text = (files / "run" / log).read_text()
+    assert text.count(found) == 1 and "calibrate" not in text
 
 
-def test_a_folder_with_the_users_own_files_is_refused_again_and_again(command, checkpoint, tmp_path):
+def test_a_folder_with_the_users_own_files_is_refused_again_and_again(refused, checkpoint, tmp_path):
     """Else the first attempt would leave its lock, and the second would take all that is there for the first one's."""
-    family, model = tmp_path / "run/images/family.png", tmp_path / "run/onnx/model.onnx"
-    for file in (family, model):
+    files = [tmp_path / "run" / name for name in ("images/family.png", "onnx/model.onnx")]
+    for file in files:
         file.parent.mkdir(parents=True)
         file.write_text("mine")
     for _ in range(2):
-        result = command("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={tmp_path}/run")
-        assert result.returncode == 2
-        assert "holds images and onnx that no job has written" in result.stderr.splitlines()[-1]
-        assert family.read_text() == model.read_text() == "mine"
+        said = refused("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={tmp_path}/run")
+        assert "holds images and onnx that no job has written" in said
+        assert [file.read_text() for file in files] == ["mine", "mine"]
 
 
-def test_a_sweep_with_broken_jobs_fails_and_each_log_and_row_says_why(command, files):
+def test_a_sweep_with_broken_jobs_fails_and_each_log_and_row_says_why(refused, files):
     arguments = [f"model.path={files}/empty.nemo", "quant_level=1,2", f"hydra.sweep.dir={files}/sweep"]
-    result = command("quantize.py", "--multirun", *arguments)
-    assert result.returncode == 1 and "Traceback" not in result.stderr + result.stdout
-    lines = result.stderr.splitlines()
-    assert lines[-1].startswith("error: 2 of 2 jobs are not done (quant_level=1: ")
-    assert sum(line.startswith("error: ") for line in lines) == 1
+    assert refused("quantize.py", "-m", *arguments, code=1).startswith("2 of 2 jobs are not done (quant_level=1: ")
     for job in ("quant_level=1", "quant_level=2"):
         assert "holds no model_config.yaml" in (files / "sweep" / job / "quantize.log").read_text()
     table = (files / "sweep/summary.md").read_text()
@@ -152,60 +141,18 @@ def test_a_sweep_with_broken_jobs_fails_and_each_log_and_row_says_why(command, f
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_ctrl_c_and_a_schedulers_word_end_the_job_soon_and_without_a_record(start, checkpoint, tmp_path, sent):
-    directory = tmp_path / "run"
-    with start("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={directory}", "cache.dir=null") as process:
-        try:
-            for line in process.stdout:
-                if "calibrate ..." in line:
-                    break
-            time.sleep(1)
-            os.killpg(process.pid, sent)
-            stdout, stderr = process.communicate(timeout=600)
-        finally:
-            process.kill()
+    process = start("quantize.py", f"model.path={checkpoint}", f"hydra.run.dir={tmp_path}/run", "cache.dir=null")
+    next(line for line in process.stdout if "calibrate ..." in line)
+    time.sleep(1)
+    os.killpg(process.pid, sent)
+    stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 130, stderr
     assert stderr.splitlines()[-1].startswith("error: cancelled") and "Traceback" not in stderr
     assert "assign ..." not in stdout  # the stage that it was in would have taken minutes
-    assert not (directory / "metrics.json").exists() and not list(directory.rglob("*.part"))
+    assert not list(tmp_path.rglob("metrics.json")) and not list(tmp_path.rglob("*.part"))
 
 
-@pytest.mark.parametrize(("script", "says", "groups"), [
-    ("quantize.py", "Quantize a diffusion checkpoint", "model quantize export_trt infer exclude experiment"),
-    ("infer.py", "Make images with the engines of an earlier run", "model infer"),
-    ("export_trt.py", "Build TensorRT plans from the ONNX files", "model export_trt"),
-    ("hand_over.py", "Export a quantized model to other tools", "none"),
-    ("judge.py", "Compare quantized checkpoints of any tool", "model"),
-])  # fmt: skip
-def test_help_says_what_a_command_does_with_its_own_groups_and_examples_that_paste(
-    process, script, says, groups, tmp_path
-):
-    result = process(script, "--help")
-    assert result.returncode == 0 and result.stdout.startswith(says)
-    head, presets, knobs = re.split(r"\n== .* ==\n", result.stdout)
-    assert re.findall(r"^  (\w+)", presets, re.MULTILINE) == groups.split()
-    lines = result.stdout.splitlines()
-    assert max(map(len, lines)) <= 100 and "--help NAME" in "\n".join(lines[:24])
-    assert not [line for line in knobs.splitlines() if line and not re.match(r"[\w ]+:$|  [\w.]+=.*?  .", line)]
-    given = {"judge.py": ["candidates"], "hand_over.py": ["run", "to"]}.get(script, [])
-    assert re.findall(r"(\w+)=\?\?\? ", knobs) == given and "${" not in knobs
-    examples = [line for line in head.splitlines() if line.startswith("  python")]
-    assert len(examples) == {"export_trt.py": 5, "hand_over.py": 2, "judge.py": 2}.get(script, 3)
-    for example in examples:
-        program, called, *words = words_of(re.sub(r"<[^<>]*>", "some", example), tmp_path)
-        assert (program, called) == ("python", "infer.py" if "its folder" in example else script)
-        with composing(called.removesuffix(".py")):
-            varied = "-m" in words  # which several jobs are
-            compose(called.removesuffix(".py"), [word for word in words if not varied or not re.search("-m|,", word)])
-
-
-@pytest.mark.parametrize("script", ["quantize.py", "export_trt.py", "infer.py"])
-def test_help_and_checks_import_nothing_heavy(script):
-    """So they are there in the time that Hydra takes."""
-    heavy = {
-        *("torch", "numpy", "scipy", "pandas", "matplotlib", "PIL", "diffusers", "transformers", "torchmetrics"),
-        *("lightning", "onnx", "onnxscript", "openvino", "onnxruntime", "tensorrt_rtx", "modelopt", "pyarrow"),
-    }
-    program = f"""
+HELP = """
 import runpy, sys
 for arguments in (["--help"], ["nope=1"]):
     sys.argv = [{script!r}, *arguments]
@@ -215,9 +162,40 @@ for arguments in (["--help"], ["nope=1"]):
         pass
 print("imported", *({heavy!r} & sys.modules.keys()))
 """
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=600, check=True)
-    assert result.stdout.splitlines()[-1].strip() == "imported"
+HEAVY = {
+    *("torch", "numpy", "scipy", "pandas", "matplotlib", "PIL", "diffusers", "transformers", "torchmetrics"),
+    *("lightning", "onnx", "onnxscript", "openvino", "onnxruntime", "tensorrt_rtx", "modelopt", "pyarrow"),
+}
+
+
+@pytest.mark.parametrize(("script", "says", "groups", "needed", "count"), [
+    ("quantize.py", "Quantize a diffusion checkpoint", "model quantize export_trt infer exclude experiment", [], 3),
+    ("infer.py", "Make images with the engines of an earlier run", "model infer", [], 3),
+    ("export_trt.py", "Build TensorRT plans from the ONNX files", "model export_trt", [], 5),
+    ("hand_over.py", "Export a quantized model to other tools", "none", ["run", "to"], 2),
+    ("judge.py", "Compare quantized checkpoints of any tool", "model", ["candidates"], 2),
+])  # fmt: skip
+def test_help_imports_nothing_heavy_and_says_what_a_command_does_with_its_own_groups_and_examples_that_paste(
+    process, script, says, groups, needed, count, tmp_path
+):
+    """It and checks are there in the time that Hydra takes."""
+    printed = well(process("-c", HELP.format(script=script, heavy=HEAVY))).stdout
+    printed, _, imported = printed.rstrip().rpartition("\nimported")
+    assert printed.startswith(says) and not imported
+    head, presets, knobs = re.split(r"\n== .* ==\n", printed)
+    assert re.findall(r"^  (\w+)", presets, re.MULTILINE) == groups.split()
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= 100 and "--help NAME" in "\n".join(lines[:24])
+    assert not [line for line in knobs.splitlines() if line and not re.match(r"[\w ]+:$|  [\w.]+=.*?  .", line)]
+    assert re.findall(r"(\w+)=\?\?\? ", knobs) == needed and "${" not in knobs
+    examples = [line for line in head.splitlines() if line.startswith("  python")]
+    assert len(examples) == count
+    for example in examples:
+        program, called, *words = words_of(re.sub(r"<[^<>]*>", "some", example), tmp_path)
+        assert (program, called) == ("python", "infer.py" if "its folder" in example else script)
+        with composing(called.removesuffix(".py")):
+            varied = "-m" in words  # which several jobs are
+            compose(called.removesuffix(".py"), [word for word in words if not varied or not re.search("-m|,", word)])
 
 
 def test_a_sweep_for_slurm_where_there_is_none_leaves_nothing(process, tmp_path):

@@ -1,5 +1,6 @@
 """What people deploy beside text to image: with LoRAs, from images, in masks, without quantization."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,28 +23,22 @@ LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
 @pytest.fixture(scope="module")
-def inpainting(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("inpainting") / "sd15"
-    for_inpainting(sd15_of_one_level, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
+    """A folder of three, and beside it a mask of the right half."""
+    folder = tmp_path_factory.mktemp("given") / "pictures"
+    folder.mkdir()
     random = np.random.default_rng(0)
     for name in "abc":
         smooth = np.kron(random.integers(0, 255, (8, 12, 3)), np.ones((8, 8, 1))).astype(np.uint8)
         Image.fromarray(smooth).save(folder / f"{name}.png")
+    right = np.repeat([[0, 255]], 48, axis=1).repeat(64, axis=0).astype(np.uint8)
+    Image.fromarray(right).save(folder.with_name("right.png"))
     return folder
 
 
 @pytest.fixture(scope="module")
-def mask(tmp_path_factory) -> Path:
-    """The right half."""
-    path = tmp_path_factory.mktemp("masks") / "right.png"
-    Image.fromarray(np.repeat([[0, 255]], 48, axis=1).repeat(64, axis=0).astype(np.uint8)).save(path)
-    return path
+def mask(pictures) -> Path:
+    return pictures.with_name("right.png")
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +56,8 @@ def cache(with_graphs, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(done, tiny, cache, tmp_path_factory):
-    """``job(*knobs)``: the folder of a job that ends well."""
-
-    def end(*knobs: str, name: str = "run") -> Path:
-        run = tmp_path_factory.mktemp("job") / name
-        done("quantize.py", *tiny.knobs, f"cache.dir={cache}", *knobs, f"hydra.run.dir={run}")
-        return run
-
-    return end
+def job(job, cache):
+    return partial(job, f"cache.dir={cache}")
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +102,13 @@ def test_an_earlier_run_changes_other_images(done, changed, pictures, mask, tmp_
     assert right < np.abs(part - few)[:, 40:].mean(), "and what is, nearer to what is made of noise"
 
 
-def test_a_checkpoint_for_inpainting(command, job, tiny, inpainting, pictures, mask, tmp_path):
-    model = f"model.path={inpainting}"
-    masked = f"infer.image={pictures}/a.png", f"infer.mask={mask}", "infer.prompts=[a red cat]"
-    refused = command("quantize.py", *tiny.knobs, *STEPS, model, *masked, f"hydra.run.dir={tmp_path}/refused")
-    assert refused.returncode == 2
-    assert "model.calibration_image and model.calibration_mask are not given, expected both" in refused.stderr
+def test_a_checkpoint_for_inpainting(refused, job, tiny, pictures, mask, tmp_path):
+    for_inpainting(sd15_of_one_level, tmp_path / "sd15")
+    masked = f"model.path={tmp_path}/sd15", f"infer.image={pictures}/a.png", f"infer.mask={mask}"
+    said = refused("quantize.py", *tiny.knobs, *STEPS, *masked, f"hydra.run.dir={tmp_path}/refused")
+    assert "model.calibration_image and model.calibration_mask are not given, expected both" in said
     calibrated = f"model.calibration_image={pictures}/b.png", f"model.calibration_mask={mask}"
-    (sample, *_) = onnx.load(job(*STEPS, model, *masked, *calibrated) / "onnx/unet/unet.onnx").graph.input
+    (sample, *_) = onnx.load(job(*STEPS, *masked, *calibrated) / "onnx/unet/unet.onnx").graph.input
     assert sample.type.tensor_type.shape.dim[1].dim_value == 9
 
 
@@ -155,19 +142,18 @@ def test_a_lora_beside_quantized_weights_is_the_one_that_judge_adds_to_a_run_wit
     assert not np.array_equal(images["without"], images["fused"])
 
 
-def test_a_controlnet_goes_through_job_judge_and_export(done, command, pictures, tmp_path):
+def test_a_controlnet_goes_through_job_judge_and_export(done, refused, pictures, tmp_path):
     """Of two levels, so that a residual has half the latents' sides; its own part, its graph and its plan."""
     TINY["sd15"](tmp_path / "base")
     controlnet(tmp_path / "net", tmp_path / "base/unet")
-    model = ("model=sd15", f"model.path={tmp_path}/base", f"model.controlnets=[{tmp_path}/net:0.8]",
-             f"infer.control=[{pictures}/a.png]", "model.width=64", "model.height=64", f"cache.dir={tmp_path}/cache",
-             "infer.prompts=[a red cat]", "infer.steps=2")  # fmt: skip
-    begun = *model, *(knob for knob in QUICK if not knob.startswith(("infer.prompts", "infer.steps", "export_trt")))
-    refused = command("quantize.py", *begun, f"hydra.run.dir={tmp_path}/refused")
-    assert refused.returncode == 2 and "model.calibration_control is [], expected condition images" in refused.stderr
-    control = f"model.calibration_control=[{pictures}/b.png]", "quantize.parts={controlnet: int8_weight_only}"
-    plans = "export_trt=tensorrt_rtx", "trt.optimization_level=0"
-    done("quantize.py", *begun, *control, *plans, "quant_level=3", f"hydra.run.dir={tmp_path}/run")
+    images = f"infer.control=[{pictures}/a.png]", "infer.prompts=[a red cat]", "infer.steps=2"
+    model = ("model=sd15", f"model.path={tmp_path}/base", f"model.controlnets=[{tmp_path}/net:0.8]", *images,
+             "model.width=64", "model.height=64", f"cache.dir={tmp_path}/cache")  # fmt: skip
+    begun, given = ("quantize.py", *QUICK, *model, "quant_level=3"), f"model.calibration_control=[{pictures}/b.png]"
+    said = refused(*begun, f"hydra.run.dir={tmp_path}/refused")
+    assert "model.calibration_control is [], expected condition images" in said
+    parts, plans = "quantize.parts={controlnet: int8_weight_only}", "export_trt=tensorrt_rtx"
+    done(*begun, given, parts, plans, "trt.optimization_level=0", f"hydra.run.dir={tmp_path}/run")
     record = record_of(tmp_path / "run")
     assert list(record["plans"]) == ["unet", "vae", "text_encoder", "controlnet"]
     graphs = {part: onnx.load(onnx_path(tmp_path / "run", part)).graph for part in ("unet", "controlnet")}
@@ -178,18 +164,16 @@ def test_a_controlnet_goes_through_job_judge_and_export(done, command, pictures,
     assert record["latency"]["openvino"]["controlnet"].keys() == record["latency"]["openvino"]["unet"].keys() == {"2"}
     assert record["inputs"]["controlnet 1 at 0.8"]["sha256"] and record["inputs"]["control 1"]["sha256"]
     assert record["fidelity"]["psnr"]["mean"] > 25 and "control a.png" in (tmp_path / "run/report.html").read_text()
-    done("infer.py", f"run={tmp_path}/run", "prompts=[a red cat]", "steps=2", f"infer.control=[{pictures}/a.png]",
-         "num_warmup_runs=0", "infer.num_timed_runs=1", f"hydra.run.dir={tmp_path}/drawn")  # fmt: skip
+    timed = "num_warmup_runs=0", "infer.num_timed_runs=1"
+    done("infer.py", f"run={tmp_path}/run", *images, *timed, f"hydra.run.dir={tmp_path}/drawn")
     one, other = tmp_path / "drawn/images/0000.png", tmp_path / "run/images/quantized/0000.png"
     assert np.abs(pixels(one) - pixels(other)).mean() < 2
-    refused = command("hand_over.py", f"run={tmp_path}/run", "to=diffusers_torchao", f"hydra.run.dir={tmp_path}/no")
-    assert refused.returncode == 2 and "no ControlNet with to" in refused.stderr
-    done("quantize.py", *begun, *control[:1], "quant_level=3", "hand_over=[diffusers_torchao]", "export_trt=none",
-         f"hydra.run.dir={tmp_path}/plain")  # fmt: skip
+    said = refused("hand_over.py", f"run={tmp_path}/run", "to=diffusers_torchao", f"hydra.run.dir={tmp_path}/no")
+    assert "no ControlNet with to" in said
+    done(*begun, given, "hand_over=[diffusers_torchao]", f"hydra.run.dir={tmp_path}/plain")
     written = tmp_path / "plain/hand_over/diffusers_torchao"
     assert not (written / "controlnet").exists() and "ControlNets" in (written / "README.md").read_text()
-    candidates = f"candidates=[{written},{tmp_path}/run]"
-    done("judge.py", *model, candidates, f"hydra.run.dir={tmp_path}/judged")
+    done("judge.py", *model, f"candidates=[{written},{tmp_path}/run]", f"hydra.run.dir={tmp_path}/judged")
     assert len(rows_of(tmp_path / "judged/summary.csv")) == 2
 
 

@@ -6,7 +6,7 @@ small real ones. Programs of benchmarks are run by tests/unit/benchmarks, ``make
 
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,6 @@ CHOSEN = [  # of each page the command that is most likely to rot, by its start,
     ("sweeps", "python quantize.py quant_level=3 noise_floor=all infer.num_samples=3 export_trt=none", {}),
     ("troubleshooting", "sd-quant doctor", {}),
 ]  # fmt: skip
-Run = Callable[..., subprocess.CompletedProcess]
 
 
 def words_of(line: str) -> list[str]:
@@ -91,15 +90,9 @@ def settings(words: list[str]) -> list[str]:
     return [*behind, *steps, *(SWEEP if many else SIDES if own else ())]
 
 
-def link(names: dict[str, str | Path]) -> None:
-    for name, target in names.items():
-        Path(name).unlink(missing_ok=True)
-        Path(name).symlink_to(Path(target).absolute())
-
-
 @pytest.fixture(scope="module")
-def usual(checkpoint, tmp_path_factory) -> Iterator[tuple[Run, dict[str, str | Path]]]:
-    """What runs a command in a folder, and the files there."""
+def ends_well(checkpoint, tmp_path_factory) -> Iterator[Callable[..., None]]:
+    """``ends_well(line, own)`` runs a command in a folder with the usual files, and its ``own`` in place of some."""
     folder = tmp_path_factory.mktemp("documents")
     with pytest.MonkeyPatch.context() as patch, forked(folder) as run:
         patch.chdir(folder)
@@ -108,17 +101,25 @@ def usual(checkpoint, tmp_path_factory) -> Iterator[tuple[Run, dict[str, str | P
         Path("images").mkdir()
         Image.new("RGB", (128, 128), "red").save("images/0.png")
         for target in ("sdxl", "sd_xl_base_1.0.safetensors"):
-            well(run("-m", CONVERT, checkpoint, target)[0])
+            well(run("-m", CONVERT, checkpoint, target))
         for page, start in EXPORTED:
             words = words_of(line_of(page, start))
-            well(run(*words, *([*QUICK, *OF_FOLDER, f"hydra.run.dir={RUN}"] if page == "README" else ()))[0])
+            well(run(*words, *([*QUICK, *OF_FOLDER, f"hydra.run.dir={RUN}"] if page == "README" else ())))
         found = {
             "folder": "sdxl", "folder2": f"{RUN}/hand_over/diffusers_modelopt", "file_or_folder": "images",
             "file.nemo": checkpoint, "full.nemo": checkpoint, "file.safetensors": "sd_xl_base_1.0.safetensors",
             "file.onnx": f"{RUN}/onnx/unet_xl/unet_xl.onnx", "a.gguf": next(Path("outputs/hand_over").rglob("*.gguf")),
             "b.safetensors": next(Path(RUN).glob("hand_over/comfyui/*.safetensors")),
         }  # fmt: skip
-        yield lambda *words: run(*words)[0], found
+
+        def check(line: str, own: Mapping[str, str] = {}) -> None:
+            for name, target in (found | own).items():
+                Path(name).unlink(missing_ok=True)
+                Path(name).symlink_to(Path(target).absolute())
+            words = words_of(line)
+            well(run(*words, *settings(words)))
+
+        yield check
 
 
 # The long ones last: continuous integration begins none when its time is over.
@@ -126,20 +127,14 @@ README_LINES = sorted(filter(is_run, lines([README])), key=lambda line: " -m " i
 
 
 @pytest.mark.parametrize("line", README_LINES)
-def test_every_command_of_readme_runs(usual, line):
-    run, files = usual
+def test_every_command_of_readme_runs(ends_well, line):
     if line != line_of(*EXPORTED[0]):  # which has run
-        link(files)
-        words = words_of(line)
-        well(run(*words, *settings(words)))
+        ends_well(line)
 
 
 @pytest.mark.parametrize(("page", "start", "own"), CHOSEN)
-def test_a_command_of_every_page_runs(usual, page, start, own):
-    run, files = usual
-    link(files | own)
-    words = words_of(line_of(page, start))
-    well(run(*words, *settings(words)))
+def test_a_command_of_every_page_runs(ends_well, page, start, own):
+    ends_well(line_of(page, start), own)
 
 
 def test_quickstart_is_a_command_of_readme():

@@ -1,16 +1,18 @@
 """One file and one line, for real: a format, a runtime, a family, an observer, a collect method, a smoothing, a score
 and a tracker, each added here alone, and taken through the stages of ``quantize.py`` and ``infer.py``.
 
-What is added is one module on the path, a YAML file for each of preset, runtime and family, and a row in each table.
-Nothing in ``sd_quant`` knows any of their names.
+What is added is this module, a YAML file for each of preset, runtime and family, and a row in each table. Nothing in
+``sd_quant`` knows any of their names.
 """
 
 import shutil
-import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
+import torch
+import yaml
 from hydra import compose, initialize_config_dir
 
 from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
@@ -20,30 +22,21 @@ from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.models import FAMILIES
+from sd_quant.models.sd import StableDiffusion
 from sd_quant.places import HOME
 from sd_quant.quantization.formats import FORMATS, Format
 from sd_quant.quantization.observers import OBSERVERS, Observer
 from sd_quant.quantization.percentile import COLLECT_METHODS
 from sd_quant.quantization.smoothing import SMOOTHINGS, per_layer
 from sd_quant.report.rebuild import rebuild
-from sd_quant.stages import infer, quantize, run_record
+from sd_quant.stages import infer, run_record
+from sd_quant.stages.quantize import quantize as run_quantize
 from sd_quant.trackers import TRACKERS
 
 from ..zoo.families import sd15_of_one_level
 from .shared import QUICK, record_of, rows_of
 
 pytestmark = pytest.mark.nightly
-
-MODULE = '''
-"""All that the test adds: functions of a format, a runtime, a family, an observer, a score and a tracker."""
-
-from dataclasses import replace
-
-import numpy as np
-import torch
-
-from sd_quant.engines import onnxruntime
-from sd_quant.models.sd import StableDiffusion
 
 QMAX = 127.0
 
@@ -77,6 +70,8 @@ def dequantize(codes, scale):
 
 
 def load(path, **options):
+    from sd_quant.engines import onnxruntime
+
     engine = onnxruntime.load(path)
     engine.name = "my_runtime"
     return engine
@@ -93,63 +88,50 @@ def level_difference(reference, images):
 def log(run, store):
     store.mkdir(parents=True, exist_ok=True)
     (store / "told.txt").write_text(f"{run.name} {run.metrics['fidelity/my_score/mean']}")
-'''
+
+
+PAIR = {"weight": "my_format", "activation": "my_format"}
 ADDED = {
-    "conf/quantize/my_preset.yaml": """
-        defaults: [int8, _self_]
-        format: my_preset
-        enable:
-          conv: {weight: my_format, activation: my_format}
-          linear: {weight: my_format, activation: my_format}
-          attention: null
-        """,
-    "conf/infer/my_runtime.yaml": """
-        defaults: [openvino, _self_]
-        engine: my_runtime
-        """,
-    "conf/model/my_family.yaml": """
-        defaults: [sd15, _self_]
-        family: my_family
-        parts: [my_unet, vae, text_encoder]
-        width: 64
-        height: 64
-        """,
-}
+    "quantize/my_preset": {
+        "defaults": ["int8", "_self_"], "format": "my_preset",
+        "enable": {"conv": PAIR, "linear": PAIR, "attention": None},
+    },
+    "infer/my_runtime": {"defaults": ["openvino", "_self_"], "engine": "my_runtime"},
+    "model/my_family": {
+        "defaults": ["sd15", "_self_"], "family": "my_family", "parts": ["my_unet", "vae", "text_encoder"],
+        "width": 64, "height": 64,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture
 def added(tmp_path, monkeypatch) -> Path:
     """The folder of a configuration with the added files, while the tables have the added rows."""
-    (tmp_path / "my_module.py").write_text(MODULE)
-    (tmp_path / "my_format.py").write_text("from my_module import QMAX, dequantize, quantize, scales\n")
-    monkeypatch.syspath_prepend(tmp_path)
     rows = {
         "my_format": Format(
             "my_format", 8, None, "INT8", ("FLOAT16",), opset=19, min_compute_capability=75, layer_tolerance=1e-2,
-            modelopt_num_bits=8, module="my_format",
+            modelopt_num_bits=8, module=__name__,
         ),
-        "my_runtime": Runtime("my_runtime", "onnx", "cpu", "onnxruntime", "onnxruntime", load="my_module:load"),
-        "my_family": "my_module",
-        "my_observer": Observer("my_module:nine_tenths"),
+        "my_runtime": Runtime("my_runtime", "onnx", "cpu", "onnxruntime", "onnxruntime", load=f"{__name__}:load"),
+        "my_family": __name__,
+        "my_observer": Observer(f"{__name__}:nine_tenths"),
         "my_method": ("mean", "mean"),
         "my_smoothing": per_layer,
         "my_score": Score(
-            "my_score", "my score", Against.IMAGES, "my_module:level_difference", more_is_better=False,
+            "my_score", "my score", Against.IMAGES, f"{__name__}:level_difference", more_is_better=False,
             columns=("my_score", "my_score_worst"),
         ),
-        "my_tracker": "my_module:log",
+        "my_tracker": f"{__name__}:log",
     }  # fmt: skip
     tables = (FORMATS, RUNTIMES, FAMILIES, OBSERVERS, COLLECT_METHODS, SMOOTHINGS, SCORES, TRACKERS)
     for table, (name, row) in zip(tables, rows.items(), strict=True):
         monkeypatch.setitem(table, name, row)
     shutil.copytree(HOME / "conf", tmp_path / "conf")
-    for name, text in ADDED.items():
-        (tmp_path / name).write_text("\n".join(line[8:] for line in text.splitlines()))
+    for name, content in ADDED.items():
+        (tmp_path / f"conf/{name}.yaml").write_text(yaml.safe_dump(content))
     monkeypatch.setattr(recipe, "GROUPS", [tmp_path / "conf"])
     monkeypatch.setattr(run_record, "TRACKED", str(tmp_path / "trackers"))
-    yield tmp_path / "conf"
-    for name in ("my_module", "my_format"):
-        sys.modules.pop(name, None)
+    return tmp_path / "conf"
 
 
 def composed(conf: Path, name: str, job: type, *overrides: str):
@@ -166,7 +148,7 @@ def test_one_of_each_is_one_file_and_one_line(added, tmp_path):
         "quantize.observer=my_observer", "trackers=[my_tracker]", f"cache.dir={tmp_path / 'cache'}", *QUICK,
     )  # fmt: skip
     run.mkdir()
-    psnr = quantize.quantize(job, run)
+    psnr = run_quantize(job, run)
     record = record_of(run)
 
     assert record["status"] == "done" and not record["simulated"] and record["fidelity"]["psnr"]["mean"] == psnr

@@ -4,7 +4,6 @@ Each case lies in a folder of its own, with a canary in reach of whatever it may
 archives and of pickles refuse by themselves is in tests/unit/files. SECURITY.md names what is tried elsewhere.
 """
 
-import copy
 import gzip
 import io
 import json
@@ -30,8 +29,6 @@ pytestmark = pytest.mark.commit
 
 FIRST = nemo_keys.PREFIX["unet"] + "input_blocks.0.0.weight"
 MINI = HOME / "checkpoints/sdxl_mini.nemo"
-ONE_CALL = ("calib_size=1", "quantize.n_steps=1", "cache.dir=null", "export_trt=none")
-HARMLESS = ("./model_config.yaml", b"{}")
 MERGES = "\n".join(
     f"a{level}: &a{level} {{" + (f"<<: [{', '.join([f'*a{level - 1}'] * 9)}]" if level else "k: 1") + "}"
     for level in range(9)
@@ -46,14 +43,15 @@ class Place:
     canary: Path
     whole: NemoCheckpoint
 
-    def write(self, config: bytes | None = None, weights: bytes | None = None) -> None:
-        """An archive with the sound checkpoint's config and weights where no others are given."""
+    def archive(self, config: str = "", weights: bytes | None = None) -> None:
+        """Of the sound checkpoint's config and weights where no others are given."""
         member = open_members(self.whole.path)["model_weights.ckpt"]
-        config = config or json.dumps(self.whole.model_config).encode()  # JSON is YAML
+        config = config or json.dumps(self.whole.model_config)  # JSON is YAML
         weights = weights or bytes(member.read(0, member.size))
-        self.path.write_bytes(tar(("./model_config.yaml", config), ("./model_weights.ckpt", weights)))
+        self.path.write_bytes(tar({"./model_config.yaml": config.encode(), "./model_weights.ckpt": weights}))
 
-    def write_state(self, change: Callable[[dict], object], config: dict | None = None) -> None:
+    def state(self, change: Callable[[dict], object], config: dict | None = None) -> None:
+        """An archive of the sound checkpoint's weights, changed."""
         state = self.whole.state()
         change(state)
         write_archive(self.path, config or self.whole.model_config, state)
@@ -67,16 +65,16 @@ class Malicious:
         return os.mkdir, (str(self.canary),)
 
 
-def pickled(state: object) -> bytes:
+def weights_of(canary: Path) -> bytes:
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save({"a": Malicious(canary)}, buffer)
     return buffer.getvalue()
 
 
-def tar(*members: tuple[str, bytes]) -> bytes:
+def tar(members: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:") as archive:
-        for name, content in members:
+        for name, content in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
@@ -97,13 +95,12 @@ def bomb() -> bytes:
 
 def number_of_base_sixty(at: Place) -> None:
     text = json.dumps(at.whole.model_config | {"scale_factor": 17})
-    at.write(config=text.replace('"scale_factor": 17', '"scale_factor": ' + "1:" * 400_000 + "1").encode())
+    at.archive(text.replace('"scale_factor": 17', '"scale_factor": ' + "1:" * 400_000 + "1"))
 
 
 def wide_without_end(at: Place) -> None:
-    config = copy.deepcopy(at.whole.model_config)
-    config["unet_config"] |= {"model_channels": "x", "channel_mult": [4_000_000_000] * 2}
-    at.write(config=json.dumps(config).encode())
+    wide = at.whole.model_config["unet_config"] | {"model_channels": "x", "channel_mult": [4_000_000_000] * 2}
+    at.archive(json.dumps(at.whole.model_config | {"unet_config": wide}))
 
 
 def targets_everywhere(at: Place) -> None:
@@ -115,17 +112,17 @@ def targets_everywhere(at: Place) -> None:
         calls = {"_target_": "os.mkdir", "target": "os.mkdir", "path": str(at.canary)}
         return {key: spread(value) for key, value in node.items()} | calls
 
-    at.write_state(first_weight(), spread(at.whole.model_config))
+    at.state(lambda state: None, spread(at.whole.model_config))
 
 
-def first_weight(value: float | None = None, factor: float = 1.0) -> Callable[[dict], object]:
-    def change(state: dict) -> None:
-        tensor = state[FIRST].read().float() * factor
-        if value is not None:
-            tensor.view(-1)[5] = value
-        state[FIRST] = lazy(tensor)
+def with_nan(state: dict) -> None:
+    tensor = state[FIRST].read().float()
+    tensor.view(-1)[5] = float("nan")
+    state[FIRST] = lazy(tensor)
 
-    return change
+
+def overflowing(state: dict) -> None:
+    state[FIRST] = lazy(state[FIRST].read().float() * 1e38)
 
 
 def without_a_block(state: dict) -> None:
@@ -135,34 +132,54 @@ def without_a_block(state: dict) -> None:
     state[FIRST] = lazy(torch.ones(3, 3))
 
 
-NAN = f"{FIRST!r} of the unet holds 1 NaN"
-CASES: dict[str, tuple[Callable[[Place], object], str]] = {  # what writes it, and words of the refusal
+def weights_elsewhere(at: Place) -> None:
+    """An ONNX file whose weights lie in another folder."""
+    weight = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[1])
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="../../canary")
+    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
+    node = onnx.helper.make_node("Identity", ["w"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", [], [output], [weight])
+    at.path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
+
+
+ONE_CALL = ("quantize.py", "calib_size=1", "quantize.n_steps=1", "cache.dir=null", "export_trt=none")
+CHECKPOINTS: dict[str, tuple[Callable[[Place], object], str]] = {  # what writes it, and words of the refusal
     "cut in a member": (lambda at: at.path.write_bytes(MINI.read_bytes()[:1_000_000]), "model_weights.ckpt"),
-    "a name that leads out": (lambda at: at.path.write_bytes(tar(HARMLESS, ("../canary", b"1"))), "points outside"),
-    "a gzip bomb": (lambda at: at.path.write_bytes(bomb()), "16 times its size"),
-    "a pickle that runs": (lambda at: at.write(weights=pickled({"a": Malicious(at.canary)})), "was not run"),
-    "a config that runs": (
-        lambda at: at.write(config=f"a: !!python/object/apply:os.mkdir [{at.canary}]".encode()), "not plain YAML",
+    "a name that leads out": (
+        lambda at: at.path.write_bytes(tar({"./model_config.yaml": b"{}", "../canary": b"1"})), "points outside",
     ),
+    "a gzip bomb": (lambda at: at.path.write_bytes(bomb()), "16 times its size"),
+    "a pickle that runs": (lambda at: at.archive(weights=weights_of(at.canary)), "was not run"),
+    "a config that runs": (lambda at: at.archive(f"a: !!python/object/apply:os.mkdir [{at.canary}]"), "not plain YAML"),
     "a config of nothing but a target": (
-        lambda at: at.write(config=f"_target_: os.mkdir\npath: {at.canary}\ntarget: os.mkdir".encode()),
-        "does not describe an SDXL",
+        lambda at: at.archive(f"_target_: os.mkdir\npath: {at.canary}\ntarget: os.mkdir"), "does not describe an SDXL",
     ),
     "numbers of base sixty": (number_of_base_sixty, "scale_factor is '1:1:1"),
-    "merge keys that multiply": (lambda at: at.write(config=MERGES.encode()), "entries"),
-    "a width that is text, times billions": (
-        wide_without_end, "unet_config.model_channels is 'x', expected a whole number",
-    ),
+    "merge keys that multiply": (lambda at: at.archive(MERGES), "entries"),
+    "a width that is text, times billions": (wide_without_end, "unet_config.model_channels is 'x', expected a whole n"),
     "targets in every section": (targets_everywhere, "target is 'os.mkdir', expected MegatronDiffusionEngine"),
-    "keys that are missing, unknown and misshapen": (lambda at: at.write_state(without_a_block), " missing: "),
-    "a weight that is NaN": (lambda at: at.write_state(first_weight(float("nan"))), NAN),
-    "an activation that is not finite": (lambda at: at.write_state(first_weight(factor=1e38)), "not finite"),
+    "keys that are missing, unknown and misshapen": (lambda at: at.state(without_a_block), " missing: "),
+    "a weight that is NaN": (lambda at: at.state(with_nan), f"{FIRST!r} of the unet holds 1 NaN"),
+    "an activation that is not finite": (lambda at: at.state(overflowing), "not finite"),
 }  # fmt: skip
-LEFT = {".hydra", ".lock", "quantize.log", "export_trt.log", "config.yaml", "failure.json"}  # by a job that began
-MOST_MEMORY = 3 * 2**29  # bytes; what is imported takes half of it
 BEHIND_THE_READERS = (  # refused once the checkpoint is opened, in seconds: one of their like is in make test
     "keys that are missing, unknown and misshapen", "a weight that is NaN", "targets in every section", "a gzip bomb",
 )  # fmt: skip
+OF_MINI = ("quantize.py", f"model.path={MINI}", "cache.dir=null")
+OTHERS: dict[str, tuple[Callable[[Place], object], str, tuple[str, ...], int]] = {  # and the command, and its exit code
+    "weights elsewhere": (weights_elsewhere, "outside its own folder", ("export_trt.py", "unet_xl="), 3),
+    "a graph of text": (lambda at: at.path.write_bytes(b"hello"), "not an ONNX file", ("export_trt.py", "vae="), 3),
+    "statistics in a pickle": (
+        lambda at: at.path.write_bytes(weights_of(at.canary)), "no safetensors file", (*OF_MINI, "calibration="), 3,
+    ),
+    "prompts in a pickle": (
+        lambda at: at.path.write_bytes(pickle.dumps(Malicious(at.canary))), "is not UTF-8 at line 1, byte 1",
+        (*OF_MINI, "infer.prompts="), 2,
+    ),
+}  # fmt: skip
+LEFT = {".hydra", ".lock", "quantize.log", "export_trt.log", "config.yaml", "failure.json"}  # by a job that began
+MOST_MEMORY = 3 * 2**29  # bytes; what is imported takes half of it
 
 
 @pytest.fixture(scope="module")
@@ -170,66 +187,30 @@ def whole() -> NemoCheckpoint:
     return open_nemo(MINI)
 
 
-@pytest.fixture
-def place(tmp_path, whole) -> Place:
-    (tmp_path / "hostile").mkdir()
-    return Place(tmp_path / "hostile/a.nemo", tmp_path / "canary", whole)
-
-
-@pytest.fixture
-def refused(forked, place, tmp_path):
-    """Runs a command on the file and asserts how it is refused, and that it ran and wrote nothing but what a job that
-    began says of itself."""
-
-    def run(code: int, words: str, script: str, *knobs: str) -> None:
-        given = list(place.path.parent.iterdir())
-        result, memory = forked(script, *knobs, f"hydra.run.dir={tmp_path}/run")
-        said = result.stdout + result.stderr
-        assert result.returncode == code, result.stderr[-2000:]
-        refusals = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert len(refusals) == 1 and words in refusals[0], result.stderr[-2000:]
-        assert not [each for each in ("Traceback", "weights_only", "\x1b") if each in said] and memory < MOST_MEMORY
-        assert not place.canary.exists()
-        assert {entry.name for entry in (tmp_path / "run").glob("*")} <= LEFT
-        assert [entry.name for entry in tmp_path.iterdir() if entry.name != "run"] == ["hostile"]
-        assert list(place.path.parent.iterdir()) == given
-
-    return run
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name in BEHIND_THE_READERS else ()) for name in CASES]
-)
-def test_a_checkpoint_from_a_stranger(refused, place, name):
-    make, words = CASES[name]
+@pytest.mark.parametrize("name", [
+    *(pytest.param(name, marks=pytest.mark.nightly if name in BEHIND_THE_READERS else ()) for name in CHECKPOINTS),
+    *OTHERS,
+])  # fmt: skip
+def test_a_file_from_a_stranger_is_refused_and_runs_and_writes_nothing(command, whole, tmp_path, name):
+    """But for what a job that began says of itself."""
+    ends = ".nemo" if name in CHECKPOINTS else ".safetensors"
+    place = Place(tmp_path / f"hostile/a{ends}", tmp_path / "canary", whole)
+    place.path.parent.mkdir()
+    if name in CHECKPOINTS:
+        make, words = CHECKPOINTS[name]
+        given, code = (*ONE_CALL, "model.path="), 1 if name == "an activation that is not finite" else 3  # a job fails
+    else:
+        make, words, given, code = OTHERS[name]
     make(place)
-    code = 1 if name == "an activation that is not finite" else 3  # a job that fails, or a bad file
-    refused(code, words, "quantize.py", f"model.path={place.path}", *ONE_CALL)
-
-
-def outside(canary: Path) -> bytes:
-    """An ONNX file whose weights lie elsewhere."""
-    weight = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[1])
-    weight.data_location = onnx.TensorProto.EXTERNAL
-    weight.external_data.add(key="location", value="../../canary")
-    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
-    node = onnx.helper.make_node("Identity", ["w"], ["y"])
-    graph = onnx.helper.make_graph([node], "g", [], [output], [weight])
-    return onnx.helper.make_model(graph).SerializeToString()
-
-
-@pytest.mark.parametrize(("content", "script", "knob", "code", "words"), [
-    (outside, "export_trt.py", "unet_xl", 3, "outside its own folder"),
-    (lambda canary: b"hello", "export_trt.py", "vae", 3, "not an ONNX file"),
-    (lambda canary: pickled({"a": Malicious(canary)}), "quantize.py", "calibration", 3, "no safetensors file"),
-    (lambda canary: pickle.dumps(Malicious(canary)), "quantize.py", "infer.prompts", 2,
-     "is not UTF-8 at line 1, byte 1"),
-], ids=["weights elsewhere", "a graph of text", "statistics in a pickle", "prompts in a pickle"])  # fmt: skip
-def test_another_file_from_a_stranger(refused, place, content, script, knob, code, words):
-    path = place.path.with_name("file.safetensors")
-    path.write_bytes(content(place.canary))
-    rest = (f"model.path={MINI}", "cache.dir=null") if script == "quantize.py" else ()
-    refused(code, words, script, f"{knob}={path}", *rest)
+    ended = command(*given[:-1], f"{given[-1]}{place.path}", f"hydra.run.dir={tmp_path}/run")
+    assert ended.returncode == code, ended.stderr[-2000:]
+    refusals = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(refusals) == 1 and words in refusals[0], ended.stderr[-2000:]
+    said = ended.stdout + ended.stderr
+    assert not [each for each in ("Traceback", "weights_only", "\x1b") if each in said] and ended.memory < MOST_MEMORY
+    assert {entry.name for entry in (tmp_path / "run").glob("*")} <= LEFT
+    assert {entry.name for entry in tmp_path.iterdir()} - {"run"} == {"hostile"}  # no canary
+    assert list(place.path.parent.iterdir()) == [place.path]
 
 
 def test_the_canary_sings_where_something_runs(tmp_path):

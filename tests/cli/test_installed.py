@@ -1,7 +1,9 @@
 """A wheel in an environment of its own, used from a folder far from the checkout."""
 
+import getpass
 import html
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -15,6 +17,7 @@ import pytest
 
 from sd_quant.composition import LAUNCHERS
 from sd_quant.places import HOME
+from sd_quant.report.gpu_report import read_report
 from sd_quant.shell import literal
 
 from ..pasting import AWKWARD
@@ -35,7 +38,6 @@ statistics: sd_quant.Statistics = model.calibrate(["a cat"])
 rows: list[dict[str, object]] = sd_quant.compare([model.quantize(statistics)], ["a cat"]).rows()
 model.quantize("no statistics")
 """
-Run = Callable[..., subprocess.CompletedProcess]
 
 
 def clean() -> dict[str, str]:
@@ -64,23 +66,19 @@ def environment(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def user(environment, tmp_path_factory, with_graphs) -> Run:
+def user(environment, tmp_path_factory, with_graphs) -> Callable[..., subprocess.CompletedProcess]:
     """``user(*command)`` in the folder ``user.folder``, which has a cache with the checkpoint's graphs.
-
-    ``user.paste(command)`` gives it to a shell there.
-    """
+    ``user.paste(command)`` gives it to a shell there."""
     folder = tmp_path_factory.mktemp("user")
     with_graphs(folder / "outputs/cache")
 
     path = {"PATH": f"{environment}/bin:{os.environ['PATH']}"}
     options = {"cwd": folder, "env": clean() | path, "capture_output": True, "text": True}
 
-    def run(*command: str | Path) -> subprocess.CompletedProcess:
-        program, *arguments = map(str, command)
-        return subprocess.run([str(environment / "bin" / program), *arguments], **options)
+    def run(program: str, *arguments: str | Path) -> subprocess.CompletedProcess:
+        return subprocess.run([environment / "bin" / program, *arguments], **options)
 
-    run.folder = folder  # type: ignore[attr-defined]
-    run.paste = lambda command: subprocess.run(["sh", "-c", command], **options)  # type: ignore[attr-defined]
+    run.folder, run.paste = folder, lambda command: subprocess.run(["sh", "-c", command], **options)
     return run
 
 
@@ -90,13 +88,13 @@ def test_it_is_the_wheel_whose_program_refuses_what_is_no_command_and_has_a_doct
     assert found == "True" and all(path.startswith(str(environment)) for path in paths)
 
     assert "quantize" in user("sd-quant").stdout
-    refused = user("sd-quant", "quantise")
-    assert (refused.returncode, refused.stderr) == (2, "error: there is no command quantise; did you mean quantize?\n")
+    sentence = "error: there is no command quantise; did you mean quantize?\n"
+    for program in (("sd-quant",), ("python", "-m", "sd_quant")):
+        refused = user(*program, "quantise")
+        assert (refused.returncode, refused.stderr) == (2, sentence)
     doctor = user("sd-quant", "doctor")
     assert (doctor.returncode, doctor.stderr) == (0, "") and "  int8_weight_only" in doctor.stdout
     assert "cannot be told" not in doctor.stdout and str(environment.parent) not in doctor.stdout
-    same = user("python", "-m", "sd_quant", "quantise")
-    assert (same.returncode, same.stderr) == (refused.returncode, refused.stderr)
 
 
 def test_the_main_job_a_sweep_images_and_the_report(user):
@@ -180,3 +178,17 @@ def test_a_folder_that_cannot_be_written_and_data_that_is_missing(user, environm
     refused = subprocess.run(command, cwd="/proc", env=clean(), **options)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
     assert "cannot be written, because of /proc" in refused.stderr
+
+
+def test_a_rehearsed_report_of_a_gpu_is_whole_and_names_nobody(user, tmp_path):
+    """On the processor."""
+    words = "--rehearse --checkpoints mini --formats int8 nvfp4 --out".split()
+    well(user("sd-quant", "gpu-report", *words, tmp_path))
+    content = (tmp_path / "gpu_report.json").read_bytes()
+    row, refused = read_report(content, "it").rows
+    assert (row.ended, row.engine, row.executed, row.layers) == ("done", "openvino", 150, 150) and row.psnr_db > 30
+    assert {each.what for each in row.parity} >= {"unet_xl with torch", "unet_xl with ONNX Runtime", "vae with torch"}
+    assert all(each.relative_error <= each.tolerance for each in row.parity)
+    assert refused.ended == "not run" and "OpenVINO" in refused.reason
+    names = {platform.node(), str(HOME), str(user.folder), str(tmp_path), getpass.getuser()} - {"root"}
+    assert not [name for name in names if name.encode() in content]

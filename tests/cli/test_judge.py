@@ -1,6 +1,5 @@
 """Quantized checkpoints of anybody, judged by the command: alone, and beside a sweep's recipes."""
 
-import json
 import shutil
 import statistics
 from pathlib import Path
@@ -15,7 +14,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.names.sgm import sgm_names
 
 from ..preference_networks import small_dino
-from .shared import JOBS, PROMPTS, SAMPLING, pixels, record_of, rows_of
+from .shared import JOBS, PROMPTS, SAMPLING, images_in, json_of, record_of, rows_of
 
 pytestmark = pytest.mark.commit
 
@@ -31,30 +30,24 @@ def cast(checkpoint: Path, path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def judged(done, main_job, checkpoint, tmp_path_factory) -> tuple[Path, dict[str, Path]]:
-    """The folder of three candidates: a file that was cast, what a run has handed over, and the run itself."""
+def judged(done, main_job, checkpoint, tmp_path_factory):
+    """The folder of three candidates: a file that was cast, what a run has handed over, and the run itself; and the
+    command that has judged them, which can be given again."""
     folder = tmp_path_factory.mktemp("judge")
     where = f"hydra.run.dir={folder}/handed", f"cache.dir={main_job.cache}"
     done("hand_over.py", f"run={main_job.directory}", "to=diffusers_sdnq", *where)
-    candidates = {
-        "cast.safetensors": cast(checkpoint, folder / "cast.safetensors"),
-        "diffusers_sdnq": folder / "handed/diffusers_sdnq",
-        "run": main_job.directory,
-    }
-    result = judge(done, main_job, folder, candidates.values())
-    assert "cast.safetensors" in result.stdout and "bits a weight" in result.stdout
-    return folder / "judged", candidates
-
-
-def judge(done, main_job, folder: Path, candidates):
-    given, prompts = ",".join(map(str, candidates)), folder / "drawbench.csv"
+    candidates = cast(checkpoint, folder / "cast.safetensors"), folder / "handed/diffusers_sdnq", main_job.directory
     small_dino(folder / "dino")
-    prompts.write_text("Prompts,Category\n" + "".join(f"{prompt},{prompt.split()[-1]}s\n" for prompt in PROMPTS))
-    return done(
-        "judge.py", f"candidates=[{given}]", f"infer.prompts={prompts}", *SAMPLING,
-        f"metrics.dino_weights={folder}/dino", "timing.budget_s=0", "judge.trust_runs=true",
+    prompts = "".join(f"{prompt},{prompt.split()[-1]}s\n" for prompt in PROMPTS)
+    (folder / "drawbench.csv").write_text(f"Prompts,Category\n{prompts}")
+    given = (
+        "judge.py", f"candidates=[{','.join(map(str, candidates))}]", f"infer.prompts={folder}/drawbench.csv",
+        *SAMPLING, f"metrics.dino_weights={folder}/dino", "timing.budget_s=0", "judge.trust_runs=true",
         f"cache.dir={main_job.cache}", f"hydra.run.dir={folder}/judged",
     )  # fmt: skip
+    said = done(*given).stdout
+    assert "cast.safetensors" in said and "bits a weight" in said
+    return folder / "judged", given
 
 
 def test_candidates_are_judged_by_category_and_the_report_says_which_is_worth_its_bits(judged):
@@ -76,35 +69,34 @@ def test_candidates_are_judged_by_category_and_the_report_says_which_is_worth_it
 
 
 def test_each_candidate_has_images_figures_and_a_table_of_its_layers(judged):
-    folder, candidates = judged
-    full = [pixels(path) for path in sorted((folder / "run/images/full_precision").glob("*.png"))]
-    for name in candidates:
-        entry = record_of(folder / name)
-        assert entry["status"] == "done" and len(entry["fidelity"]["psnr"]["values"]) == len(PROMPTS)
+    """A run is judged as the engine that it made: OpenVINO runs its file, and images agree as far as codes do."""
+    folder, _ = judged
+    records, full = {}, images_in(folder / "run/images/full_precision")
+    for name in ("cast.safetensors", "diffusers_sdnq", "run"):
+        records[name] = entry = record_of(folder / name)
+        assert entry["status"] == "done" and len(entry["fidelity"]["psnr"]["values"]) == len(PROMPTS) == len(full)
         assert entry["degenerate"] == [] and 15 < entry["fidelity"]["psnr"]["mean"] < 70
         assert 0 < entry["judged"]["network_error"] < 0.5
-        for path, expected in zip(sorted((folder / name / "images/full_precision").glob("*.png")), full, strict=True):
-            assert np.array_equal(pixels(path), expected)
+        np.testing.assert_equal(images_in(folder / name / "images/full_precision"), full)
         rows = rows_of(folder / name / "layers.csv")
         assert len(rows) == 174 and {row["format"] for row in rows} == set(entry["judged"]["formats"])
-    cast_entry, sdnq = (record_of(folder / name)["judged"] for name in ("cast.safetensors", "diffusers_sdnq"))
+    cast_entry, sdnq, run = (record["judged"] for record in records.values())
     assert cast_entry["formats"] == {"float8_e4m3fn": 174} and 8 < cast_entry["bits"] < 8.5
     assert sdnq["formats"]["int8"] + sdnq["formats"]["high precision"] == 174 and 9 < sdnq["bits"] < 10
-    worst = cast_entry["hurting"]
-    assert len(worst) == 10 and all(each["network_error"] > 0 for each in worst)
-    assert [each["network_error"] for each in worst] == sorted((e["network_error"] for e in worst), reverse=True)
+    errors = [each["network_error"] for each in cast_entry["hurting"]]
+    assert len(errors) == 10 and errors == sorted(errors, reverse=True) and errors[-1] > 0
+    assert run["runtime"]["name"] == "openvino" and run["runtime"]["speedup"] > 0
+    assert min(run["runtime"]["agreement"]["values"]) > 25
 
 
-def test_what_was_handed_over_is_read_as_it_was_written(judged, main_job):
+def test_what_was_handed_over_is_read_as_it_was_written(judged):
     """By layers and by figures: those of quantization, and of the text, which SDNQ's pipeline does not pad."""
     folder, _ = judged
     (handed,) = (folder.parent / "handed").glob("*/hand_over.json")
-    held = json.loads(handed.read_text())
-    assert record_of(folder / "diffusers_sdnq")["layers"]["quantized"] == held["quantized"]
+    held, judgement = json_of(handed), record_of(folder / "diffusers_sdnq")
     rows = rows_of(folder / "diffusers_sdnq/layers.csv")
     errors = [float(row["weight_error"]) for row in rows if row["weight_error"]]
-    assert len(errors) == held["quantized"]
-    judgement = record_of(folder / "diffusers_sdnq")
+    assert len(errors) == held["quantized"] == judgement["layers"]["quantized"]
     for score, values in held["fidelity"].items():
         assert judgement["fidelity"][score]["values"] == pytest.approx(values["values"], rel=1e-6), score
         text = judgement["judged"]["text"][score]["values"]
@@ -113,35 +105,27 @@ def test_what_was_handed_over_is_read_as_it_was_written(judged, main_job):
     assert statistics.median(errors) < 1.5e-2 and max(errors) < 5e-2  # of INT8, though smoothing is folded
 
 
-def test_a_run_is_judged_as_the_engine_that_it_made(judged):
-    """Its own library is OpenVINO, which runs the exported file; images of both agree as far as codes do."""
-    runtime = record_of(judged[0] / "run")["judged"]["runtime"]
-    assert runtime["name"] == "openvino" and runtime["speedup"] > 0
-    assert min(runtime["agreement"]["values"]) > 25
+def test_what_was_judged_is_not_judged_again(judged, done):
+    folder, given = judged
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.json")}
+    said = done(*given).stdout
+    assert len(before) == 3 and "3 of 3 candidates were judged before" in said, said[-2000:]
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.json")}
 
 
-def test_what_was_judged_is_not_judged_again(judged, done, main_job):
-    folder, candidates = judged
-    before = {name: (folder / name / "metrics.json").stat().st_mtime_ns for name in candidates}
-    result = judge(done, main_job, folder.parent, candidates.values())
-    assert "3 of 3 candidates were judged before" in result.stdout, result.stdout[-2000:]
-    assert before == {name: (folder / name / "metrics.json").stat().st_mtime_ns for name in candidates}
-
-
-def test_a_candidate_of_another_size_is_refused_before_anything_is_computed(command, checkpoint, tmp_path):
-    path = cast(checkpoint, tmp_path / "a.safetensors")
+def test_a_candidate_of_another_size_is_refused_before_anything_is_computed(refused, checkpoint, tmp_path):
+    path, key = cast(checkpoint, tmp_path / "a.safetensors"), f"{PREFIX}input_blocks.0.0.weight"
     state = load_file(path)
-    key = f"{PREFIX}input_blocks.0.0.weight"
     state[key] = state[key].float()[:, :, :1].to(torch.float8_e4m3fn).contiguous()
     save_file(state, path)
-    result = command("judge.py", f"candidates=[{path}]", f"hydra.run.dir={tmp_path}/judged")
-    assert result.returncode == 3 and "of another size than the full-precision model" in result.stderr
+    said = refused("judge.py", f"candidates=[{path}]", f"hydra.run.dir={tmp_path}/judged", code=3)
+    assert "of another size than the full-precision model" in said
     assert not (tmp_path / "judged/sweep.json").exists()
 
 
 @pytest.mark.nightly
 def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(
-    command, done, tiny, unbroken_sweep, sweep_arguments, tmp_path
+    refused, done, tiny, unbroken_sweep, sweep_arguments, tmp_path
 ):
     """Of a sweep whose jobs are done; here of what one of them has handed over, under two names."""
     first, second, sweep = tmp_path / "first", tmp_path / "second", tmp_path / "sweep"
@@ -149,13 +133,11 @@ def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(
     done("hand_over.py", f"run={tiny.run}", "to=diffusers_modelopt", "images=false", *where)
     for folder in (first, second):
         shutil.copytree(tmp_path / "handed/diffusers_modelopt", folder)
-    alone = command("quantize.py", *tiny.knobs, f"candidates=[{first}]", f"hydra.run.dir={tmp_path}/run")
-    assert alone.returncode == 2 and "candidates are judged beside the recipes of a sweep" in alone.stderr
+    alone = "quantize.py", *tiny.knobs, f"candidates=[{first}]", f"hydra.run.dir={tmp_path}/run"
+    assert "candidates are judged beside the recipes of a sweep" in refused(*alone)
     given = sweep_arguments(unbroken_sweep, "judge.runtimes=false", f"candidates=[{first}]", f"hydra.sweep.dir={sweep}")
-    differing = command(*given, "infer.seed=1,2")
-    assert differing.returncode == 2 and "the jobs of this sweep differ in model, infer" in differing.stderr
-    unread = command(*given, "candidates=[README.md]")
-    assert unread.returncode == 2 and "README.md is of no kind that is known here" in unread.stderr
+    assert "the jobs of this sweep differ in model, infer" in refused(*given, "infer.seed=1,2")
+    assert "README.md is of no kind that is known here" in refused(*given, "candidates=[README.md]")
     assert not sweep.exists()  # before hours of work, not behind them
     shutil.copytree(unbroken_sweep / "kept", sweep)
     for candidates in ([first], [first, second]):

@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import math
 import shutil
-import struct
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -25,7 +23,7 @@ from sd_quant.models.sdxl_nemo import build_modules
 from sd_quant.report.record import record_schema
 
 from ..pasting import AWKWARD, words_of
-from .shared import PROMPTS, SAMPLING, onnx_path, pixels, prompts_knob, record_of, rows_of
+from .shared import PROMPTS, SAMPLING, images_in, onnx_path, pixels, prompts_knob, record_of, rows_of
 
 pytestmark = pytest.mark.commit
 
@@ -40,17 +38,18 @@ NAMES = {  # of each graph's inputs and outputs, as NeMo has them
     "clip1": (["input_ids"], ["z"]),
     "clip2": (["input_ids"], ["z", "z_pooled"]),
 }
-PARITY = {*PART_NAMES, "quantized_layers", "unet_xl_quantized"}
+SIDES = ("full_precision", "quantized")
 
 
 def nulls_without_reason(value: object, place: str = "") -> list[str]:
-    if isinstance(value, list):
-        return [null for index, inner in enumerate(value) for null in nulls_without_reason(inner, f"{place}.{index}")]
-    if not isinstance(value, dict):
-        return []
-    values = {name: inner for name, inner in value.items() if not name.endswith("reason")}
-    own = [f"{place}.{name}" for name, inner in values.items() if inner is None and not value.get("reason")]
-    return own + [null for name, inner in value.items() for null in nulls_without_reason(inner, f"{place}.{name}")]
+    if not isinstance(value, dict | list):
+        return [place] if value is None else []
+    explained = isinstance(value, dict) and bool(value.get("reason"))
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    return [
+        null for name, inner in inside if not str(name).endswith("reason") and not (inner is None and explained)
+        for null in nulls_without_reason(inner, f"{place}.{name}")
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,32 +68,26 @@ def layers(run) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def unet(run) -> onnx.ModelProto:
-    return onnx.load(onnx_path(run, "unet_xl"))
+def unet(run) -> onnx.GraphProto:
+    return onnx.load(onnx_path(run, "unet_xl")).graph
 
 
-def test_everything_that_a_run_leaves_is_there(run, main_job):
+def test_everything_that_a_run_leaves_is_there_and_printed_and_logged(run, main_job, record):
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    names = [f"{index:04}.png" for index in range(len(PROMPTS))]
     expected = {"config.yaml", "layers.csv", "metrics.json", "provenance.json", "quantize.log", "quantized_unet.pt"}
-    expected |= {"report.html", "votes.html", "votes_key.json", "ranges.csv", "ranges.png"}
+    expected |= {"report.html", "votes.html", "votes_key.json", "ranges.csv", "ranges.png", "images/grid.png"}
     expected |= {f"onnx/{part}/{part}.onnx" for part in PART_NAMES}
     expected |= {f"plan/{part}.plan{record}" for part in PART_NAMES for record in ("", ".json")}
-    if current_gpu() is None:
-        assert "infer=auto is openvino: there is no NVIDIA GPU" in (run / "quantize.log").read_text().splitlines()[0]
-    expected |= {"images/grid.png"} | {f"images/{side}/{n}" for side in ("full_precision", "quantized") for n in names}
-    assert expected <= files
-    assert not [name for name in files if name.endswith(".part")]
-
-
-def test_the_closing_table_is_printed_and_the_log_has_every_stage(run, main_job, record):
+    expected |= {f"images/{side}/000{n}.png" for side in SIDES for n in range(len(PROMPTS))}
+    assert expected <= files and not [name for name in files if name.endswith(".part")]
     assert "done  format=int8  quant_level=3.0  alpha=0.8" in main_job.stdout
     for words in ("unet_xl", "speed-up", "PSNR", "peak memory", f"run directory: {run}", "report: file://"):
         assert words in main_job.stdout
     log = (run / "quantize.log").read_text()
+    if current_gpu() is None:
+        assert "infer=auto is openvino: there is no NVIDIA GPU" in log.splitlines()[0]
     stages = "load calibrate assign images export plans hand_over parity latency memory".split()
-    assert set(record["stages"]) == set(stages)
-    assert all(f"{stage} ..." in log for stage in stages)
+    assert set(record["stages"]) == set(stages) and all(f"{stage} ..." in log for stage in stages)
 
 
 def test_nobody_is_told_and_nothing_is_written_elsewhere(main_job):
@@ -107,18 +100,14 @@ def test_nobody_is_told_and_nothing_is_written_elsewhere(main_job):
 
 
 def test_each_layer_has_a_row_with_its_scale_or_its_reason(layers):
-    quantized = [row for row in layers if row["format"] == "int8"]
-    assert Counter(row["role"] for row in quantized) == ROLES
-    for row in quantized:
-        assert row["reason"] == "" and float(row["activation_scale"]) > 0 and float(row["weight_scale_min"]) > 0
-        smoothed = row["role"] != "conv"
-        assert bool(row["pre_quant_scale_max"]) == bool(row["alpha"]) == smoothed
-    kept = [row for row in layers if row["format"] != "int8" and row["role"] != "norm"]
-    assert {(row["role"], row["format"], row["reason"]) for row in kept} == {
-        ("excluded", "high precision", "excluded by the model family"),
-        ("attention", "high precision", "role attention is not in quant_level 3"),
+    told = Counter((row["role"], row["format"], row["reason"]) for row in layers if row["role"] != "norm")
+    assert told == {(role, "int8", ""): count for role, count in ROLES.items()} | {
+        ("excluded", "high precision", "excluded by the model family"): EXCLUDED,
+        ("attention", "high precision", "role attention is not in quant_level 3"): ATTENTIONS,
     }
-    assert Counter(row["role"] for row in kept) == {"excluded": EXCLUDED, "attention": ATTENTIONS}
+    for row in (row for row in layers if row["format"] == "int8"):
+        assert float(row["activation_scale"]) > 0 and float(row["weight_scale_min"]) > 0
+        assert bool(row["pre_quant_scale_max"]) == bool(row["alpha"]) == (row["role"] != "conv")
 
 
 def test_smoothing_is_folded_where_it_can_be_and_the_graph_multiplies_elsewhere(layers, unet, record):
@@ -127,7 +116,7 @@ def test_smoothing_is_folded_where_it_can_be_and_the_graph_multiplies_elsewhere(
     assert smoothing == {"folded": 124 - 11 * 2 - 7, "multiplication": 11 * 2 + 7}
     norms = {row["name"].rpartition(".")[2] for row in layers if row["role"] == "norm"}
     assert norms == {"norm", "norm1", "norm2", "norm3"}
-    multiplications = sum(node.output[0].endswith(".smoothed") for node in unet.graph.node)
+    multiplications = sum(node.output[0].endswith(".smoothed") for node in unet.node)
     assert record["smoothing"] == {"smoothed_layers": 124, "folded_layers": 95, "multiplications": multiplications}
     assert multiplications == 11 + 7
 
@@ -148,10 +137,10 @@ def test_each_onnx_file_is_valid_with_nemos_names_and_its_plan_is_one_for_both_t
 
 
 def test_the_weights_of_exactly_the_assigned_layers_are_int8(unet, layers):
-    int8 = [tensor.name for tensor in unet.graph.initializer if tensor.data_type == onnx.TensorProto.INT8]
+    int8 = [tensor.name for tensor in unet.initializer if tensor.data_type == onnx.TensorProto.INT8]
     weights = {name for name in int8 if not name.endswith("zero_point")}
     assert weights == {f"unet.{row['name']}.weight.int8" for row in layers if row["format"] == "int8"}
-    counts = Counter(node.op_type for node in unet.graph.node)
+    counts = Counter(node.op_type for node in unet.node)
     shared = 11 * 3  # query, key and value of a self-attention read one quantized tensor, key and value of the text too
     shifted = sum(row["activation_zero_point"] not in ("", "0") for row in layers)
     assert len(weights) == sum(ROLES.values()) and counts["Pad"] == shifted
@@ -159,30 +148,22 @@ def test_the_weights_of_exactly_the_assigned_layers_are_int8(unet, layers):
     assert counts["DequantizeLinear"] == 2 * len(weights) - shared
 
 
-def test_the_quantized_file_is_at_most_three_tenths_of_the_fp32_weights(record, run):
-    sizes = record["sizes_bytes"]["unet_xl"]
-    assert sizes["onnx_quantized"] == sum(file.stat().st_size for file in onnx_path(run, "unet_xl").parent.iterdir())
+def test_the_quantized_file_is_at_most_three_tenths_of_the_fp32_weights_and_executes_in_int8(record, run, int8_kernels):
+    sizes, path = record["sizes_bytes"]["unet_xl"], onnx_path(run, "unet_xl")
+    assert sizes["onnx_quantized"] == sum(file.stat().st_size for file in path.parent.iterdir())
     assert sizes["onnx_quantized"] <= 0.30 * sizes["weights_fp32"]
     assert sizes["onnx_quantized"] <= 0.60 * sizes["onnx_full_precision"]
-
-
-def test_every_quantized_layer_executes_with_an_int8_kernel(run, int8_kernels):
-    engine = openvino.load(onnx_path(run, "unet_xl"))
+    engine = openvino.load(path)
     assert openvino.int8_layers(engine) == sum(ROLES.values()), openvino.arithmetic_layers(engine)
 
 
-def test_the_pictures_are_twins_that_differ(run, main_job, record):
+def test_the_pictures_are_twins_that_differ(run, record):
     width, height = record["knobs"]["infer"]["width"], record["knobs"]["infer"]["height"]
-    pairs = []
-    for index in range(len(PROMPTS)):
-        name = f"{index:04}.png"
-        full, quantized = (pixels(run / "images" / side / name) for side in ("full_precision", "quantized"))
-        assert full.shape == quantized.shape == (height, width, 3)
-        assert full.std() > 1 and (full != quantized).any()
-        pairs.append((full, quantized))
-    assert (pairs[0][0] != pairs[1][0]).any()
-    errors = [np.mean((a - b) ** 2) for a, b in pairs]
-    expected = [10 * math.log10(255**2 / error) for error in errors]
+    full, quantized = (np.asarray([*images_in(run / "images" / side).values()]) for side in SIDES)
+    assert full.shape == quantized.shape == (len(PROMPTS), height, width, 3) and (full[0] != full[1]).any()
+    errors = np.square(full - quantized).mean((1, 2, 3))
+    assert full.std((1, 2, 3)).min() > 1 and errors.min() > 0
+    expected = 10 * np.log10(255**2 / errors)
     np.testing.assert_allclose(record["fidelity"]["psnr"]["values"], expected, rtol=1e-4)
     grid = pixels(run / "images/grid.png")
     assert grid.shape[0] >= 2 * height and grid.shape[1] >= 2 * width
@@ -212,25 +193,21 @@ def test_latency_is_measured_for_both_engines(record):
     assert set(record["latency"]) == {"torch", "openvino"}
     for part in (*PART_NAMES, "image"):
         batch = "2" if part == "unet_xl" else "1"  # guidance doubles the UNet's
-        sides = [record["latency"]["torch"][part][batch]["full_precision"]]
         engine = record["latency"]["openvino"][part][batch]
-        sides.append(engine["full_precision"])
-        if part == "unet_xl":
-            sides.append(engine["quantized"])
-        if part == "image":  # from the UNet's own rounds, and what an image takes beside them
-            alone, speedup = engine["full_precision"]["p50_ms"], engine["speedup"]
-            assert engine["quantized"]["p50_ms"] == pytest.approx(alone / speedup)
+        sides = [record["latency"]["torch"][part][batch]["full_precision"], engine["full_precision"]]
         if part in ("unet_xl", "image"):
             assert engine["speedup"] > 0
         else:
             assert engine["quantized"] == {"p50_ms": None, "reason": "not quantized"}
-        for times in sides:
+        if part == "image":  # from the UNet's own rounds, and what an image takes beside them
+            assert engine["quantized"]["p50_ms"] == pytest.approx(sides[1]["p50_ms"] / engine["speedup"])
+        for times in [*sides, engine["quantized"]] if part == "unet_xl" else sides:
             assert times["n"] == len(times["samples_ms"]) == 3 and times["warmup"] == 1
             assert 0 < times["min_ms"] <= times["p50_ms"] <= times["p90_ms"] <= times["p99_ms"]
 
 
 def test_the_engine_computes_what_torch_computes(record):
-    assert set(record["parity"]) == PARITY
+    assert set(record["parity"]) == {*PART_NAMES, "quantized_layers", "unet_xl_quantized"}
     for entry in record["parity"].values():
         assert 0 <= entry["relative_error"] <= entry["tolerance"]
     assert record["parity"]["quantized_layers"]["count"] == sum(ROLES.values())
@@ -247,18 +224,15 @@ def test_modelopt_restores_the_quantized_unet(run, checkpoint, layers):
     opened = open_nemo(checkpoint)
     unet = build_modules(opened.model_config, opened.clip1, opened.clip2)["unet"]
     unet = mto.restore(unet, run / "quantized_unet.pt")
-    enabled = 0
     for row in layers:
         layer = unet.get_submodule(row["name"])
         quantizers = [getattr(layer, kind, None) for kind in ("weight_quantizer", "input_quantizer")]
-        if row["format"] != "int8":
-            assert not any(quantizer is not None and quantizer.is_enabled for quantizer in quantizers)
-            continue
-        enabled += 1
-        assert all(quantizer.is_enabled for quantizer in quantizers)
-        assert quantizers[1].amax.item() == pytest.approx(127 * float(row["activation_scale"]), rel=1e-4)
-        assert quantizers[0].amax.max().item() == pytest.approx(127 * float(row["weight_scale_max"]), rel=1e-4)
-    assert enabled == sum(ROLES.values())
+        enabled = [quantizer is not None and quantizer.is_enabled for quantizer in quantizers]
+        assert enabled == [row["format"] == "int8"] * 2
+        if row["format"] == "int8":
+            scales = float(row["weight_scale_max"]), float(row["activation_scale"])
+            found = [quantizer.amax.max().item() / 127 for quantizer in quantizers]
+            assert found == pytest.approx(scales, rel=1e-4) and quantizers[1].amax.numel() == 1
 
 
 # ----------------------------------------------------------------------------------- the commands that go on from a run
@@ -269,22 +243,10 @@ def test_images_of_the_run_come_out_the_same(done, run, main_job, checkpoint, tm
     paths = [f"{part}={onnx_path(run, part)}" for part in PART_NAMES] + [f"model.path={checkpoint}"]
     where = f"hydra.run.dir={tmp_path}/images"
     done("infer.py", *paths, prompts_knob(PROMPTS), *SAMPLING, where)
-    for index in range(len(PROMPTS)):
-        found = pixels(tmp_path / "images/images" / f"{index:04}.png")
-        np.testing.assert_array_equal(found, pixels(run / "images/quantized" / f"{index:04}.png"))
+    np.testing.assert_equal(images_in(tmp_path / "images/images"), images_in(run / "images/quantized"))
     record = record_of(tmp_path / "images")
     assert (record["status"], record["prompts"]) == ("done", PROMPTS)
     assert set(record["latency"]["openvino"]) == {*PART_NAMES, "image"}
-
-
-def test_a_plan_takes_the_sizes_that_were_asked_for(done, run, tmp_path):
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
-    sizes = "trt.targets=[SM89]", "trt.sizes=[64x128,128x64]", "infer.width=128"
-    done("export_trt.py", f"vae={onnx_path(run, 'vae')}", *sizes, f"hydra.run.dir={tmp_path}")
-    shapes = json.loads((tmp_path / "plan/vae.plan.json").read_text())["profile"]["z"]
-    assert [shape[2:] for shape in shapes] == [[8, 8], [8, 16], [16, 16]]
-    plan = (tmp_path / "plan/vae.plan").read_bytes()
-    assert all(struct.pack("<4q", *shape) in plan for shape in shapes)
 
 
 def test_a_refused_plan_is_rebuilt_by_the_command_that_the_refusal_prints(run, done, tmp_path):

@@ -11,16 +11,16 @@ from sd_quant.observed.checkpoint import Observation
 from sd_quant.report.candidates import HIGH_PRECISION
 from tests.zoo import CASES, write
 
-from .shared import QUICK, pixels, record_of, rows_of
+from .shared import QUICK, json_of, onnx_path, pixels, record_of, rows_of
 
 pytestmark = pytest.mark.nightly
 
 PARTS = ["text_encoder", "text_encoder_2", "transformer", "vae"]
-KNOBS = "model=diffusers", "model.path=checkpoints/sd3_mini", "model.width=64", "model.height=64"
-TWO, EDITS, VIDEO = "WanPipeline, two denoisers", "FluxKontextPipeline", "WanImageToVideoPipeline"
+SHIPPED, TWO, EDITS, VIDEO = "shipped", "WanPipeline, two denoisers", "FluxKontextPipeline", "WanImageToVideoPipeline"
 QUICKLY = [knob for knob in QUICK if not knob.startswith("infer.prompts")]  # which the tables have
 TABLES = "model.calibration_table=conf/model/prompts/shapes.csv", "infer.table=conf/model/prompts/shapes_evaluation.csv"
-JOBS = {  # of tiny pipelines: what a run in INT8 is told beside the pipeline
+JOBS = {  # what a run in INT8 is told beside the pipeline, which are tiny but for one
+    SHIPPED: QUICK,
     TWO: (*QUICK, "infer.steps=4", "quantize.n_steps=4"),
     EDITS: (*TABLES, *QUICKLY, "hand_over=[diffusers_torchao]"),
     VIDEO: (*TABLES, *QUICKLY, "hand_over=[diffusers_torchao]"),
@@ -28,19 +28,22 @@ JOBS = {  # of tiny pipelines: what a run in INT8 is told beside the pipeline
 
 
 def model_of(folder: Path, case: str) -> list[str]:
-    """The pipeline in ``folder``, and its cache."""
-    arguments = ",".join(f"{name}:{json.dumps(value)}" for name, value in CASES[case].arguments.items())
+    """The pipeline in ``folder``, or the shipped one, and the cache there."""
     size = "model.width=64", "model.height=64", f"cache.dir={folder}/cache"
+    if case == SHIPPED:
+        return ["model=diffusers", "model.path=checkpoints/sd3_mini", *size]
+    arguments = ",".join(f"{name}:{json.dumps(value)}" for name, value in CASES[case].arguments.items())
     return ["model=diffusers", f"model.path={folder}/model", f"model.arguments={{{arguments}}}", *size]
 
 
 @pytest.fixture(scope="module")
 def run_of(done, made_once):
-    """``run_of(case)``: a folder with a tiny ``model``, a ``run`` of it and its ``cache``."""
+    """``run_of(case)``: a folder with the ``model``, a ``run`` of it and its ``cache``."""
 
     def made(case: str) -> Path:
         def make(folder: Path) -> None:
-            write(case, folder / "model")
+            if case != SHIPPED:
+                write(case, folder / "model")
             done("quantize.py", *model_of(folder, case), *JOBS[case], f"hydra.run.dir={folder}/run")
 
         return made_once(case.replace(", ", "_"), make)
@@ -48,23 +51,14 @@ def run_of(done, made_once):
     return made
 
 
-@pytest.fixture(scope="module")
-def observed(done, made_once) -> Path:
-    """A folder with a ``run`` in INT8 and its ``cache``."""
-
-    def make(folder: Path) -> None:
-        done("quantize.py", *KNOBS, *QUICK, f"cache.dir={folder}/cache", f"hydra.run.dir={folder}/run")
-
-    return made_once("observed", make)
-
-
-def test_a_pipeline_that_no_file_describes_is_quantized_exported_and_executed(observed):
-    record = record_of(observed / "run")
+def test_a_pipeline_that_no_file_describes_is_quantized_exported_and_executed(run_of):
+    run = run_of(SHIPPED) / "run"
+    record = record_of(run)
     assert record["simulated"] is False and record["layers"]["quantized"] >= 50
-    assert sorted(path.name for path in (observed / "run/onnx").iterdir()) == PARTS
+    assert sorted(path.name for path in (run / "onnx").iterdir()) == PARTS
     for part in PARTS:
-        onnx.checker.check_model(observed / f"run/onnx/{part}/{part}.onnx", full_check=True)
-    graph = onnx.load(observed / "run/onnx/transformer/transformer.onnx")
+        onnx.checker.check_model(onnx_path(run, part), full_check=True)
+    graph = onnx.load(onnx_path(run, "transformer"))
     codes = [weight for weight in graph.graph.initializer if weight.data_type == onnx.TensorProto.INT8]
     assert len([each for each in codes if len(each.dims) > 1]) >= record["layers"]["quantized"]
     assert {entry.key for entry in graph.metadata_props} >= {"axes", "samples_a_picture"}
@@ -111,7 +105,7 @@ def test_one_alone_makes_other_images_and_a_server_and_judge_open_both(done, run
     assert alone["fidelity"]["psnr"]["mean"] > both["fidelity"]["psnr"]["mean"]
     written, folder = fp8["hand_over"]["modelopt_export"], tmp_path / "fp8/hand_over/modelopt_export"
     for part in ("transformer", "transformer_2"):
-        config = json.loads((folder / part / "config.json").read_text())
+        config = json_of(folder / part / "config.json")
         assert config["quantization_config"]["quant_algo"] == "FP8"
     assert written["parts"]["transformer_2"]["quantized"] == written["quantized"] > 0
     knobs = [each for each in knobs if not each.startswith(("calib_size", "quant", "memory_of", "export_trt"))]
@@ -124,12 +118,12 @@ def test_one_alone_makes_other_images_and_a_server_and_judge_open_both(done, run
     assert judged["fidelity"]["psnr"]["mean"] == pytest.approx(written["fidelity"]["psnr"]["mean"], abs=0.01)
 
 
-def test_inspect_prints_what_the_run_observed(done, observed, tmp_path):
+def test_inspect_prints_what_the_run_observed(done, run_of, tmp_path):
     """From the cache, in which the run has put it."""
-    where = f"cache.dir={observed}/cache", f"hydra.run.dir={tmp_path}/out"
-    result = done("-m", "sd_quant", "inspect", *KNOBS, *where)
+    where = f"hydra.run.dir={tmp_path}/out"
+    result = done("-m", "sd_quant", "inspect", *model_of(run_of(SHIPPED), SHIPPED), where)
     assert "from the cache: observed" in result.stdout + result.stderr
-    observation = Observation.from_json(json.loads((tmp_path / "out/observed.json").read_text()))
+    observation = Observation.from_json(json_of(tmp_path / "out/observed.json"))
     assert observation.pipeline == "StableDiffusion3Pipeline" and sorted(observation.parts) == PARTS
     assert all(part.rung.cause is None and part.rung.verified for part in observation.parts.values())
     for word in (*PARTS, "SD3Transformer2DModel", "AutoencoderKL", "hidden_states", "excluded: ", "calls within"):
@@ -137,27 +131,21 @@ def test_inspect_prints_what_the_run_observed(done, observed, tmp_path):
 
 
 @pytest.mark.parametrize("case", [EDITS, VIDEO])
-def test_a_job_of_tables_reads_an_image_a_row_and_an_earlier_runs_files_make_the_same(done, run_of, case, tmp_path):
-    folder = run_of(case)
-    record = record_of(folder / "run")
+def test_a_job_of_tables_reads_an_image_a_row_and_its_files_and_a_judge_make_the_same(done, run_of, case, tmp_path):
+    run = run_of(case) / "run"
+    record = record_of(run)
     assert record["simulated"] is False and record["prompts"][0] == "make it yellow"
-    named = {key for key in record["inputs"] if key.startswith(("infer.table", "model.calibration_table"))}
-    assert {"infer.table", "infer.table 1 image", "model.calibration_table 16 image"} <= named
-    parts = {path.name for path in (folder / "run/onnx").iterdir()}
+    assert {"infer.table", "infer.table 1 image", "model.calibration_table 16 image"} <= record["inputs"].keys()
+    parts = {path.name for path in (run / "onnx").iterdir()}
     assert {"transformer", "vae", "vae_encoder"} <= parts and ("image_encoder" in parts) == (case == VIDEO)
     assert record["hand_over"]["diffusers_torchao"]["fidelity"]["psnr"]["mean"] > 20
-    done("infer.py", f"run='{folder}/run'", TABLES[1], "steps=2", "num_warmup_runs=0", f"hydra.run.dir={tmp_path}/out")
-    again, before = tmp_path / "out/images/0000.png", folder / "run/images/quantized/0000.png"
+    done("infer.py", f"run='{run}'", TABLES[1], "steps=2", "num_warmup_runs=0", f"hydra.run.dir={tmp_path}/out")
+    again, before = tmp_path / "out/images/0000.png", run / "images/quantized/0000.png"
     assert np.array_equal(pixels(again), pixels(before)) and pixels(again).std() > 5
-
-
-@pytest.mark.parametrize("case", [EDITS, VIDEO])
-def test_a_candidate_is_judged_by_the_same_calls(done, run_of, case, tmp_path):
-    folder = run_of(case)
-    candidates = f"candidates=['{folder}/run']", TABLES[1], "infer.steps=2"
-    done("judge.py", *model_of(folder, case), *candidates, f"hydra.run.dir={tmp_path}/out")
-    own, judged = (record_of(each)["fidelity"]["psnr"]["mean"] for each in (folder / "run", tmp_path / "out/run"))
-    assert judged == pytest.approx(own, abs=1.0), "the same assignment, by another engine"
+    candidates = f"candidates=['{run}']", TABLES[1], "infer.steps=2"
+    done("judge.py", *model_of(run.parent, case), *candidates, f"hydra.run.dir={tmp_path}/judged")
+    judged = record_of(tmp_path / "judged/run")["fidelity"]["psnr"]["mean"]
+    assert judged == pytest.approx(record["fidelity"]["psnr"]["mean"], abs=1.0), "the same assignment, another engine"
 
 
 @pytest.mark.parametrize(("knobs", "sentence"), [
@@ -165,7 +153,6 @@ def test_a_candidate_is_judged_by_the_same_calls(done, run_of, case, tmp_path):
     ((*TABLES, "infer.prompts=[a cat]"), "infer.prompts was given and changes nothing, because infer.table has"),
     ((*TABLES, "infer.num_prompts=2"), "infer.num_prompts is 2, expected null, because infer.table has the calls"),
 ])  # fmt: skip
-def test_a_table_alone_and_prompts_beside_one_are_refused(run_of, command, tmp_path, knobs, sentence):
-    refused = ("quantize.py", *model_of(run_of(EDITS), EDITS), *knobs, *QUICKLY, f"hydra.run.dir={tmp_path}/out")
-    result = command(*refused)
-    assert result.returncode == 2 and sentence in result.stderr, result.stderr
+def test_a_table_alone_and_prompts_beside_one_are_refused(run_of, refused, tmp_path, knobs, sentence):
+    given = *model_of(run_of(EDITS), EDITS), *knobs, *QUICKLY, f"hydra.run.dir={tmp_path}/out"
+    assert sentence in refused("quantize.py", *given)

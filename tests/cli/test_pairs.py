@@ -58,8 +58,8 @@ def test_a_row_has_a_value_of_every_knob_and_passes_the_checks(folder):
     pytest.param({}, marks=pytest.mark.nightly),
     {"quantize": "svdquant_w4a4", "keep": "60", "trt.min_batch_size": "1"},
 ])  # fmt: skip
-def test_a_job_at_the_ends_ends_well(folder, forked, changes):
-    ended, _ = forked("quantize.py", *arguments(FIRST | changes, folder), f"hydra.run.dir={folder}/run{len(changes)}")
+def test_a_job_at_the_ends_ends_well(folder, command, changes):
+    ended = command("quantize.py", *arguments(FIRST | changes, folder), f"hydra.run.dir={folder}/run{len(changes)}")
     assert problem(ended.returncode, ended.stdout, ended.stderr) is None
 
 

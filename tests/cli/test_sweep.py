@@ -1,39 +1,37 @@
 """A real sweep: killed and started again it leaves what an unbroken one leaves; one failed job stops no other."""
 
 import json
-import os
-import signal
-import time
-from pathlib import Path
 
 import pytest
 
 from sd_quant.places import CONF
 
 from .shared import JOBS, json_of, record_of, rows_of, without_times
+from .sweeping import killed
 
 pytestmark = pytest.mark.commit
 
 
-def table(folder: Path) -> list[dict]:
-    return rows_of(folder / "sweep/summary.csv")
+def statuses(sweep) -> list[str]:
+    return [row["status"] for row in rows_of(sweep / "summary.csv")]
 
 
-@pytest.fixture(scope="module")
-def unbroken(unbroken_sweep) -> Path:
-    """The tests of this file change it, one after the other."""
-    return unbroken_sweep
-
-
-def test_a_sweep_leaves_its_table_plots_and_report(unbroken):
-    told = (unbroken / "stdout").read_text()
-    assert f"sweep of 3 jobs in {unbroken}/sweep" in told and "job 3 of 3: quant_level=3" in told
-    left = {path.name for path in (unbroken / "sweep").iterdir()}
+def test_a_sweep_leaves_its_table_plots_and_report_and_makes_once_what_its_jobs_share(unbroken_sweep):
+    """One calibration, one graph, the unquantized parts and images once, and three quantized UNets."""
+    told, sweep = (unbroken_sweep / "stdout").read_text(), unbroken_sweep / "kept"
+    assert f"sweep of 3 jobs in {unbroken_sweep}/sweep" in told and "job 3 of 3: quant_level=3" in told
+    left = {path.name for path in sweep.iterdir()}
     assert {*JOBS, "summary.csv", "summary.md", "summary.parquet", "report.html", "recommendation.json"} <= left
     assert {"pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png", "ranges.png"} <= left
-    assert [(row["job"], row["status"]) for row in table(unbroken)] == [(job, "done") for job in JOBS]
-    sizes = [float(row["denoiser_onnx_bytes"]) for row in table(unbroken)]
+    table = rows_of(sweep / "summary.csv")
+    assert [row["job"] for row in table] == JOBS and statuses(sweep) == ["done"] * 3
+    sizes = [float(row["denoiser_onnx_bytes"]) for row in table]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+    cache = unbroken_sweep / "cache"
+    entries = {kind: len(list((cache / kind).glob("*/manifest.json"))) for kind in ("graph", "onnx", "images")}
+    assert entries == {"graph": 3, "onnx": 3 + 3, "images": 2}  # torch's, and the unquantized engine's
+    full = {(unbroken_sweep / "sweep" / job / "full_precision/onnx/unet/unet.onnx").stat().st_ino for job in JOBS}
+    assert len(full) == 1
 
 
 @pytest.mark.nightly
@@ -51,77 +49,50 @@ def test_a_shipped_experiment_runs(done, tiny, with_graphs, tmp_path, experiment
     assert {name for name, heading in beside.items() if heading in page} == {experiment} & beside.keys()
 
 
-def test_what_jobs_share_is_made_once(unbroken):
-    """One calibration, one graph, the unquantized parts and images once, and three quantized UNets."""
-    entries = {
-        kind: len(list((unbroken / "cache" / kind).glob("*/manifest.json"))) for kind in ("graph", "onnx", "images")
-    }
-    assert entries == {"graph": 3, "onnx": 3 + 3, "images": 2}  # torch's, and the unquantized engine's
-    full = [unbroken / "sweep" / job / "full_precision/onnx/unet/unet.onnx" for job in JOBS]
-    assert full[0].samefile(full[1]) and full[0].samefile(full[2])
+@pytest.mark.nightly
+def test_killed_and_started_again_it_leaves_the_same(sweep):
+    killed(sweep.begun())  # in the second job
+    assert not (sweep.folder / JOBS[1] / "metrics.json").exists()
+    assert "sweep of 2 jobs" in sweep.does_the_rest(JOBS[0])
+    assert without_times(sweep.folder / "summary.csv") == sweep.undisturbed
 
 
 @pytest.mark.nightly
-def test_killed_and_started_again_it_leaves_the_same(unbroken, start, done, sweep_arguments, with_graphs, tmp_path):
-    with_graphs(tmp_path / "cache")
-    with start(*sweep_arguments(tmp_path)) as process:
-        while not (tmp_path / "sweep" / JOBS[1] / "config.yaml").exists():  # the second job has begun
-            assert process.poll() is None
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    assert not (tmp_path / "sweep" / JOBS[1] / "metrics.json").exists()
-    first = (tmp_path / "sweep" / JOBS[0] / "metrics.json").read_bytes()
-
-    said = done(*sweep_arguments(tmp_path)).stdout
-    assert "sweep of 3 jobs" in said and ": 1 done before\n" in said
-    assert (tmp_path / "sweep" / JOBS[0] / "metrics.json").read_bytes() == first
-    assert without_times(tmp_path / "sweep/summary.csv") == without_times(unbroken / "table.csv")
-
-
-@pytest.mark.nightly
-def test_a_failed_job_stops_no_other_and_is_tried_again(unbroken, command, done, sweep_arguments):
-    """Of the finished sweep one job is made to fail."""
-    broken = unbroken / "sweep" / JOBS[1]
-    (broken / "metrics.json").unlink()
-    lock = broken / ".lock"
+def test_a_failed_job_stops_no_other_and_is_tried_again_and_one_of_another_input_is_done_again(
+    unbroken_sweep, refused, done, sweep_arguments
+):
+    """Of the finished sweep one job is made to fail, and another has a record of another checkpoint."""
+    sweep = unbroken_sweep / "sweep"
+    (sweep / JOBS[1] / "metrics.json").unlink()
+    lock = sweep / JOBS[1] / ".lock"
     lock.unlink()
     lock.mkdir()  # what the job opens first
-    result = command(*sweep_arguments(unbroken))
-    assert result.returncode == 1
-    [*_, said] = result.stderr.rstrip().splitlines()
-    assert said.startswith("error: 1 of 3 jobs is not done (quant_level=2: ") and ".lock is no file" in said
-    assert [row["status"] for row in table(unbroken)] == ["done", "failed", "done"]
-    assert ".lock is no file" in table(unbroken)[1]["reason"]
-    assert ".lock is no file" in (unbroken / "sweep" / "report.html").read_text(encoding="utf-8")
+    said = refused(*sweep_arguments(unbroken_sweep), code=1)
+    assert said.startswith("1 of 3 jobs is not done (quant_level=2: ") and ".lock is no file" in said
+    assert statuses(sweep) == ["done", "failed", "done"]
+    assert ".lock is no file" in rows_of(sweep / "summary.csv")[1]["reason"]
+    assert ".lock is no file" in (sweep / "report.html").read_text(encoding="utf-8")
 
     lock.rmdir()
-    said = done(*sweep_arguments(unbroken)).stdout
+    content = json_of(sweep / JOBS[0] / "metrics.json")
+    (sweep / JOBS[0] / "metrics.json").write_text(json.dumps(content | {"fingerprint": "of another checkpoint"}))
+    said = done(*sweep_arguments(unbroken_sweep)).stdout
     assert "2 done before, 1 failed before and tried again" in said
     assert "job 2 of 3: quant_level=2, failed before: " in said
-    assert [row["status"] for row in table(unbroken)] == ["done"] * 3
-
-
-@pytest.mark.nightly
-def test_a_job_of_other_code_or_input_is_done_again(unbroken, done, sweep_arguments):
-    record = unbroken / "sweep" / JOBS[0] / "metrics.json"
-    content = json_of(record)
-    record.write_text(json.dumps(content | {"fingerprint": "of another checkpoint"}))
-    said = done(*sweep_arguments(unbroken)).stdout
-    assert said.count("done before: nothing that this job depends on has changed") == 2
+    assert said.count("done before: nothing that this job depends on has changed") == 1
     assert said.count("\nrecipe ") == 1 and "fidelity to full precision" not in said  # one table
-    assert json_of(record)["fingerprint"] == content["fingerprint"]
+    assert statuses(sweep) == ["done"] * 3 and record_of(sweep / JOBS[0])["fingerprint"] == content["fingerprint"]
 
 
-def test_the_report_is_made_again_from_the_records(unbroken, command, done):
-    before = (unbroken / "sweep" / "summary.csv").read_bytes()
-    for name in ("summary.csv", "report.html", "pareto_size.png"):
-        (unbroken / "sweep" / name).unlink()
-    done("-m", "sd_quant.report", unbroken / "sweep")
-    assert (unbroken / "sweep" / "summary.csv").read_bytes() == before
-    assert (unbroken / "sweep" / "report.html").exists() and (unbroken / "sweep" / "pareto_size.png").exists()
-    done("-m", "sd_quant.report", unbroken / "sweep" / JOBS[0])
-    assert (unbroken / "sweep" / JOBS[0] / "report.html").exists()
-    refused = command("-m", "sd_quant.report", unbroken)
-    assert refused.returncode == 3 and refused.stderr.startswith(f"error: {unbroken} holds neither sweep.json nor")
-    assert refused.stderr.count("\n") == 1 and not (unbroken / "report.html").exists()
+def test_the_report_is_made_again_from_the_records(unbroken_sweep, refused, done):
+    sweep = unbroken_sweep / "sweep"
+    before, files = (sweep / "summary.csv").read_bytes(), ("summary.csv", "report.html", "pareto_size.png")
+    for name in files:
+        (sweep / name).unlink()
+    done("-m", "sd_quant.report", sweep)
+    assert (sweep / "summary.csv").read_bytes() == before and all((sweep / name).exists() for name in files)
+    done("-m", "sd_quant.report", sweep / JOBS[0])
+    assert (sweep / JOBS[0] / "report.html").exists()
+    said = refused("-m", "sd_quant.report", unbroken_sweep, code=3)
+    assert said.startswith(f"{unbroken_sweep} holds neither sweep.json nor")
+    assert not (unbroken_sweep / "report.html").exists()

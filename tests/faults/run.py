@@ -8,9 +8,9 @@ file descriptors, without shared memory, with a cache from the future and the pa
 four processes of one with one cache: it has to leave the same, or to end with a code from 2 to 4 (a sweep with 1) and
 one sentence. With ``faketime`` (Debian's package) the clock is also set a year back and ahead while a command works.
 
-A stage begins when its line appears in the log. What is left is compared by hash: every file that a command promises is
-the same in every run on one machine, but for times, sizes of memory and plans, of which it counts that they are there.
-Python's hashes are not drawn anew here, because ModelOpt writes the state of its quantizers in the order of a set.
+A stage begins when its line appears in the log. Every file that a command promises is the same in every run on one
+machine, but for times, sizes of memory and plans. Python's hashes are not drawn anew here, because ModelOpt writes the
+state of its quantizers in the order of a set.
 """
 
 import argparse
@@ -28,10 +28,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Timer
 
 from sd_quant.files import TEMPORARY
 
@@ -87,10 +87,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Job:
-    """``out``, ``cache`` and ``tmp`` lie in its root, so that a small disk can be put under all of them.
-
-    What a killed process leaves in ``tmp`` is the operating system's to remove.
-    """
+    """``out``, ``cache`` and ``tmp`` lie in its root, so that a small disk can be put under all of them. What a killed
+    process leaves in ``tmp`` is the operating system's to remove."""
 
     name: str
     root: Path
@@ -107,10 +105,13 @@ class Job:
 
     def start(self, *more: str, before: Sequence[str] = (), limit: Callable[[], None] | None = None):
         own = {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TMPDIR": f"{self.root}/tmp"}
-        return subprocess.Popen(
+        errors = tempfile.TemporaryFile("w+")  # a full pipe would hold the process up
+        process = subprocess.Popen(
             [*before, sys.executable, *self.arguments, *more], cwd=REPOSITORY, env=os.environ | own, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=limit,
+            stdout=subprocess.PIPE, stderr=errors, start_new_session=True, preexec_fn=limit,
         )  # fmt: skip
+        process.errors = errors
+        return process
 
 
 def main_job(root: Path, model: Sequence[str]) -> Job:
@@ -133,20 +134,19 @@ def follow(
     """Read the job to its end, which a signal may hasten after some seconds; ``on_stage`` hears of stages' begins."""
     lines, stages = [], []
     limits = [Timer(seconds, strike, [process, number]), Timer(MOST, strike, [process, signal.SIGKILL])]
-    errors: list[str] = []
-    reader = Thread(target=lambda: errors.append(process.stderr.read()))  # a full pipe would hold the process up
-    for thread in (*limits, reader):
-        thread.start()
-    with process:
+    for limit in limits:
+        limit.start()
+    with process, process.errors:
         for line in process.stdout:
             lines.append(line)
             if found := STAGE_LINE.search(line.rstrip()):
                 stages.append(found[1])
                 on_stage(found[1])
-        reader.join()
-    for limit in limits:
-        limit.cancel()
-    return Ended(process.wait(), "".join(lines), errors[0], tuple(stages))
+        code = process.wait()
+        for limit in limits:
+            limit.cancel()
+        process.errors.seek(0)
+        return Ended(code, "".join(lines), process.errors.read(), tuple(stages))
 
 
 # What is left
@@ -165,8 +165,8 @@ def artifacts(job: Job) -> dict[str, str]:
         content = json.loads(record.read_text(encoding="utf-8"))
         for sizes in content["sizes_bytes"].values():
             del sizes["plan"]
-        told = {f"{record.name}: {key}": value for key, value in content.items() if key not in MEASURED}
-        found |= {name: hashlib.sha256(json.dumps(told[name], sort_keys=True).encode()).hexdigest() for name in told}
+        told = {name: json.dumps(content[name], sort_keys=True) for name in content.keys() - MEASURED}
+        found |= {f"{record.name}: {key}": hashlib.sha256(text.encode()).hexdigest() for key, text in told.items()}
     return found
 
 
@@ -195,13 +195,23 @@ def whole(job: Job, expected: dict[str, str]) -> list[str]:
 
 
 def given_again(job: Job, expected: dict[str, str]) -> list[str]:
-    """The command undisturbed; what then differs from an unbroken run."""
+    """The command undisturbed; what then differs from an unbroken run, or is a plan that the record does not know."""
     shutil.rmtree(job.root / "tmp")
     (job.root / "tmp").mkdir()
     ended = follow(job.start())
     if ended.code:
         return [f"given again it {ended.told()}"]
-    return differing(expected, artifacts(job)) + leftovers(job)
+    problems = differing(expected, artifacts(job)) + leftovers(job)
+    if problems or job.name != MAIN_JOB:
+        return problems
+    plans = json.loads((job.out / "metrics.json").read_text(encoding="utf-8"))["plans"]
+    written = {part: (job.out / "plan" / f"{part}.plan").read_bytes() for part in plans}
+    known = {part: (len(content), hashlib.sha256(content).hexdigest()) for part, content in written.items()}
+    return [
+        f"the record has another {part}.plan"
+        for part, report in plans.items()
+        if known[part] != (report["bytes"], report["sha256"])
+    ]
 
 
 @dataclass
@@ -209,7 +219,6 @@ class Tally:
     began: float = field(default_factory=time.monotonic)
     counts: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    slowest: float = 0.0  # end of a cancelled job, in seconds
 
     def add(self, kind: str, problems: Sequence[str]) -> None:
         self.counts[kind] += 1
@@ -219,8 +228,7 @@ class Tally:
     def close(self) -> int:
         """The exit code, after a line of figures and one for each problem."""
         seconds = time.monotonic() - self.began
-        print(f"{self.counts.total()} faults, {len(self.wrong)} problems, {seconds:.0f} s; the slowest end of a "
-              f"cancelled job took {self.slowest:.1f} s", *self.wrong, sep="\n")  # fmt: skip
+        print(f"{self.counts.total()} faults, {len(self.wrong)} problems, {seconds:.0f} s", *self.wrong, sep="\n")
         return 1 if self.wrong else 0
 
 
@@ -302,42 +310,31 @@ def bytes_in(folder: Path) -> int:
     """On disk, of every file once, however many names it has."""
     blocks = {}
     for path in folder.rglob("*"):
-        try:
+        with suppress(FileNotFoundError):
             found = path.lstat()
-        except FileNotFoundError:
-            continue
-        blocks[found.st_ino] = found.st_blocks * 512
+            blocks[found.st_ino] = found.st_blocks * 512
     return sum(blocks.values())
 
 
 # Signals
 
 
-def killed_at(job: Job, stage: str, number: int) -> tuple[Ended, float]:
-    """The signal is sent as the stage's line appears. Returns also the seconds from the signal to the end."""
-    struck: list[float] = []
+def at_stage(job: Job, stage: str, act: Callable[[subprocess.Popen], object]) -> tuple[Ended, float]:
+    """What is done to the job as the stage's line appears. Returns also the seconds from then to the end."""
+    acted: list[float] = []
 
     def on_stage(begun: str) -> None:
-        if begun == stage and not struck:
-            struck.append(time.monotonic())
-            strike(process, number)
+        if begun == stage and not acted:
+            acted.append(time.monotonic())
+            act(process)
 
     process = job.start()
     ended = follow(process, on_stage)
-    return ended, time.monotonic() - struck[0]
+    return ended, time.monotonic() - acted[0]
 
 
-def resumed(job: Job, expected: dict[str, str]) -> list[str]:
-    """Give the command again; what then differs from the unbroken run, or is a plan that the record does not know."""
-    problems = given_again(job, expected)
-    if problems or job.name != MAIN_JOB:
-        return problems
-    plans = json.loads((job.out / "metrics.json").read_text(encoding="utf-8"))["plans"]
-    for part, report in plans.items():
-        content = (job.out / "plan" / f"{part}.plan").read_bytes()
-        if len(content) != report["bytes"] or report["sha256"] != hashlib.sha256(content).hexdigest():
-            problems.append(f"the record has another {part}.plan")
-    return problems
+def killed_at(job: Job, stage: str, number: int) -> tuple[Ended, float]:
+    return at_stage(job, stage, lambda process: strike(process, number))
 
 
 def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, draw: random.Random, tally: Tally):
@@ -357,11 +354,10 @@ def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, d
     else:
         problems += whole(job, model.artifacts) if ended.code == CODES[sent] else [ended.told()]
     if sent != signal.SIGKILL:
-        tally.slowest = max(tally.slowest, after)
         problems += [f"took {after:.0f} s to end"] if after > SOON else []
         problems += ["a traceback"] if "Traceback" in ended.stderr else []
         problems += leftovers(job)
-    tally.add(kind, problems + resumed(job, model.artifacts))
+    tally.add(kind, problems + given_again(job, model.artifacts))
 
 
 # Disks
@@ -377,20 +373,18 @@ def full_disks(arguments: Sequence[str], stages: Sequence[str], tally: Tally) ->
             job.empty()
             ended, problems = starved(job, stage, folder / "filler", max(written // 2, SPARED), model.artifacts)
             kind = f"disk full in {stage}, of {written / 1e6:.1f} MB half had room, ended in {ended.stages[-1]}"
-            tally.add(kind, problems + resumed(job, model.artifacts))
+            tally.add(kind, problems + given_again(job, model.artifacts))
 
 
 def starved(job: Job, stage: str, filler: Path, spared: int, expected: dict[str, str]) -> tuple[Ended, list[str]]:
     """The job on a disk that is filled as the stage begins, while it stands still; afterwards there is room again."""
 
-    def on_stage(begun: str) -> None:
-        if begun == stage:
-            strike(process, signal.SIGSTOP)
-            fill(filler, spared)
-            strike(process, signal.SIGCONT)
+    def act(process: subprocess.Popen) -> None:
+        strike(process, signal.SIGSTOP)
+        fill(filler, spared)
+        strike(process, signal.SIGCONT)
 
-    process = job.start()
-    ended = follow(process, on_stage)
+    ended, _ = at_stage(job, stage, act)
     filler.unlink(missing_ok=True)
     problems = whole(job, expected) if ended.code else []
     if ended.code != 4 or len(ended.errors) != 1 or "disk" not in ended.errors[0]:
@@ -415,15 +409,9 @@ def hard(command: Job, expected: dict[str, str], *more: str, **place) -> list[st
     return problems + given_again(command, expected)
 
 
-def few_descriptors() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-
 def with_clock_set(command: Job, model: Unbroken, years: int) -> list[str]:
-    """The clock jumps in the middle of the command, and back when it has three quarters behind it.
-
-    Time since the machine's start goes on as it does, as when a real clock is set.
-    """
+    """The clock jumps in the middle of the command, and back when it has three quarters behind it; time since the
+    machine's start goes on as it does, as when a real clock is set."""
     command.empty()
     rule, following = command.root / "tmp/clock", command.root / "tmp/next"
 
@@ -434,24 +422,25 @@ def with_clock_set(command: Job, model: Unbroken, years: int) -> list[str]:
     set_clock("+0")
     told = {"FAKETIME_TIMESTAMP_FILE": str(rule), "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     before = ("env", "-u", "FAKETIME", *(f"{name}={value}" for name, value in told.items()), f"LD_PRELOAD={CLOCK}")
-    moments = [
-        Timer(share * model.seconds, set_clock, [offset]) for share, offset in ((0.5, f"{years:+d}y"), (0.75, "+0"))
-    ]
-    for timer in moments:
+    jumps = {0.5: f"{years:+d}y", 0.75: "+0"}  # by the share of the command's time
+    timers = [Timer(share * model.seconds, set_clock, [offset]) for share, offset in jumps.items()]
+    for timer in timers:
         timer.start()
     found = hard(command, model.artifacts, before=before)
-    for timer in moments:
+    for timer in timers:
         timer.cancel()
     return found
 
 
 def hard_places(command: Job, model: Unbroken, tally: Tally) -> None:
-    expected = model.artifacts
-    command.empty()
-    tally.add(f"{command.name}, 64 file descriptors", hard(command, expected, limit=few_descriptors))
-    command.empty()
+    def tried(place: str, *more: str, anew: bool = True, **how) -> None:
+        if anew:
+            command.empty()
+        tally.add(f"{command.name}, {place}", hard(command, model.artifacts, *more, **how))
+
+    tried("64 file descriptors", limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)))
     without = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"', "sh")
-    tally.add(f"{command.name}, no /dev/shm", hard(command, expected, before=without))
+    tried("no /dev/shm", before=without)
     for years in (-1, 1) if shutil.which("faketime") else ():
         tally.add(f"{command.name}, a clock set by {years:+d} year", with_clock_set(command, model, years))
     if not any(argument.startswith("cache.dir=") for argument in command.arguments):
@@ -460,16 +449,14 @@ def hard_places(command: Job, model: Unbroken, tally: Tally) -> None:
         for path in (command.root / "cache").rglob("*"):
             os.utime(path, (moment, moment))
         shutil.rmtree(command.out)
-        tally.add(f"{command.name}, a cache of {time.gmtime(moment).tm_year}", hard(command, expected))
+        tried(f"a cache of {time.gmtime(moment).tm_year}", anew=False)
     for kind in ("full", "read-only"):
         with small_disk(200) as disk:
-            command.empty()
             if kind == "full":
                 fill(disk / "filler", 2**20)
             else:
                 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-            found = hard(command, expected, f"cache.dir={disk}/cache")
-            tally.add(f"{command.name}, a cache on a disk that is {kind}", found)
+            tried(f"a cache on a disk that is {kind}", f"cache.dir={disk}/cache")
 
 
 def races(command: Job, model: Unbroken, tally: Tally) -> None:

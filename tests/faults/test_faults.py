@@ -45,7 +45,7 @@ def test_a_job_that_is_killed_and_given_again_leaves_what_an_unbroken_one_leaves
     assert ended.code == run.CODES[sent] and ended.stages[-1] == "plans"
     assert whole(job, model.artifacts) == []
     assert sent == signal.SIGKILL or leftovers(job) == []
-    assert run.resumed(job, model.artifacts) == []
+    assert run.given_again(job, model.artifacts) == []
 
 
 @pytest.mark.nightly
@@ -53,7 +53,7 @@ def test_a_job_that_is_starved_and_given_again_leaves_what_an_unbroken_one_leave
     job, model = emptied
     ended, problems = run.starved(job, "parity", job.root.parent / "filler", run.SPARED, model.artifacts)
     assert (ended.code, ended.stages[-1], problems) == (4, "parity", [])
-    assert run.resumed(job, model.artifacts) == []
+    assert run.given_again(job, model.artifacts) == []
 
 
 @pytest.mark.nightly

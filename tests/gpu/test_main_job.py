@@ -1,4 +1,4 @@
-"""The main job where torch computes on a GPU. Skipped, with the reason, where there is none."""
+"""The main job where torch computes on a GPU."""
 
 import json
 import subprocess
@@ -6,44 +6,33 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.commit,
-    pytest.mark.slow,  # minutes: make test has it, make gpu-check does not
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"),
-]
-NEEDED = ("hydra", "modelopt", "lightning", "onnxscript", "openvino", "torchmetrics")
+from sd_quant.places import HOME
+
+pytestmark = [pytest.mark.commit, pytest.mark.slow]  # minutes: make test has it, make gpu-check does not
 
 
 @pytest.fixture(autouse=True)
-def packages():
-    for name in NEEDED:
+def packages(gpu):
+    for name in ("hydra", "modelopt", "lightning", "onnxscript", "openvino", "torchmetrics"):
         pytest.importorskip(name)
 
 
 def run(directory: Path, *overrides: str, plans: str = "none") -> dict:
-    command = [
-        *(sys.executable, "quantize.py", "quant_level=3", f"export_trt={plans}", "calib_size=2", "quantize.n_steps=4"),
-        *("infer.steps=4", f"cache.dir={directory / 'cache'}", f"hydra.run.dir={directory / 'run'}"),
-    ]
-    result = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=540)
+    knobs = "quant_level=3", f"export_trt={plans}", "calib_size=2", "quantize.n_steps=4", "infer.steps=4", *overrides
+    command = [sys.executable, "quantize.py", *knobs, f"cache.dir={directory}/cache", f"hydra.run.dir={directory}/run"]
+    result = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=540)
     assert result.returncode == 0, result.stderr
     return json.loads((directory / "run" / "metrics.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["infer=torch_native"],
-        ["infer=torch_native", "quantize=fp8"],
-        ["infer=torch_native", "infer.cuda_graph=true", "infer.precision=bf16"],
-        ["infer=torch_compiled", "infer.cuda_graph=true"],
-        ["infer=openvino"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("overrides", [
+    ["infer=torch_native"],
+    ["infer=torch_native", "quantize=fp8"],
+    ["infer=torch_native", "infer.cuda_graph=true", "infer.precision=bf16"],
+    ["infer=torch_compiled", "infer.cuda_graph=true"],
+    ["infer=openvino"],
+], ids=" ".join)  # fmt: skip
 def test_the_job_runs_and_says_where(tmp_path, overrides):
     """Parity is held by the job itself: layer by layer, and the whole against the simulation's error."""
     record = run(tmp_path, *overrides)

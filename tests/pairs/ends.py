@@ -6,7 +6,11 @@ and that this model still takes in a test's time.
 """
 
 LONG = "x" * 300
-ENDS: dict[str, list[str]] = {  # the first value is one that goes with most others
+SWITCHES = (
+    *("memory_of_parts", "quantize.exclude_text", "quantize.shift", "quantize.per_token", "quantize.per_channel"),
+    *("quantize.shared_branch", "quantize.scale_search", "trt.static_batch", "infer.allow_untrusted_plan"),
+)
+ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # first what goes with most others
     "quantize": [
         *("int8", "fp8", "int8_dynamic", "nemo", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "nvfp4"),
         *("fp8_per_block", "fp8_per_row", "mxfp4_weight_only", "mxfp8", "q4_k_weight_only", "q6_k_weight_only"),
@@ -22,16 +26,13 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "keep": ["0", "1", "60", "0.9"],
     "calib_size": ["1", "9"],
     "published": ["null", "examples/published/nemo_docs.yaml"],
-    "memory_of_parts": ["false", "true"],
     "noise_floor": ["[]", "all", "[threads,threads]"],
-    "compiled_baseline": ["false"],  # compiling takes a minute; an experiment of tests/cli/test_sweep.py has it
     "quantize.exp_name": ["nemo", "''", LONG, "../../../etc/passwd", "'=1+1'"],
     "quantize.exclude": ["{}", "{sd15:['*']}", "{sd15:[]}", "{sdxl:['*']}"],
     "quantize.include": ["{}", "{sdxl:['time_embedding.*']}"],
     "quantize.weights_alone": ["{}", "{sdxl:['*.ff.net.2']}"],
     "quantize.parts": ["null", "{clip1:int8,vae:int8_weight_only}"],
     "quantize.loras": ["fused", "beside"],
-    "quantize.exclude_text": ["false", "true"],
     "quantize.budget": ["null", "0.4", "4000000"],
     "quantize.fit": ["null", "1.052GB"],
     "quantize.resident": ["all", "one"],
@@ -45,19 +46,13 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "quantize.percentile_calibrator": ["corrected", "modelopt"],
     "quantize.observer": ["min_max", "mse", "by_role"],
     "quantize.weight_observer": ["min_max", "mse"],
-    "quantize.shift": ["false", "true"],
-    "quantize.per_token": ["false", "true"],
     "quantize.rotation": ["0", "4", "256"],
-    "quantize.per_channel": ["false", "true"],
     "quantize.rank": ["0", "1", "64", "0.999", "0.001"],
     "quantize.branch_rounds": ["0", "3"],
-    "quantize.shared_branch": ["false", "true"],
     "quantize.rounding": ["nearest", "gptq"],
-    "quantize.scale_search": ["false", "true"],
     "quantize.hessian": ["0", "64", "4096"],
     "trt.library": ["none", "tensorrt_rtx"],
     "trt.targets": ["null", "[SM89]", "[SM80,SM86,SM89,SM120,SM121]", "[SM120]"],
-    "trt.static_batch": ["false", "true"],
     "trt.min_batch_size": ["1", "3"],
     "trt.max_batch_size": ["8", "1", "64"],
     "trt.sizes": ["null", "[64x64,128x192]", "[64x192,128x64]"],
@@ -72,15 +67,11 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "model.sizes": ["null", "[64x64,128x64]"],
     "infer.batch_size": ["1", "3", "8"],
     "infer.prompts": ["[a]", "['']", "['a'," + ",".join(["b c"] * 3) + "]", f"['{LONG}{LONG}']"],
-    "infer.num_prompts": ["null"],  # of a list nothing is drawn
-    "infer.prompts_seed": ["0"],
-    "infer.prompts_category": ["null"],
     "infer.negative_prompt": ["null", "''", "[a]", f"{LONG}"],
     "infer.num_samples": ["1", "3"],
     "infer.steps": ["1", "2", "30"],
     "infer.scale": ["5.0", "0.0", "1.0", "1000000.0"],
     "infer.seed": ["0", "4294967295"],
-    "infer.latents": ["null"],
     "infer.vae_tile": ["null", "32"],
     "infer.sampler": ["null", "euler", "dpmpp_2m"],
     "infer.sampler_steps": ["null", "1", "7"],
@@ -88,8 +79,6 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "infer.num_warmup_runs": ["0", "3"],
     "infer.num_timed_runs": ["1", "7"],
     "infer.precision": ["auto", "fp32", "fp16", "bf16"],
-    "infer.cuda_graph": ["false"],
-    "infer.allow_untrusted_plan": ["false", "true"],
     "timing.half_width": ["0.02", "0.0001", "0.999"],
     "timing.budget_s": ["0.0", "1.0"],
     "verdict.enough_db": ["40.0", "0.0001", "1000000.0"],
@@ -98,7 +87,6 @@ ENDS: dict[str, list[str]] = {  # the first value is one that goes with most oth
     "verdict.floor_db": ["28.0", "null", "1000000.0"],
     "verdict.worst_db": ["20.0", "null", "0.0001"],
     "verdict.speedup": ["null", "1.0001"],
-    "verdict.image_ms": ["null"],  # refused beside the other target
     "cache.dir": ["{folder}/cache", "null"],
     "cache.limit_gb": ["50.0", "0.0"],
     "trackers": ["[]", "[tensorboard]", "[tensorboard,tensorboard]"],
@@ -109,9 +97,10 @@ DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a
     *("keep", "quantize.exclude", "quantize.exclude_text", "quantize.budget", "quantize.choices", "quantize.rank"),
     *("hand_over", "export.dtype"),
 )
-ELSEWHERE = {  # knobs that other names above set, that name a file, say which model it is, or are of no job
+ELSEWHERE = {  # knobs that other names above set, that name a file, say what the model is, are of no job or too long
     *("quantize.format", "quantize.enable", "quantize.quant_level", "quantize.attention", "quantize.alpha"),
-    "quantize.keep",
+    *("quantize.keep", "compiled_baseline", "infer.latents", "infer.cuda_graph", "verdict.image_ms"),
+    *("infer.num_prompts", "infer.prompts_seed", "infer.prompts_category"),  # of a list nothing is drawn
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "quantize.assignment", "infer.out_path", "metrics.clip_weights"),
     *("metrics.pickscore_weights", "metrics.hps_weights", "metrics.image_reward_weights", "metrics.dino_weights"),

@@ -56,10 +56,8 @@ def every_pair() -> set[Pair]:
 
 
 def rows(draw: random.Random, folder: Path, missing: set[Pair]) -> Iterator[Row]:
-    """Rows until none of the pairs is ``missing``: whoever takes them removes those that have been tried.
-
-    A pair that the checks refuse in all rows is removed here.
-    """
+    """Rows until none of the pairs is ``missing``: whoever takes them removes those that have been tried. A pair that
+    the checks refuse in all rows is removed here."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         assert allowed(FIRST, folder)
         while missing:
@@ -113,7 +111,7 @@ def run(wanted: argparse.Namespace) -> int:
                 if number >= wanted.jobs:
                     break
                 begun = time.monotonic()
-                ended, _ = command("quantize.py", *arguments(row, folder), f"hydra.run.dir={folder}/run{number}")
+                ended = command("quantize.py", *arguments(row, folder), f"hydra.run.dir={folder}/run{number}")
                 codes[ended.returncode] += 1
                 if ended.returncode == 0:
                     missing -= pairs_of(row)

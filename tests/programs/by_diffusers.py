@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -28,21 +29,6 @@ PACKAGES = {  # by target
 }  # fmt: skip
 Place = tuple[str, Tensor | slice]  # a module, and the rows of the file's layer that it holds
 CONDITIONS = ("text_embeds", "time_ids", "resolution", "aspect_ratio")  # which diffusers takes in a dictionary
-
-
-class Messages(logging.Handler):
-    """Keeps diffusers' log messages, where alone it names the tensors that it left over of a single file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def unused(self) -> list[str]:
-        found = [re.search(r"were not used when initializing.*\['(.*)'\]", text, re.DOTALL) for text in self.texts]
-        return [name for each in found if each for name in each[1].split(", ")]
 
 
 def opened(case: dict) -> tuple[nn.Module, dict]:
@@ -94,7 +80,7 @@ def from_one_file(kind: type, path: Path, config: Path) -> tuple[nn.Module, dict
     """The same of one file; it has no list of what is missing."""
     name = "GGUFQuantizationConfig" if path.suffix == ".gguf" else "BFLQuantizationConfig"
     quantization = getattr(diffusers, name)(compute_dtype=torch.float32)
-    messages, logger = Messages(), logging.getLogger("diffusers")
+    messages, logger = BufferingHandler(10**6), logging.getLogger("diffusers")  # which names what it left over there
     logger.addHandler(messages)
     try:
         network = kind.from_single_file(
@@ -102,8 +88,11 @@ def from_one_file(kind: type, path: Path, config: Path) -> tuple[nn.Module, dict
         )
     finally:
         logger.removeHandler(messages)
+    unused = r"were not used when initializing.*\['(.*)'\]"
+    found = [re.search(unused, record.getMessage(), re.DOTALL) for record in messages.buffer]
+    left = [name for each in found if each for name in each[1].split(", ")]
     how = f"{kind.__name__}.from_single_file with {name}"
-    return network.eval(), {"opened": how, "missing": empty(network), "left": messages.unused()}
+    return network.eval(), {"opened": how, "missing": empty(network), "left": left}
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -158,9 +147,7 @@ def computed(network: nn.Module, call: dict[str, Tensor]) -> tuple[Tensor, dict[
 
 def places_of(network: nn.Module, path: Path) -> dict[str, list[Place]]:
     """Each layer of a GGUF file: diffusers' modules that hold it, with the numbers of the rows that they hold.
-
-    diffusers' own converter says so of the authors' names: it gets numbers of rows in place of weights.
-    """
+    diffusers' own converter says so of the authors' names: it gets numbers of rows in place of weights."""
     shapes = {tensor.name: tensor.shape for tensor in gguf.GGUFReader(path).tensors}
     numbers = {name: torch.arange(int(shape[-1])) for name, shape in shapes.items()}
     stored = {name: (numbers[name] + (index << 20)).unsqueeze(-1) for index, name in enumerate(shapes)}
@@ -202,4 +189,4 @@ def tried(case: dict, facts: dict) -> None:
 
 
 if __name__ == "__main__":
-    write_facts(json.loads(Path(sys.argv[1]).read_text()), {}, tried)
+    write_facts(tried)

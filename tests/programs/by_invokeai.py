@@ -7,12 +7,11 @@ in InvokeAI. Files of other classes are only probed.
 import contextlib
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +32,6 @@ from invokeai.backend.model_manager.load.model_cache.torch_module_autocast impor
 from invokeai.backend.model_manager.load.model_loaders import flux  # noqa: E402
 from invokeai.backend.model_manager.taxonomy import SubModelType  # noqa: E402
 
-PACKAGES = ("invokeai", "torch", "diffusers", "gguf")
 LOADERS = {
     "Main_GGUF_FLUX_Config": flux.FluxGGUFCheckpointModel,
     "Main_SDNQ_Diffusers_FLUX_Config": flux.FluxSDNQDiffusersModel,
@@ -97,8 +95,6 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def output_of(network: nn.Module, call: dict[str, Tensor]) -> Tensor:
-    from types import SimpleNamespace
-
     no_mask = lambda block_index: None  # noqa: E731
     regions = SimpleNamespace(get_double_stream_attn_mask=no_mask, get_single_stream_attn_mask=no_mask)
     image = call["hidden_states"]
@@ -110,12 +106,11 @@ def output_of(network: nn.Module, call: dict[str, Tensor]) -> Tensor:
 
 
 def places_of(case: Mapping[str, Any], network: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Each layer of the file with the module that holds it, and the numbers of its rows there.
-
-    A folder has diffusers' names, of which the loader joins some: it gets numbers of rows in place of weights.
-    """
+    """Each layer of the file with the module that holds it, and the numbers of its rows there. A folder has diffusers'
+    names, of which the loader joins some: it gets numbers of rows in place of weights."""
     if case["target"] == "gguf":
-        return {name: (name, torch.arange(module.out_features)) for name, module in linears(network)}
+        linears = {name: each for name, each in network.named_modules() if isinstance(each, nn.Linear)}
+        return {name: (name, torch.arange(each.out_features)) for name, each in linears.items()}
     (file,) = Path(case["pipeline"], "transformer").glob("*.safetensors")
     names, numbers = [], {}
     for name, tensor in load_file(file).items():
@@ -124,15 +119,9 @@ def places_of(case: Mapping[str, Any], network: nn.Module) -> dict[str, tuple[st
     found = {}
     for name, rows in flux.FluxSDNQDiffusersModel._convert_diffusers_sd_to_bfl(None, numbers).items():
         for index in (rows >> 20).unique():
-            found[names[index].removesuffix(".weight")] = (
-                name.removesuffix(".weight"),
-                (rows >> 20 == index).nonzero()[:, 0],
-            )
+            place = name.removesuffix(".weight"), (rows >> 20 == index).nonzero()[:, 0]
+            found[names[index].removesuffix(".weight")] = place
     return found
-
-
-def linears(network: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
 
 
 @torch.no_grad()
@@ -160,5 +149,4 @@ def tried(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    versions = {package: version(package) for package in PACKAGES}
-    write_facts(json.loads(Path(sys.argv[1]).read_text()), versions, tried)
+    write_facts(tried, ("invokeai", "torch", "diffusers", "gguf"))

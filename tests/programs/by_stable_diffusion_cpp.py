@@ -6,19 +6,16 @@ On a processor inputs of quantized layers are rounded: the two images have 57 dB
 of one network 40 to 43 dB. Each image is drawn by another process, because an unknown file may end it.
 """
 
-import json
 import re
 import subprocess
 import sys
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import gguf
 import numpy as np
-from facts import write_facts
+from facts import asked, write_facts
 
-PACKAGES = ("stable-diffusion-cpp-python", "gguf")
 PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
 CALL = {"width": 64, "height": 64, "sample_steps": 4, "cfg_scale": 1.0, "sample_method": "euler", "seed": 1}
 DRAW = "--draw"
@@ -69,8 +66,8 @@ def text_encoder(path: Path) -> None:
             file.weight(f"{layer}.self_attn.{name}", TEXT, TEXT)
         file.weight(f"{layer}.mlp.fc1", 4 * TEXT, TEXT)
         file.weight(f"{layer}.mlp.fc2", TEXT, 4 * TEXT)
-        for name in ("layer_norm1", "layer_norm2"):
-            file.norm(f"{layer}.{name}")
+        file.norm(f"{layer}.layer_norm1")
+        file.norm(f"{layer}.layer_norm2")
     file.norm("text_model.final_layer_norm")
     end(file.writer)
 
@@ -110,11 +107,6 @@ def drawn(path: Path, folder: Path) -> tuple[np.ndarray, str]:
     return np.load(image), ended.stdout
 
 
-def decibels(first: np.ndarray, second: np.ndarray) -> float:
-    error = np.mean((first.astype(np.float64) - second) ** 2)
-    return float(10 * np.log10(255**2 / max(error, 1e-9)))
-
-
 def tried(folder: Path, case: dict, facts: dict) -> None:
     path, plain = Path(case["path"]), folder / "plain.gguf"
     image, said = drawn(path, folder)
@@ -128,15 +120,15 @@ def tried(folder: Path, case: dict, facts: dict) -> None:
         facts["far"] = "it draws; only GGUF is compared with the same weights in fp16"
         return
     in_fp16(path, plain)
-    facts["image"] = decibels(image, drawn(plain, folder)[0])
+    error = np.mean((image.astype(np.float64) - drawn(plain, folder)[0]) ** 2)
+    facts["image"] = float(10 * np.log10(255**2 / max(error, 1e-9)))  # dB
 
 
 def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text())
-    folder = Path(request["facts"]).parent
+    folder = Path(asked()["facts"]).parent
     text_encoder(folder / "clip.gguf")
     autoencoder(folder / "tae.gguf")
-    write_facts(request, {package: version(package) for package in PACKAGES}, partial(tried, folder))
+    write_facts(partial(tried, folder), ("stable-diffusion-cpp-python", "gguf"))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,14 @@ program's script loads them without this project and states missing and unused t
 their outputs and that of a call of the denoiser. Programs that make images of a whole pipeline are in ``pipelines``.
 
 A script and its requirements have the program's name; without requirements the project's own Python runs it beside the
-consumers. A program that is no package is a checkout in the folder ``$PROGRAMS``. pip makes the environments under
-``outputs``, once for each list of requirements.
+consumers. A program that is no package is a checkout in the folder ``$PROGRAMS``.
 
-A layer of the program has our layer's input. Its output is compared with our reader's weight and rounded inputs, or
-unrounded ones where the hardware lacks the former; the row says which. A call is compared likewise. Rounded inputs
-within rounding of a half change all behind them: our own call of Stable Diffusion 2 in INT8 is 1.2e-2 from itself when
-its inputs move by 2e-7. So such a call shows gross faults alone; where a program can leave inputs unrounded, that call
-is compared too.
+A layer's output, of our layer's input, is compared with that of our reader's weight and rounded inputs, or of unrounded
+ones where the hardware lacks the former. A call is compared likewise. Rounded inputs within rounding of a half change
+all behind them: our own call of Stable Diffusion 2 in INT8 is 1.2e-2 from itself when its inputs move by 2e-7. So such
+a call shows gross faults alone; where a program can leave inputs unrounded, that call is compared too.
 
-``benchmarks/results/programs.tsv`` keeps the rows, of which docs/targets.md is made. The check fails for a row that is
-worse than the kept one, and marks a program of another version than the kept one as never tried.
+``benchmarks/results/programs.tsv`` keeps the rows, of which docs/targets.md is made. The check fails for a worse row.
 """
 
 import argparse
@@ -175,9 +172,7 @@ def cases_of(name: str, program: Program, folder: Path) -> Iterator[Case]:
 @torch.no_grad()
 def written(tiny: Tiny, row: Row, folder: Path) -> Case | None:
     """The case of a row, None where the target holds no layer of its recipe, or the program loads none of its formats.
-
-    Layers that a server loads in high precision, whatever a file says, are not quantized for it.
-    """
+    Layers that a server loads in high precision, whatever a file says, are not quantized for it."""
     recipe = own_recipe(row.preset)
     assert recipe is not None
     if recipe.enable.linear.weight not in TARGETS[row.target].multiplied:
@@ -224,19 +219,16 @@ def arguments(tiny: Tiny) -> dict[str, Tensor]:
 
 
 def outputs_of_layers(tiny: Tiny, networks: Mapping[str, nn.Module], candidate: QuantizedDenoiser) -> dict[str, Tensor]:
-    """``NAME|input`` as a call brings it, ``NAME|exact`` and ``NAME|rounded`` of what is quantized, each [N, width].
-
-    Convolutions are left out: no program here computes them quantized.
-    """
+    """``NAME|input`` as a call brings it, ``NAME|exact`` and ``NAME|rounded`` of what is quantized, each [N, width]; of
+    no convolution, which no program here computes quantized."""
     found: dict[str, Tensor] = {}
-    names = [name for name in candidate.layers if isinstance(networks["exact"].get_submodule(name), nn.Linear)]
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda layer, inputs: found.update({f"{name}|input": inputs[0].flatten(0, -2).float()})
 
-    hooks = [
-        networks["exact"].get_submodule(name).register_forward_pre_hook(keep(name), prepend=True) for name in names
-    ]
+    layers = {name: networks["exact"].get_submodule(name) for name in candidate.layers}
+    names = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
+    hooks = [layers[name].register_forward_pre_hook(keep(name), prepend=True) for name in names]
     tiny.output(networks["exact"])
     for hook in hooks:
         hook.remove()
@@ -316,15 +308,13 @@ def run(wanted: argparse.Namespace) -> int:
     rows, before = [], kept()
     for row in chain(rows_of(names), pipeline_rows(names)):
         old = before.get(row.name)
-        said = [*row.name, row.verdict, "WORSE THAN KEPT" if is_worse(row, old) else ""]
         untried = old is not None and row.versions not in ("", old["versions"])
-        said += ["this version was never tried:" if untried else "", row.versions]
-        figures = {"layer": row.layer, "call": row.call, "unrounded": row.unrounded}
-        figures |= {"image": row.image, "inputs": row.inputs, "far": row.far}
-        figures |= {} if row.quantized == row.of else {"quantized": f"{row.quantized} of {row.of}"}
-        figures |= {name: each for name, each in (("missing", row.missing), ("left", row.left)) if each}
-        said += [f"{name} {shown(each)}" for name, each in figures.items() if each != ""]
-        print(" ".join(each for each in said if each), flush=True)
+        said = [*row.name, row.verdict, *(["WORSE THAN KEPT"] if is_worse(row, old) else [])]
+        said += [*(["this version was never tried:"] if untried else []), row.versions]
+        figures = {"layer": row.layer, "call": row.call, "unrounded": row.unrounded, "image": row.image}
+        figures |= {"inputs": row.inputs, "far": row.far, "missing": row.missing or "", "left": row.left or ""}
+        figures["quantized"] = "" if row.quantized == row.of else f"{row.quantized} of {row.of}"
+        print(*said, *(f"{name} {shown(each)}" for name, each in figures.items() if each != ""), flush=True)
         rows.append(row)
     if wanted.keep:
         save([row for row in rows if row.verdict != "not run"])

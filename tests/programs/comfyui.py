@@ -2,16 +2,12 @@
 
 The source is a checkout of ComfyUI, with ComfyUI-GGUF beside it or in its ``custom_nodes``. A denoiser is loaded like
 by the nodes Load Diffusion Model and Unet Loader (GGUF/Advanced), SDXL's file like by Load Checkpoint, all with
-``--cpu --fp32-unet``. ``dequant_dtype`` of GGUF is float32; the plain node decodes in fp16.
-
-The second output, ``exact``, is of the same call with weights that ComfyUI dequantizes, so that no layer rounds its
-input; it differs from our prediction by the order of sums alone. A case with an ``image`` is sampled in both ways in
-place of a call, and the noise levels are written too.
+``--cpu --fp32-unet``. The second output, ``exact``, is of the same call with weights that ComfyUI dequantizes, so that
+no layer rounds its input. A case with an ``image`` is sampled in both ways, and the noise levels are written too.
 
 Three things are not as a user has them. Torchvision and torchaudio, whose extensions need another torch build, are
 stand-ins that no image model here calls. So is ComfyUI's module ``nodes``, which only ComfyUI-GGUF's loaders of text
-encoders use. And sizes that ComfyUI does not know, as of a small SDXL, are registered, without text encoders and
-autoencoder.
+encoders use. And sizes that ComfyUI does not know, as of a small SDXL, are registered.
 """
 
 import ast
@@ -24,7 +20,7 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from importlib.machinery import ModuleSpec
-from importlib.metadata import version
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +28,7 @@ from unittest.mock import MagicMock
 
 import torch
 import transformers
-from facts import errors_of_layers, write_facts
+from facts import asked, errors_of_layers, write_facts
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -41,7 +37,7 @@ ABSENT = (
     "torchvision", "torchvision.ops", "torchvision.transforms", "torchvision.transforms.functional", "torchaudio",
     "torchaudio.functional", "torchaudio.transforms",
 )  # fmt: skip
-LOGGED = {
+LOGGED = {  # the names that ComfyUI logs as missing or as left over
     "missing": r"(?:unet|clip) missing: (\[.*\])",
     "left": r"(?:unet unexpected: |left over keys in diffusion model: dict_keys\()(\[.*\])",
 }
@@ -97,19 +93,6 @@ def gguf_package(source: Path) -> ModuleType:
     return package
 
 
-class Log(logging.Handler):
-    """Keeps the names that ComfyUI logs as missing or as left over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, list[str]] = {kind: [] for kind in LOGGED}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        for kind, pattern in LOGGED.items():
-            if match := re.match(pattern, record.getMessage(), re.DOTALL):
-                self.found[kind] += ast.literal_eval(match[1])
-
-
 # Loading
 
 
@@ -122,13 +105,8 @@ def register(state: dict[str, Tensor], prefix: str, case: dict) -> bool:
     if known := next((model for model in supported.models if model.matches(sizes, state, prefix)), None):
         return known.__name__ == "Registered"
     unet = json.loads((Path(case["pipeline"]) / "unet" / "config.json").read_text(encoding="utf-8"))
-    (width,) = {
-        channels // heads
-        for channels, heads, kind in zip(
-            unet["block_out_channels"], unet["attention_head_dim"], unet["down_block_types"], strict=True
-        )
-        if "CrossAttn" in kind
-    }
+    levels = zip(unet["block_out_channels"], unet["attention_head_dim"], unet["down_block_types"], strict=True)
+    (width,) = {channels // heads for channels, heads, kind in levels if "CrossAttn" in kind}
 
     class Registered(supported.SDXL):
         unet_config = sizes
@@ -273,13 +251,15 @@ def sampled(patcher: Any, image: dict) -> dict[str, Tensor]:
 def opened(source: Path, case: dict, facts: dict) -> None:
     import comfy.model_management
 
-    log = Log()
+    log = BufferingHandler(10**6)
     logging.getLogger().addHandler(log)
     try:
         patcher, how = LOADERS[case["target"]](case, source)
     finally:
         logging.getLogger().removeHandler(log)
-        facts |= log.found
+        for kind, pattern in LOGGED.items():
+            matches = [re.match(pattern, record.getMessage(), re.DOTALL) for record in log.buffer]
+            facts[kind] = [name for match in matches if match for name in ast.literal_eval(match[1])]
     comfy.model_management.load_models_gpu([patcher], force_full_load=True)
     model = patcher.model.diffusion_model
     computed = patcher.model.manual_cast_dtype or patcher.model.get_dtype()
@@ -287,21 +267,22 @@ def opened(source: Path, case: dict, facts: dict) -> None:
         "opened": how if computed == torch.float32 else f"{how}, {computed}",
         "quantized": sum(map(is_quantized, model.modules())),
     }
-    if "image" in case:
-        found = sampled(patcher, case["image"])
-        without_rounding(model)
-        found["exact"] = sampled(patcher, case["image"])["output"]
-    else:
+    if "image" not in case:
         facts["layers"] = errors_of_layers(load_file(case["layers"]), lambda name, x: model.get_submodule(name)(x))
-        call = load_file(case["call"])
-        found = {"output": CALLS[case["family"]](model, call)}
-        without_rounding(model)
-        found["exact"] = CALLS[case["family"]](model, call)
+
+    def made() -> dict[str, Tensor]:
+        if "image" in case:
+            return sampled(patcher, case["image"])
+        return {"output": CALLS[case["family"]](model, load_file(case["call"]))}
+
+    found = made()
+    without_rounding(model)
+    found["exact"] = made()["output"]
     save_file({kind: each.float().contiguous() for kind, each in found.items()}, case["output"])
 
 
 def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    request = asked()
     source = Path(request["source"])
     torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.INFO)
@@ -312,8 +293,7 @@ def main() -> None:
     described = gguf_folder(source) / "pyproject.toml"
     if any(case["target"] == "gguf" for case in request["cases"]) and described.is_file():
         versions["ComfyUI-GGUF"] = tomllib.loads(described.read_text(encoding="utf-8"))["project"]["version"]
-    versions |= {package: version(package) for package in ("comfy-kitchen", "torch")}
-    write_facts(request, versions, partial(opened, source))
+    write_facts(partial(opened, source), ("comfy-kitchen", "torch"), versions)
 
 
 if __name__ == "__main__":

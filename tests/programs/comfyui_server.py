@@ -16,14 +16,16 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import comfyui
 import torch
-from facts import write_facts
+from facts import asked, write_facts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -50,58 +52,41 @@ def register_sizes() -> None:
     comfyui.register(state, comfy.model_detection.unet_prefix_from_state_dict(state), case)
 
 
-class GivenSizes:
-    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "sd_quant"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:  # noqa: N802 the server's name
-        return {"required": {"model": ("MODEL",)}}
-
-    def make(self, model: Any) -> tuple[Any]:
-        pooled = load_file(the_case()["image"]["given"])["pooled"]
-        model.model.embedder = comfyui.embedder(model.model.diffusion_model, pooled.shape[1])
-        return (model,)
+def node(make: Callable[..., Any], given: dict[str, str], *returned: str, last: bool = False) -> type:
+    """A class as the server takes nodes."""
+    inputs = {"required": {name: (kind,) for name, kind in given.items()}}
+    own = {"RETURN_TYPES": returned, "FUNCTION": "make", "CATEGORY": "sd_quant", "OUTPUT_NODE": last}
+    methods = {"INPUT_TYPES": classmethod(lambda cls: inputs), "make": lambda self, **named: make(**named)}
+    return type(make.__name__, (), own | methods)
 
 
-class GivenText:
-    RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING",), "make", "sd_quant"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:  # noqa: N802
-        return {"required": {"negative": ("BOOLEAN",)}}
-
-    def make(self, negative: bool) -> tuple[list]:
-        return (comfyui.conditioning(the_case()["image"], "negative " if negative else ""),)
+def given_sizes(model: Any) -> tuple[Any]:
+    pooled = load_file(the_case()["image"]["given"])["pooled"]
+    model.model.embedder = comfyui.embedder(model.model.diffusion_model, pooled.shape[1])
+    return (model,)
 
 
-class GivenNoise:
-    RETURN_TYPES, FUNCTION, CATEGORY, seed = ("NOISE",), "make", "sd_quant", 0
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:  # noqa: N802
-        return {"required": {}}
-
-    def make(self) -> tuple[Any]:
-        return (self,)
-
-    def generate_noise(self, latent: dict) -> Tensor:
-        return load_file(the_case()["image"]["given"])["noise"]
+def given_text(negative: bool) -> tuple[list]:
+    return (comfyui.conditioning(the_case()["image"], "negative " if negative else ""),)
 
 
-class KeptLatents:
-    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "make", "sd_quant", True
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:  # noqa: N802
-        return {"required": {"model": ("MODEL",), "samples": ("LATENT",), "sigmas": ("SIGMAS",)}}
-
-    def make(self, model: Any, samples: dict, sigmas: Tensor) -> dict:
-        latents = model.model.process_latent_in(samples["samples"]).float().contiguous()
-        save_file({"output": latents, "sigmas": sigmas.float()}, the_case()["output"])
-        return {"ui": {"quantized": [sum(map(comfyui.is_quantized, model.model.diffusion_model.modules()))]}}
+def given_noise() -> tuple[SimpleNamespace]:
+    noise = load_file(the_case()["image"]["given"])["noise"]
+    return (SimpleNamespace(seed=0, generate_noise=lambda latent: noise),)
 
 
-NODE_CLASS_MAPPINGS = {each.__name__: each for each in (GivenSizes, GivenText, GivenNoise, KeptLatents)}
+def kept_latents(model: Any, samples: dict, sigmas: Tensor) -> dict:
+    latents = model.model.process_latent_in(samples["samples"]).float().contiguous()
+    save_file({"output": latents, "sigmas": sigmas.float()}, the_case()["output"])
+    return {"ui": {"quantized": [sum(map(comfyui.is_quantized, model.model.diffusion_model.modules()))]}}
+
+
+NODE_CLASS_MAPPINGS = {
+    "GivenSizes": node(given_sizes, {"model": "MODEL"}, "MODEL"),
+    "GivenText": node(given_text, {"negative": "BOOLEAN"}, "CONDITIONING"),
+    "GivenNoise": node(given_noise, {}, "NOISE"),
+    "KeptLatents": node(kept_latents, {"model": "MODEL", "samples": "LATENT", "sigmas": "SIGMAS"}, last=True),
+}
 
 
 def workflow(file: str, image: dict) -> dict:
@@ -154,7 +139,7 @@ def within(seconds: float, look: Any, server: subprocess.Popen) -> Any:
     raise RuntimeError(f"ended with {server.poll()}" if server.poll() is not None else f"no answer in {seconds:.0f} s")
 
 
-def asked(source: Path, case: dict, facts: dict) -> None:
+def asked_of(source: Path, case: dict, facts: dict) -> None:
     """Starts the server in a folder of its own, sends the workflow, and fills the facts of what came back."""
     with TemporaryDirectory() as temporary, socket.socket() as free:
         base = Path(temporary)
@@ -191,8 +176,7 @@ def main() -> None:
         serve(Path(sys.argv[2]), sys.argv[3:])
         return
     os.environ[REQUEST] = sys.argv[1]
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    write_facts(request, VERSIONS, partial(asked, Path(request["source"])))
+    write_facts(partial(asked_of, Path(asked()["source"])), versions=VERSIONS)
 
 
 if __name__ == "__main__":

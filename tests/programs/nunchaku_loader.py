@@ -14,13 +14,12 @@ import json
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from facts import otherwise, write_facts
+from facts import as_taken, asked, write_facts
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -86,42 +85,26 @@ def by_diffusers(case: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor],
     return network, load_file(file), f"{kind}.from_pretrained"
 
 
-def as_taken(network: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """What the program did not find, and what it did not take as it is in the file.
-
-    nunchaku keeps NVFP4's common scale of a weight, ``wtscale``, as a number of the module.
-    """
-    held, modules = network.state_dict(), dict(network.named_modules())
-    left = []
-    for name, tensor in stored.items():
-        owner, _, end = name.rpartition(".")
-        own = held.get(name, getattr(modules.get(owner), end, None) if end == "wtscale" else None)
-        if own is None:
-            left.append(name)
-        elif end == "wtscale" and name not in held:
-            left += [] if float(own) == float(tensor) else [f"{name}: {own}, {float(tensor)} in the file"]
-        else:
-            left += otherwise(name, own, tensor)
-    return {"missing": sorted(held.keys() - stored), "left": left}
-
-
 @torch.no_grad()
 def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     network, stored, how = (by_nunchaku if case["target"] == "nunchaku" else by_diffusers)(case)
     linears = [name for name, each in network.named_modules() if type(each).__name__ == "SVDQW4A4Linear"]
     count = sum(MEMBERS.get(name.rpartition(".")[2], 1) for name in linears)
-    facts |= {"opened": how, "far": FAR, "quantized": count} | as_taken(network, stored)
+    held, modules = network.state_dict(), dict(network.named_modules())
+    for name in [name for name in stored.keys() - held.keys() if name.endswith(".wtscale")]:
+        own = getattr(modules.get(name.removesuffix(".wtscale")), "wtscale", None)
+        if own is not None:  # NVFP4's common scale of a weight, which nunchaku keeps as a number of the module
+            held[name] = torch.as_tensor(own, dtype=stored[name].dtype)
+    facts |= {"opened": how, "far": FAR, "quantized": count} | as_taken(held, stored)
 
 
 def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    source = Path(request["source"])
+    source = Path(asked()["source"])
     torch.set_num_threads(1)
     sys.path.insert(0, str(source))
     without_kernels()
-    nunchaku = (source / "nunchaku" / "__version__.py").read_text(encoding="utf-8").split('"')[1]
-    versions = {"nunchaku": nunchaku} | {name: version(name) for name in ("diffusers", "torch")}
-    write_facts(request, versions, opened)
+    own = (source / "nunchaku" / "__version__.py").read_text(encoding="utf-8").split('"')[1]
+    write_facts(opened, ("diffusers", "torch"), {"nunchaku": own})
 
 
 if __name__ == "__main__":

@@ -38,18 +38,10 @@ def printed_code(folder: Path, number: int = 0) -> str:
 
 
 def by_consumer(
-    python: Path | str,
-    code: str,
-    folder: Path,
-    work: Path,
-    call: Mapping = CALL,
-    latents: np.ndarray = LATENTS,
-    script: str = "draw.py",
+    python: Path | str, code: str, folder: Path, work: Path, call: Mapping = CALL, latents: np.ndarray = LATENTS
 ) -> tuple[np.ndarray, dict[str, object]]:
-    """Pictures, uint8 [N, H, W, 3], by what the ``code`` opens, and what that told of itself.
-
-    Raises CalledProcessError when it fails.
-    """
+    """Pictures, uint8 [N, H, W, 3], by what the ``code`` opens, and what that told of itself. Raises CalledProcessError
+    when it fails."""
     np.save(work / "latents.npy", latents)
     request = {
         "code": code, "target": folder.name, "folder": str(folder.parent), "prompts": PROMPTS, "options": dict(call),
@@ -57,7 +49,7 @@ def by_consumer(
     }  # fmt: skip
     path = work / "request.json"
     path.write_text(json.dumps(request), encoding="utf-8")
-    subprocess.run([python, HERE / script, path], check=True, cwd=work)
+    subprocess.run([python, HERE / "draw.py", path], check=True, cwd=work)
     return np.load(request["pictures"]), json.loads(Path(request["facts"]).read_text(encoding="utf-8"))
 
 
@@ -71,10 +63,8 @@ def in_torch(
     call: Mapping = CALL,
     latents: np.ndarray = LATENTS,
 ) -> np.ndarray:
-    """The same images by torch in the ``folder``'s pipeline, whose denoiser is a target's, with its ``rows``.
-
-    ``pads`` says whether the text is padded as the checkpoint was trained.
-    """
+    """The same images by torch in the ``folder``'s pipeline, whose denoiser is a target's, with its ``rows``. ``pads``
+    says whether the text is padded as the checkpoint was trained."""
     networks = {component: build_module(checkpoint, component) for component in checkpoint.components}
     part = denoiser_part(checkpoint)
     network = networks[part.component]

@@ -43,8 +43,7 @@ def flux_of_transformers_4(folder: Path) -> None:
     flux(folder)
     index = json.loads((folder / "model_index.json").read_text())
     for name, kind in (("tokenizer", "CLIPTokenizerFast"), ("tokenizer_2", "T5TokenizerFast")):
-        index[name][1] = kind
-        path = folder / name / "tokenizer_config.json"
+        index[name][1], path = kind, folder / name / "tokenizer_config.json"
         config = json.loads(path.read_text())
         config.pop("extra_special_tokens", None)
         path.write_text(json.dumps(config))
@@ -112,13 +111,10 @@ def code_of_bound(folder: Path) -> str:
     return code_of(folder).replace("('onnx'", "('onnx', use_io_binding=True")
 
 
-# by target and program: the environment, what makes the code, and the script that runs it
-PIPELINES = {
-    "openvino": {"optimum-intel": ("openvino", code_of, "draw.py"),
-                 "OpenVINO GenAI": ("genai", code_of_genai, "draw_by_genai.py")},
-    "onnx": {"optimum-onnx": ("onnx", code_of, "draw.py"),
-             "optimum-onnx, bound": ("onnx", code_of_bound, "draw.py")},
-}  # fmt: skip
+PIPELINES = {  # by target and program: the environment, and what makes the code
+    "openvino": {"optimum-intel": ("openvino", code_of), "OpenVINO GenAI": ("genai", code_of_genai)},
+    "onnx": {"optimum-onnx": ("onnx", code_of), "optimum-onnx, bound": ("onnx", code_of_bound)},
+}
 
 
 def handed_over(name: str, targets: list[str], work: Path) -> Path:
@@ -141,25 +137,23 @@ def rows_of_case(name: str, targets: list[str], run: Path, work: Path) -> Iterat
         folder = run / "hand_over" / target
         rows = rows_of([target], assignments, loaded.checkpoint)[target][loaded.denoiser]
         simulated = in_torch(loaded.checkpoint, folder, True, rows, target, case.call, case.latents)
-        for program, (place, code, script) in PIPELINES[target].items():
+        for program, (place, code) in PIPELINES[target].items():
             row = Row(program, target, name, "int8", of=sum(each.format is not None for each in rows.values()))
-            python, call, reference, row.opened = python_of(place)[0], case.call, simulated, "the code of the README"
+            call, reference, row.opened = case.call, simulated, "the code of the README"
+
+            def drawn(place: str, code: str, call: Mapping[str, object], folder: Path = folder):
+                return by_consumer(python_of(place)[0], code, folder, work, call, case.latents)
+
             try:
                 if place == "genai" and case.genai is not None:
-                    call, row.opened, optimum = (
-                        case.genai,
-                        f"{row.opened}, against optimum-intel",
-                        python_of("openvino"),
-                    )
-                    reference, _ = by_consumer(optimum[0], code_of(folder), folder, work, call, case.latents)
-                pictures, facts = by_consumer(python, code(folder), folder, work, call, case.latents, script)
+                    call, row.opened = case.genai, f"{row.opened}, against optimum-intel"
+                    reference, _ = drawn("openvino", code_of(folder), call)
+                pictures, facts = drawn(place, code(folder), call)
             except subprocess.CalledProcessError as error:
                 yield replace(row, opened="", verdict="FAILED", far=str(error))
                 continue
-            row.image = min(decibels(reference, pictures))
-            kernels = facts.pop("the denoiser's layers by kernel", {})
-            row.quantized = ", ".join(f"{count} {kind}" for kind, count in kernels.items())
-            row.versions = str(facts["versions"])
+            row.image, row.versions = min(decibels(reference, pictures)), str(facts["versions"])
+            row.quantized = ", ".join(f"{count} {kind}" for kind, count in facts.get("kernels", {}).items())
             yield replace(row, verdict="ok" if row.image > case.least_psnr else "FAILED")
 
 

@@ -72,9 +72,7 @@ def facts_of(
     script: str, source: Path | None, cases: Sequence[Mapping[str, Any]], work: Path
 ) -> tuple[dict[str, str], list[Mapping[str, Any]]]:
     """The versions and the facts of each case from a program's script, which is run once; a dead one says so in them.
-
-    Raises CalledProcessError where no environment can be made.
-    """
+    Raises CalledProcessError where no environment can be made."""
     python, variables = python_of(script)
     facts, request, printed = (work / name for name in ("facts.json", "request.json", "printed.txt"))
     text = {"source": source and str(source), "facts": str(facts), "cases": list(map(dict, cases))}

@@ -8,19 +8,17 @@ CUDA, or a processor with AMX.
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from facts import otherwise, write_facts
+from facts import as_taken, write_facts
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 FAR = "loaded; computing takes SGLang's kernels, which need a GPU or a processor with AMX"
 OPENED = "maybe_load_fsdp_model of FluxTransformer2DModel, float32"
@@ -69,23 +67,10 @@ def loaded(folder: Path, file: Path) -> nn.Module:
     )  # fmt: skip
 
 
-def as_taken(network: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """What the program did not find, and what it did not take as it is in the file."""
-    from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping
-
-    held = network.state_dict()
-    named = get_param_names_mapping(network.param_names_mapping, valid_target_names=set(held))
-    places = {name: named(name)[0] for name in stored}
-    left = []
-    for name, tensor in stored.items():
-        own = held.get(places[name])
-        left += [name] if own is None else otherwise(name, own, tensor, casts=True)
-    return {"missing": sorted(held.keys() - places.values()), "left": left}
-
-
 @torch.no_grad()
 def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     from sglang.multimodal_gen.runtime.layers.linear import LinearBase, UnquantizedLinearMethod
+    from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping
 
     folder = Path(case["path"]) / "transformer"
     (file,) = folder.glob("*.safetensors")
@@ -94,11 +79,12 @@ def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     quantized = [each for each in linears if not isinstance(each.quant_method, UnquantizedLinearMethod)]
     kinds = {type(each.quant_method).__name__ for each in quantized}
     facts |= {"opened": f"{OPENED}, {' and '.join(sorted(kinds))}", "far": FAR, "quantized": len(quantized)}
-    facts |= as_taken(network, load_file(file))
+    held, stored = network.state_dict(), load_file(file)
+    named = get_param_names_mapping(network.param_names_mapping, valid_target_names=set(held))
+    facts |= as_taken(held, stored, {name: named(name)[0] for name in stored}, casts=True)
 
 
 def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     import_sglang()
     from sglang.multimodal_gen.runtime.distributed import maybe_init_distributed_environment_and_model_parallel
@@ -107,7 +93,7 @@ def main() -> None:
     set_global_server_args(arguments())
     with TemporaryDirectory() as folder:
         maybe_init_distributed_environment_and_model_parallel(1, 1, distributed_init_method=f"file://{folder}/init")
-        write_facts(request, {name: version(name) for name in ("sglang", "torch")}, opened)
+        write_facts(opened, ("sglang", "torch"))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ torch's attention. INT8 is loaded and not computed, as vLLM has compiled kernels
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -131,9 +129,8 @@ def output_of(network: FluxTransformer2DModel, name: str, x: Tensor) -> Tensor:
 def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     folder = Path(case["path"]) / "transformer"
     config = TransformerConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    network = FluxTransformer2DModel(
-        **get_transformer_config_kwargs(config, FluxTransformer2DModel), quant_config=config.quant_config
-    )
+    sizes = get_transformer_config_kwargs(config, FluxTransformer2DModel)
+    network = FluxTransformer2DModel(**sizes, quant_config=config.quant_config)
     pipeline = Pipeline(network, folder)
     settings = SimpleNamespace(quantization_config=config.quant_config, parallel_config=None)
     loader = DiffusersPipelineLoader(LoadConfig(), settings)
@@ -143,11 +140,10 @@ def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
     linears = [each for each in network.modules() if isinstance(each, LinearBase)]
     quantized = [each for each in linears if not isinstance(each.quant_method, UnquantizedLinearMethod)]
     taken = {name: tensor for name, tensor in stored.items() if name in pipeline.given}
+    found = {name.removeprefix("transformer.") for name in pipeline.loaded}
     facts |= {
         "opened": OPENED,
-        "missing": sorted(
-            name for name, _ in network.named_parameters() if f"transformer.{name}" not in pipeline.loaded
-        ),
+        "missing": sorted({name for name, _ in network.named_parameters()} - found),
         "left": sorted(stored.keys() - taken.keys()) + altered(network, taken),
         "quantized": sum(len(getattr(each, "output_sizes", [1])) for each in quantized),
     }
@@ -161,13 +157,11 @@ def opened(case: Mapping[str, Any], facts: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    versions = {name: version(name) for name in ("vllm-omni", "vllm", "torch")}
     with TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/init", 0, "gloo")
         parallel_state.initialize_model_parallel()
-        write_facts(request, versions, opened)
+        write_facts(opened, ("vllm-omni", "vllm", "torch"))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import psutil
 
 PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
 GPUS = ("a100", "h100")  # that the nodes say they have, in turn
@@ -107,9 +108,10 @@ class Slurm:
 
     def kill_node(self, name: str) -> None:
         """Kill a node's daemon and all that it has started, at once, as a machine that loses its power."""
-        while found := [process for process in self.processes() if name in (process.node, process.started_on)]:
+        while found := self.processes(name):
             for process in found:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             time.sleep(0.05)
         if name in self.daemons:
             self.daemons.pop(name).wait()
@@ -131,9 +133,11 @@ class Slurm:
         """The job that runs on a node, by its id."""
         return next(job for job, (state, node) in self.jobs().items() if state == "RUNNING" and node == name)
 
-    def processes(self) -> "list[Process]":
-        found = [Process.of(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        return [process for process in found if process and process.configuration == self.environment["SLURM_CONF"]]
+    def processes(self, name: str) -> list[psutil.Process]:
+        """A node's daemon and all that it has started."""
+        found = [(process, process.info["environ"] or {}) for process in psutil.process_iter(["environ"])]
+        ours = [each for each in found if each[1].get("SLURM_CONF") == self.environment["SLURM_CONF"]]
+        return [process for process, own in ours if name in (own.get(MARK), own.get("SLURMD_NODENAME"))]
 
     def wait(self, until: Callable[[], object], what: str, seconds: float = 60) -> None:
         for _ in range(int(seconds / 0.1)):
@@ -148,30 +152,8 @@ class Slurm:
             self.kill_node(name)
         for pid_file in ("slurmctld.pid", "munge.pid"):
             if (self.folder / pid_file).exists():
-                Process(int((self.folder / pid_file).read_text())).kill()
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process, and whose it is by its environment."""
-
-    number: int
-    configuration: str | None = None
-    node: str | None = None
-    started_on: str | None = None
-
-    @classmethod
-    def of(cls, number: int) -> "Process | None":
-        try:
-            texts = Path(f"/proc/{number}/environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has ended
-            return None
-        known = dict(text.partition("=")[::2] for text in texts)
-        return cls(number, *map(known.get, ("SLURM_CONF", MARK, "SLURMD_NODENAME")))
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.number, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(int((self.folder / pid_file).read_text()), signal.SIGKILL)
 
 
 def free_ports(count: int) -> list[int]:

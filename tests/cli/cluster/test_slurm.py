@@ -1,9 +1,7 @@
 """Sweeps on a real Slurm of two nodes, and what befalls them."""
 
-import os
 import re
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -54,14 +52,10 @@ def job_of(job: str) -> str:
     return JOBS[int(job.rpartition("_")[2])]
 
 
-def test_nothing_happens(eight_jobs, cluster):
-    eight_jobs()
-    assert {node for _, node in cluster.jobs().values()} == set(cluster.names)
-
-
 @pytest.mark.parametrize("fault", ALIKE)
-def test_a_fault_that_ray_has_too(sweep, seen, fault):
+def test_what_befalls_ray_too(sweep, cluster, seen, fault):
     seen(fault, ALIKE[fault](sweep))
+    assert {node for _, node in cluster.jobs().values()} >= set(cluster.names)
 
 
 def test_a_node_dies_under_a_job(sweep, cluster, seen):
@@ -91,8 +85,7 @@ def test_a_job_exceeds_its_memory(sweep, seen):
     ended(sweep.begin("hydra.launcher.mem_gb=null", "hydra.launcher.mem_per_cpu=300M"), 1)
     for job in JOBS:
         assert "raise hydra.launcher.mem_gb" in sweep.failure_of(job)
-    ended(sweep.begin())
-    sweep.is_whole()
+    sweep.is_whole(sweep.begin())
     seen("a job exceeds its memory", "it has failed, with the reason and the knob; the same command does it")
 
 
@@ -101,13 +94,12 @@ def test_a_job_exceeds_its_time(sweep, cluster, seen):
     short = "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1"
     command = sweep.begun(*short, file="quantize.log", text="of 2: quant_level=")
     job = cluster.job_on("n1")
-    for process in cluster.processes():
-        if process.started_on == "n1":
-            os.kill(process.number, signal.SIGSTOP)
+    for process in cluster.processes("n1"):
+        if process.info["environ"].get("SLURMD_NODENAME") == "n1":  # the job's, and not the daemon
+            process.suspend()
     ended(command, 1)
     assert "raise hydra.launcher.timeout_min" in sweep.failure_of(job_of(job))
-    ended(sweep.begin())
-    sweep.is_whole()
+    sweep.is_whole(sweep.begin())
     seen("a job hangs beyond timeout_min", "the job has failed, with the reason and the knob; others go on")
 
 
@@ -128,10 +120,9 @@ def test_the_disk_of_a_node_is_full(sweep, cluster, tmp_path, seen):
     cluster.start_node("n2", hiding=local)
     cluster.environment["TMPDIR"] = str(local)
     try:
-        ended(sweep.begin())
+        sweep.is_whole(sweep.begin())
     finally:
         del cluster.environment["TMPDIR"]
-    sweep.is_whole()
     seen("a node's own disk is full", "a job does not require it")
 
 
