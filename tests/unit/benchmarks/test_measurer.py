@@ -35,8 +35,8 @@ else:
 """
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.mark.slow
+def test_a_row_that_has_its_figures_is_not_measured_again(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def run(*arguments: str) -> tuple[str, dict]:
@@ -44,11 +44,6 @@ def run(tmp_path):
                                env={"PYTHONPATH": f"{HOME}:{HOME / 'benchmarks'}"})  # fmt: skip
         return ended.stderr, json.loads((tmp_path / "rows.json").read_text())
 
-    return run
-
-
-@pytest.mark.slow
-def test_a_row_that_has_its_figures_is_not_measured_again(run, tmp_path):
     _, first = run()
     works, killed, fails = (first[f"work:{name}:3"] for name in ("works", "killed", "fails"))
     assert works["number"] == 3 and works["note"] == "works" and works["peak_memory_bytes"] > works["seconds"] > 0

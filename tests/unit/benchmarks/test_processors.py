@@ -11,21 +11,17 @@ from sd_quant.errors import ConfigError
 pytestmark = pytest.mark.commit
 
 
+TRUE = {"said": {}, "quantized_layers": 150, "int8_layers": 150, "own_speedup": 1.2, "speedup": 1.21}
+SAID = {
+    "FLOAT": "FLOAT: openvino computes 150 of 150 quantized layers in floating point; metrics.json names them.",
+    "SLOWER": "SLOWER: unet_xl at batch 2 on openvino takes 1.75 times as long quantized as unquantized.",
+}
+OLD = {"said": SAID, "int8_layers": 0, "own_speedup": 0.57, "speedup": 0.58}
+
+
 @pytest.fixture
 def processors(benchmark):
     return benchmark("processors")
-
-
-TRUE = {"said": {}, "quantized_layers": 150, "int8_layers": 150, "own_speedup": 1.2, "speedup": 1.21}
-OLD = {
-    "said": {
-        "FLOAT": "FLOAT: openvino computes 150 of 150 quantized layers in floating point; metrics.json names them.",
-        "SLOWER": "SLOWER: unet_xl at batch 2 on openvino takes 1.75 times as long quantized as unquantized.",
-    },
-    "int8_layers": 0,
-    "own_speedup": 0.57,
-    "speedup": 0.58,
-}
 
 
 @pytest.mark.parametrize("changed, found", [

@@ -20,16 +20,6 @@ from sd_quant.simulation.native import NativeLayer
 
 pytestmark = pytest.mark.commit
 
-RECIPE = "fp8 level 3"
-
-
-@pytest.fixture
-def bench():
-    """The worker's, of small networks that are not compiled."""
-    small = Path(__file__).parents[4] / "examples/sdxl_mini/model_config.yaml"
-    chosen = argparse.Namespace(size=64, steps=2, repeats=3, model=small, scales=None, no_compile=True)
-    return worker.one_at_a_time(partial(worker.Bench, chosen))
-
 
 @pytest.mark.slow
 def test_it_is_as_large_as_dev():
@@ -48,19 +38,14 @@ def test_a_call_is_that_of_a_picture_of_1024_pixels(transformer):
     assert {name: tuple(tensor.shape) for name, tensor in flux.known(1024).items()}.items() <= shapes.items()
     places = flux.known(1024)["img_ids"]
     assert places[65].tolist() == [0, 1, 1] and places[-1].tolist() == [0, 63, 63]
-
-
-def test_further_pictures_are_further_samples_at_the_same_places(transformer):
-    one, two = (inputs_of(transformer, pictures, 64) for pictures in (1, 2))
+    one, two = (inputs_of(transformer, pictures, 64) for pictures in (1, 2))  # at the same places
     assert len(two["hidden_states"]) == len(two["guidance"]) == 2 and torch.equal(one["img_ids"], two["img_ids"])
-
-
-@torch.no_grad()
-def test_weights_are_those_of_bf16_whatever_the_dtype(transformer):
-    half = flux.build(flux.SMALL, CPU, torch.bfloat16).module
-    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    half = flux.build(flux.SMALL, CPU, torch.bfloat16).module  # its weights are those of bf16, whatever the dtype
     for found, expected in zip(half.parameters(), transformer.module.parameters(), strict=True):
-        assert torch.equal(found.float(), expected)
+        assert found.dtype == torch.bfloat16 and torch.equal(found.float(), expected)
+    other = twin(transformer.module)  # has the same tensors, and modules of its own
+    assert all(a is b for a, b in zip(other.parameters(), transformer.module.parameters(), strict=True))
+    assert not set(other.modules()) & set(transformer.module.modules())
 
 
 @torch.no_grad()
@@ -82,46 +67,33 @@ def test_its_ranges_are_those_that_are_derived(networks):
     network, assignments = networks["flux"]
     inner, roles = network.inner, flux.family.layer_roles(network.inner)
     statistics = statistics_of(network, inputs_of(network, 1, 64)).layers
-    derived = derive(roles, lambda name: inner.get_parameter(f"{name}.weight"), statistics, sides.RECIPES[RECIPE],
-                     flux.family.shared_inputs(roles))  # fmt: skip
-    assert assignments[RECIPE].keys() == derived.keys()
+    recipe, rows = sides.RECIPES["fp8 level 3"], assignments["fp8 level 3"]
+    weight_of = lambda name: inner.get_parameter(f"{name}.weight")  # noqa: E731
+    derived = derive(roles, weight_of, statistics, recipe, flux.family.shared_inputs(roles))
+    assert rows.keys() == derived.keys()
     for name, expected in derived.items():
-        found = assignments[RECIPE][name]
+        found = rows[name]
         if expected.weight_amax is not None:
             torch.testing.assert_close(found.weight_amax, expected.weight_amax, rtol=0, atol=0)
         errors = dict.fromkeys(("weight_amax", "output_error"))
         assert replace(found, **errors) == replace(expected, **errors)
-
-
-@torch.no_grad()
-def test_a_recipe_that_asks_for_more_is_refused(networks):
     with pytest.raises(AssertionError, match="smoothing='folded'"):
-        networks["flux"][1]["int8 level 3"]
-
-
-@torch.no_grad()
-def test_a_twin_has_the_same_tensors_and_modules_of_its_own(transformer):
-    other = twin(transformer.module)
-    assert all(a is b for a, b in zip(other.parameters(), transformer.module.parameters(), strict=True))
-    assert not set(other.modules()) & set(transformer.module.modules())
+        assignments["int8 level 3"]  # which asks for more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", [side for side in sides.SIDES if side.startswith("flux ")])
-def test_a_row_is_made(bench, side):
-    row = worker.answer(bench, {"kind": "row", "side": side, "batch": 1, "told": True})
-    assert row["network"] == "flux" and row["p50_ms"] > 0 and not row.get("doubts")
-    assert row["about"]["operations of flux"] == bench("flux").operations > 0
-    assert ("error" in row) == (sides.SIDES[side].recipe is not None) == bool(row["about"]["derived of flux"])
-    assert "loop_ms" not in row  # of guidance that is two samples
-
-
-@pytest.mark.slow
-def test_one_network_is_kept_at_a_time(bench):
-    first = bench("flux")
-    assert bench("flux") is first and first.compiled
-    kept = weakref.ref(first.network.module)
-    del first
+def test_rows_are_made_and_one_network_is_kept_at_a_time():
+    small = Path(__file__).parents[4] / "examples/sdxl_mini/model_config.yaml"
+    chosen = argparse.Namespace(size=64, steps=2, repeats=3, model=small, scales=None, no_compile=True)
+    bench = worker.one_at_a_time(partial(worker.Bench, chosen))
+    for side in [side for side in sides.SIDES if side.startswith("flux ")]:
+        row = worker.answer(bench, {"kind": "row", "side": side, "batch": 1, "told": True})
+        assert row["network"] == "flux" and row["p50_ms"] > 0 and not row.get("doubts")
+        assert row["about"]["operations of flux"] == bench("flux").operations > 0
+        assert ("error" in row) == (sides.SIDES[side].recipe is not None) == bool(row["about"]["derived of flux"])
+        assert "loop_ms" not in row  # of guidance that is two samples
+    assert bench("flux").compiled
+    kept = weakref.ref(bench("flux").network.module)
     second = bench("sdxl")
     gc.collect()
     assert kept() is None and second.name == "sdxl"
