@@ -6,8 +6,7 @@ pytest runs its tests there up to the first that fails, and it is taken out agai
 could not be tried.
 
 pytest runs in a fork of this process, which has imported torch and its like before: of the ten seconds that the tests
-of a fault take, eight are imports. The road not taken is a tool that changes every operator, such as mutmut: nine in
-ten of its mutants mean nothing to anybody, and the run takes days.
+of a fault take, eight are imports.
 """
 
 import argparse
@@ -29,6 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+
+from ..cadence.ci import changed_since
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("faults.diff")
@@ -185,46 +186,29 @@ def try_faults(
             free.append(repository)
 
 
-def without_fault(outcomes: Sequence[Outcome], repository: Path) -> list[Outcome]:
+def without_fault(outcomes: Iterable[Outcome], repository: Path) -> list[Outcome]:
     """What was caught by a test that fails in an unchanged copy, too, and so catches nothing."""
-    caught = [outcome for outcome in outcomes if outcome.verdict == CAUGHT and outcome.because.startswith("tests/")]
+    caught = [outcome for outcome in outcomes if outcome.verdict == CAUGHT and "::" in outcome.because]
     if not caught:
         return []
     os.waitpid(start_tests(repository, sorted({outcome.because for outcome in caught})), 0)
     answer = answer_of(repository)
     if answer is None or answer[0] not in (0, 1):
         raise SystemExit(f"the tests cannot be run without a fault:\n{(repository / 'output.txt').read_text()[-2000:]}")
-    return [
-        replace(outcome, verdict=NOT_APPLICABLE, because=f"{outcome.because} fails without the fault")
-        for outcome in caught
-        if outcome.because in answer[1]
-    ]
-
-
-def changed_since(base: str) -> set[str]:
-    """Paths that differ from the git revision ``base``, in the working tree and among what git would add."""
-
-    def listed(*command: str) -> list[str]:
-        told = subprocess.run(["git", *command, "-z"], cwd=REPOSITORY, capture_output=True, text=True)
-        if told.returncode:
-            raise SystemExit(told.stderr.strip())
-        return told.stdout.split("\0")
-
-    return {*listed("diff", "--name-only", base), *listed("ls-files", "--others", "--exclude-standard")} - {""}
+    broken = [outcome for outcome in caught if outcome.because in answer[1]]
+    return [replace(each, verdict=NOT_APPLICABLE, because=f"{each.because} fails without the fault") for each in broken]
 
 
 def touched(faults: Sequence[Fault], changed: Collection[str]) -> list[Fault]:
     """Those whose text stands in a file that changed, or one of whose tests does."""
-    texts = [(REPOSITORY / path).read_text(encoding="utf-8") for path in changed if of_package(path)]
+    texts = [
+        (REPOSITORY / path).read_text(encoding="utf-8") for path in changed if REPOSITORY / path in code_of(REPOSITORY)
+    ]
     return [
         fault
         for fault in faults
         if any(fault.find in text for text in texts) or any(test.partition("::")[0] in changed for test in fault.tests)
     ]
-
-
-def of_package(path: str) -> bool:
-    return REPOSITORY / path in code_of(REPOSITORY)
 
 
 def run(wanted: argparse.Namespace) -> int:
@@ -235,10 +219,6 @@ def run(wanted: argparse.Namespace) -> int:
         chosen = [fault for fault in chosen if fault.name in wanted.only]
     if wanted.touched:
         chosen = touched(chosen, changed_since(wanted.touched))
-    if wanted.list:
-        for fault in chosen:
-            print(f"{fault.name}\n    {fault.find}\n    {fault.replace}")
-        return 0
     with warnings.catch_warnings(action="ignore"):
         for name in IMPORTED_ONCE:
             importlib.import_module(name)
@@ -249,11 +229,9 @@ def run(wanted: argparse.Namespace) -> int:
         outcomes: dict[str, Outcome] = {}
         cadences = ("commit", "nightly") if wanted.nightly else ("commit",)
         for outcome in try_faults(chosen, copies, cadences, wanted.seconds):
-            outcomes[outcome.fault.name] = outcome
-            tell(outcome)
-        for outcome in without_fault(list(outcomes.values()), copies[0]):
-            outcomes[outcome.fault.name] = outcome
-            tell(outcome)
+            tell(outcomes, outcome)
+        for outcome in without_fault(outcomes.values(), copies[0]):
+            tell(outcomes, outcome)
     counts = Counter(outcome.verdict for outcome in outcomes.values())
     told = f"{counts[CAUGHT]} caught, {counts[SURVIVED]} survived, {counts[NOT_APPLICABLE]} not applicable"
     told += f", {counts[NIGHTLY]} whose tests are nightly"
@@ -261,5 +239,6 @@ def run(wanted: argparse.Namespace) -> int:
     return int(counts[CAUGHT] + counts[NIGHTLY] != len(outcomes))
 
 
-def tell(outcome: Outcome) -> None:
+def tell(outcomes: dict[str, Outcome], outcome: Outcome) -> None:
+    outcomes[outcome.fault.name] = outcome
     print(f"{outcome.fault.name}  {outcome.file}  {outcome.verdict} {outcome.because}", flush=True)

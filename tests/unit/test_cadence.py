@@ -21,25 +21,6 @@ FILES = sorted({file for _, file in PIECES})
 SECONDS_OF_ONE = 100.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mark, expected", [
-    ("", "1 cases have no cadence: *::test_it; mark each"),
-    ("@pytest.mark.weekly", "'weekly' not found in `markers`"),
-])  # fmt: skip
-def test_a_case_without_a_cadence_that_exists_ends_the_run(tmp_path, mark, expected):
-    code, printed = pytest_on(tmp_path, f"{mark}\ndef test_it(): pass")
-    assert code not in (0, 1) and fnmatch(printed, f"*{expected}*"), printed
-
-
-@pytest.mark.slow
-def test_the_rarest_of_several_marks_counts(tmp_path):
-    marks = ("commit", "nightly", "release", "consumer")
-    cases = "\n".join(f"@pytest.mark.{mark}\ndef test_{mark}(): pass" for mark in marks)
-    code, printed = pytest_on(tmp_path, f"pytestmark = pytest.mark.commit\n{cases}", "--cadence", "nightly", "-v")
-    assert code == 0
-    assert {mark for mark in marks if f"test_{mark} PASSED" in printed} == {"nightly", "consumer"}
-
-
 def pytest_on(folder, cases: str, *options: str, plugin: str = "tests.cadence.marks") -> tuple[int, str]:
     """The exit code and output of pytest on a file of these cases, with the project's own settings."""
     (folder / "test_case.py").write_text(f"import pytest\n{cases}\n", encoding="utf-8")
@@ -50,10 +31,25 @@ def pytest_on(folder, cases: str, *options: str, plugin: str = "tests.cadence.ma
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_every_file_of_the_project_is_known_to_the_table():
+@pytest.mark.slow
+def test_the_rarest_of_several_marks_counts_and_a_case_without_one_ends_the_run(tmp_path):
+    marks = ("commit", "nightly", "release", "consumer")
+    cases = "\n".join(f"@pytest.mark.{mark}\ndef test_{mark}(): pass" for mark in marks)
+    code, printed = pytest_on(tmp_path, f"pytestmark = pytest.mark.commit\n{cases}", "--cadence", "nightly", "-v")
+    assert code == 0
+    assert {mark for mark in marks if f"test_{mark} PASSED" in printed} == {"nightly", "consumer"}
+    code, printed = pytest_on(tmp_path, "def test_it(): pass")
+    assert code not in (0, 1) and fnmatch(printed, "*1 cases have no cadence: *::test_it; mark each*"), printed
+
+
+def test_every_file_of_the_project_is_known_to_the_table_and_its_patterns_match_files_of_cases():
     listed = subprocess.run(["git", "ls-files"], cwd=HOME, capture_output=True, text=True, check=True).stdout.split()
     for path in listed:
         patterns_of(path)
+    files = [*(HOME / "addons").rglob("test_*.py"), *(HOME / "tests").rglob("test_*.py")]
+    cases = [file.relative_to(HOME).as_posix() for file in files]
+    unmatched = {p for patterns in TABLE.values() for p in patterns if not any(fnmatch(case, p) for case in cases)}
+    assert unmatched == set()
 
 
 def test_a_path_that_the_table_does_not_know_is_named(monkeypatch, capsys):
@@ -62,13 +58,6 @@ def test_a_path_that_the_table_does_not_know_is_named(monkeypatch, capsys):
     monkeypatch.setattr(ci, "changed_since", lambda base: ["attic/notes.txt"])
     assert ci.main(["--plan"]) == 1
     assert "attic/notes.txt" in capsys.readouterr().out
-
-
-def test_every_pattern_of_the_table_matches_a_file_of_cases():
-    files = [*(HOME / "addons").rglob("test_*.py"), *(HOME / "tests").rglob("test_*.py")]
-    cases = [file.relative_to(HOME).as_posix() for file in files]
-    unmatched = {p for patterns in TABLE.values() for p in patterns if not any(fnmatch(case, p) for case in cases)}
-    assert unmatched == set()
 
 
 @pytest.mark.parametrize("changed, among, not_among", [

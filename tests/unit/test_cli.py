@@ -51,8 +51,6 @@ def failing(error: Exception, folder: Path | None = None):
 
 
 FULL = OSError(28, "No space left on device")
-LACKING = [(MemoryError(), ResourceError, "out of memory"), (FULL, ResourceError, "the disk is full")]
-REFUSALS = [(kind("it is broken"), kind, "it is broken") for kind in (ArtifactError, ConfigError, SdQuantError)]
 
 
 @pytest.mark.parametrize("mode", [RunMode.RUN, RunMode.MULTIRUN])
@@ -65,7 +63,10 @@ def test_a_folder_that_vanishes_with_its_job_is_a_sentence_and_stays_away(hydra,
     assert not (tmp_path / "two").exists()
 
 
-@pytest.mark.parametrize(("error", "kind", "words"), [*REFUSALS, *LACKING])
+@pytest.mark.parametrize(("error", "kind", "words"), [
+    *((kind("it is broken"), kind, "it is broken") for kind in (ArtifactError, ConfigError, SdQuantError)),
+    (MemoryError(), ResourceError, "out of memory"), (FULL, ResourceError, "the disk is full"),
+])  # fmt: skip
 def test_a_refusal_of_a_single_run_is_recorded_and_logged(hydra, capsys, caplog, error, kind, words):
     failure = hydra(RunMode.RUN)
     with pytest.raises(SystemExit) as left, caplog.at_level(logging.ERROR):
@@ -116,10 +117,12 @@ def test_a_crash_passes_and_leaves_its_reason(hydra):
     assert json.loads(failure.read_text())["reason"] == "it crashed: ZeroDivisionError('division by zero')"
 
 
-def test_a_job_that_succeeds_has_not_failed(hydra):
+def test_a_job_that_succeeds_has_not_failed_and_works_where_the_command_was_given(hydra, tmp_path, monkeypatch):
+    """A launcher may have started its process anywhere."""
     failure = hydra(RunMode.MULTIRUN)
     write_json(failure, {"reason": "before"})
-    assert recording_failure(lambda config: config + 1)(1) == 2 and not failure.exists()
+    monkeypatch.chdir("/")
+    assert recording_failure(lambda config: (config + 1, Path.cwd()))(1) == (2, tmp_path) and not failure.exists()
 
 
 def test_a_machine_that_does_not_share_the_sweeps_folder_does_no_job(hydra, tmp_path):
@@ -131,13 +134,6 @@ def test_a_machine_that_does_not_share_the_sweeps_folder_does_no_job(hydra, tmp_
     with pytest.raises(ResourceError, match=r"no sweep\.json on \S+, which was to do a job, .* let this machine share"):
         recording_failure(lambda config: 0)(None)
     assert not failure.exists()
-
-
-def test_a_job_works_where_the_command_was_given(hydra, tmp_path, monkeypatch):
-    """A launcher may have started its process anywhere."""
-    hydra(RunMode.MULTIRUN)
-    monkeypatch.chdir("/")
-    assert recording_failure(lambda config: Path.cwd())(None) == tmp_path
 
 
 def test_the_garbage_of_one_job_does_not_outlive_the_next():

@@ -58,13 +58,10 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_is_short_and_leads_to_every_page():
+def test_the_readme_is_short_and_leads_to_every_page_and_none_is_too_long_to_be_read():
     assert len(text_of(README).splitlines()) <= 160
     linked = {HOME / target.partition("#")[0] for target in links_of(README)}
     assert set(PAGES) - {README} <= linked
-
-
-def test_no_page_is_too_long_to_be_read():
     lengths = {page.name: len(text_of(page).splitlines()) for page in PAGES if page.name not in GENERATED}
     assert not {name: length for name, length in lengths.items() if length > LONGEST_PAGE}
 

@@ -101,13 +101,8 @@ def test_the_seed_behind_the_last_is_the_first():
 # Places
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_what_the_user_names_is_looked_for_here_first_then_among_what_ships_and_results_go_here(here):
+def test_what_the_user_names_is_looked_for_here_first_then_among_what_ships_and_results_go_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(here := tmp_path)
     mine = here / "conf/quantize.yaml"
     assert input_path("conf/quantize.yaml") == HOME / "conf/quantize.yaml" and output_path("conf/quantize.yaml") == mine
     assert input_path("no/such") == output_path("no/such") == here / "no/such"
@@ -115,19 +110,13 @@ def test_what_the_user_names_is_looked_for_here_first_then_among_what_ships_and_
     mine.touch()
     assert input_path("conf/quantize.yaml") == input_path(mine) == mine
     assert (shown(here / "outputs/one"), shown(Path("/no/such"))) == ("outputs/one", "/no/such")
-
-
-def test_a_refusal_says_where_was_looked(here):
     for path, looked in (("no/such", f" (looked in {here} and {HOME})"), ("/no/such", "")):
         with pytest.raises(ConfigError) as refused:
             existing("model.path", path, "another")
         assert str(refused.value) == f"model.path names {path}, which does not exist{looked}; give another"
-    assert existing("model.path", "conf", "another") == HOME / "conf"
-
-
-def test_a_record_keeps_paths_that_lead_to_the_same_file_from_elsewhere(here):
-    (here / "mine.txt").touch()
-    kept = {"mine.txt": str(here / "mine.txt"), "conf/quantize.yaml": "conf/quantize.yaml", "/no/such": "/no/such"}
+    assert existing("model.path", "docs", "another") == HOME / "docs"
+    # a record keeps paths that lead to the same file from elsewhere
+    kept = {"conf/quantize.yaml": str(mine), "docs/knobs.md": "docs/knobs.md", "/no/such": "/no/such"}
     assert {path: lasting(path) for path in kept} == kept
 
 
@@ -171,14 +160,11 @@ def test_an_edit_counts_where_the_file_is_imported_and_nowhere_else(tmp_path):
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "modules, counts, does_not",
-    [
-        (STATISTICS, ["models/sd3.py", "calibration/hooks.py", "names/sgm.py", "files/archive.py"], ["report/page.py"]),
-        (("export.parts",), ["quantization/formats/nvfp4.py", "export/nodes.py"], ["metrics/lpips.py", "cli.py"]),
-        (("inference.parity",), ["engines/onnxruntime.py", "engines/tensorrt/run.py"], ["stages/quantize.py"]),
-    ],
-)
+@pytest.mark.parametrize("modules, counts, does_not", [
+    (STATISTICS, ["models/sd3.py", "calibration/hooks.py", "names/sgm.py", "files/archive.py"], ["report/page.py"]),
+    (("export.parts",), ["quantization/formats/nvfp4.py", "export/nodes.py"], ["metrics/lpips.py", "cli.py"]),
+    (("inference.parity",), ["engines/onnxruntime.py", "engines/tensorrt/run.py"], ["stages/quantize.py"]),
+])  # fmt: skip
 def test_modules_that_a_table_names_count_as_imported(modules, counts, does_not):
     files = {path.relative_to(PACKAGE).as_posix() for path in imported(modules, PACKAGE)}
     assert files >= set(counts) and not files & set(does_not)

@@ -13,39 +13,35 @@ from sd_quant import process
 pytestmark = pytest.mark.commit
 
 
-@pytest.mark.parametrize(
-    "files, expected",
-    [
-        ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ({}, None),
-    ],
-)
-def test_a_containers_share_of_the_processor(monkeypatch, tmp_path, files, expected):
-    for name, text in files.items():
-        (tmp_path / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "sys/fs/cgroup" / name).write_text(f"{text}\n")
-    monkeypatch.setattr(process, "Path", lambda path: tmp_path / path.removeprefix("/"))
-    assert process.quota_of_cgroup() == expected
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """``machine(files)``: the kernel says this, and nothing else."""
+
+    def written(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(f"{text}\n")
+        monkeypatch.setattr(process, "Path", lambda path: Path(f"{tmp_path}{path}"))
+
+    return written
 
 
-@pytest.mark.parametrize("quota, expected", [(None, 8), (2.5, 2), (0.5, 1), (64.0, 8)])
-def test_cores_are_those_of_the_process_within_the_containers_share(monkeypatch, quota, expected):
+@pytest.mark.parametrize("files, quota, cores", [
+    ({"cpu.max": "250000 100000"}, 2.5, 2), ({"cpu.max": "50000 100000"}, 0.5, 1), ({"cpu.max": "max 100000"}, None, 8),
+    ({"cpu/cpu.cfs_quota_us": "6400000", "cpu/cpu.cfs_period_us": "100000"}, 64.0, 8),
+    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, 8), ({}, None, 8),
+])  # fmt: skip
+def test_cores_are_those_of_the_process_within_the_containers_share(monkeypatch, machine, files, quota, cores):
+    machine({f"sys/fs/cgroup/{name}": text for name, text in files.items()})
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(process, "quota_of_cgroup", lambda: quota)
-    assert process.cores() == expected
+    assert (process.quota_of_cgroup(), process.cores()) == (quota, cores)
 
 
 @pytest.mark.parametrize("limit, expected", [("max", 8 * 2**20), ("6000000", 2_000_000), ("90000000", 8 * 2**20)])
-def test_the_memory_that_is_available_is_bounded_by_a_containers_limit(monkeypatch, tmp_path, limit, expected):
+def test_the_memory_that_is_available_is_bounded_by_a_containers_limit(monkeypatch, machine, limit, expected):
     """In a container the kernel counts the memory of the whole machine."""
-    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB\n", "sys/fs/cgroup/memory.max": limit}
-    for name, text in (files | {"sys/fs/cgroup/memory.current": "4000000"}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-    monkeypatch.setattr(process, "Path", lambda path: Path(f"{tmp_path}{path}"))
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB", "sys/fs/cgroup/memory.max": limit}
+    machine(files | {"sys/fs/cgroup/memory.current": "4000000"})
     assert process.available_memory_bytes() == expected
     monkeypatch.setattr(process, "address_space_bytes", lambda: 1e6)
     assert process.available_memory_bytes() == 1_000_000

@@ -104,6 +104,11 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+def strings_of(name: str) -> set[str]:
+    nodes = ast.walk(tree_of(modules()[name]))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
 def test_the_table_names_every_room_and_none_that_is_gone():
     assert {room_of(name) for name in modules()} - {""} == set(ROOMS) | {"__init__"}
 
@@ -139,12 +144,9 @@ def test_a_function_takes_eight_parameters_at_most():
                 assert len(named) <= 8, f"{node.name} of {name} takes {len(named)}"
 
 
-def test_the_package_imports_no_add_on():
+def test_hydra_and_config_stay_at_the_edge_and_no_add_on_is_imported():
     for name in modules():
         assert not [full for full in imports_of(modules()[name]) if full.startswith("sd_quant_")], name
-
-
-def test_hydra_and_config_stay_at_the_edge():
     for name in [name for name in modules() if room_of(name) in ROOMS[ROOMS.index("stages") :]]:
         foreign = {full.partition(".")[0] for full in imports_of(modules()[name])}
         assert not foreign & {"hydra", "omegaconf"}, name
@@ -154,18 +156,20 @@ def test_hydra_and_config_stay_at_the_edge():
 
 NAMED_AT_HOME = {"engines": set(RUNTIMES) - {"torch"}, "quantization": set(FORMATS)}
 # whose versions a run records; and other tools' files, which are called after tools and say which formats these have
-LISTS_OF_PACKAGES = {
-    "report.provenance", *(name for name in modules() if room_of(name) == "interchange"),
-}  # fmt: skip
+LISTS_OF_PACKAGES = {"report.provenance", *(name for name in modules() if room_of(name) == "interchange")}
 
 
-def test_runtimes_and_formats_are_named_in_their_own_rooms_alone():
-    """Elsewhere their facts are asked for: what a runtime reads, whether a format has static scales."""
+def test_runtimes_and_formats_are_named_in_their_own_rooms_alone_and_foreign_formats_in_their_own_files():
+    """Elsewhere their facts are asked for: what a runtime reads, whether a format has static scales.
+
+    Two foreign formats are also kinds of files and runtimes, which other rooms name.
+    """
     for name in modules().keys() - LISTS_OF_PACKAGES:
         foreign = set().union(*(names for room, names in NAMED_AT_HOME.items() if room != room_of(name)))
-        nodes = ast.walk(tree_of(modules()[name]))
-        named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        assert not named & foreign, f"{name} names {', '.join(named & foreign)}"
+        assert not (named := strings_of(name) & foreign), f"{name} names {', '.join(named)}"
+    for name in modules().keys() - {"interchange"}:
+        own = {name.removeprefix("interchange."), "onnx", "openvino"}
+        assert not strings_of(name) & set(FOREIGN_FORMATS) - own, name
 
 
 CHECKED_BY_THE_SESSION = {
@@ -227,15 +231,6 @@ def test_untrusted_files_are_opened_by_their_readers_alone():
             calls = [node.func for node in ast.walk(tree_of(modules()[name])) if isinstance(node, ast.Call)]
             assert not {getattr(call, "id", None) for call in calls} & OPENERS, name
             assert not {getattr(call, "attr", None) for call in calls} & METHODS, name
-
-
-def test_a_foreign_format_is_named_in_its_own_file():
-    """And in the list of formats. Two are also kinds of files and runtimes, which other rooms name."""
-    for name in modules().keys() - {"interchange"}:
-        nodes = ast.walk(tree_of(modules()[name]))
-        named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        own = name.removeprefix("interchange.")
-        assert not named & set(FOREIGN_FORMATS) - {own, "onnx", "openvino"}, name
 
 
 # Lines that each may have, lists of deliberate faults and corpora included. Lowered when one gets lighter; raised only

@@ -55,22 +55,19 @@ def test_proposals_follow_from_what_is_known_alone_and_are_never_known():
     first = {f"0,{reuse},a": Outcome(40.0 - 20 * (reuse or 0), (reuse or 0) - 0.25) for reuse in (None, 0.2, 0.5)}
     known = first | {"3,0.5,b": None}
     names = propose(twins, known, 3)
-    assert names == propose(twins, dict(reversed(known.items())), 3)
-    assert len(set(names)) == 3 and not set(names) & known.keys()
-    assert not set(names) & {job["name"] for job in twins if job.get("same_as") not in (None, job["name"])}
+    assert names == propose(twins, dict(reversed(known.items())), 3) and len(set(names)) == 3
+    doubles = {job["name"] for job in twins if job.get("same_as") not in (None, job["name"])}
+    assert not set(names) & (known.keys() | doubles)
     left = GRID[-2:]
     assert sorted(propose(left, {}, 9)) == sorted(job["name"] for job in left)
 
 
-def test_numbers_have_an_order_and_texts_have_none():
-    assert axis([2.5, 1, 3, 1]) == (["1", "2.5", "3"], True)
-    assert axis([None, 0.3, 0.2]) == (["null", "0.2", "0.3"], True)
-    assert axis([12, 8, None]) == (["8", "12", "null"], True)
+def test_numbers_have_an_order_and_texts_have_none_and_a_job_that_failed_is_as_bad_as_the_worst():
+    assert [axis([2.5, 1, 3, 1]), axis([None, 0.3, 0.2]), axis([12, 8, None])] == [
+        (["1", "2.5", "3"], True), (["null", "0.2", "0.3"], True), (["8", "12", "null"], True),
+    ]  # fmt: skip
     assert axis([0.5, "auto", 0.3]) == (["0.5", '"auto"', "0.3"], False)
     assert axis([False, 0, [1]]) == (["false", "0", "[1]"], False)
-
-
-def test_a_job_that_failed_is_as_bad_as_the_worst():
     told = told_of({"a": Outcome(30.0, 0.2), "b": Outcome(25.0, -0.1), "c": None})
     assert told["c"] == (25.0, {"shortfall": 0.2, "floor": 1.0})
     assert told["b"] == (25.0, {"shortfall": -0.1, "floor": -1.0})
@@ -162,14 +159,11 @@ def test_a_failed_job_ends_no_search_and_what_is_not_proposed_is_not_missing(beg
     (["search=3", "verdict.speedup=null"], "search is 3, expected verdict.speedup= or verdict.image_ms= beside it"),
     (["search=5"], r"^search is 5, expected at most the 3 jobs of the grid \(1 of its 4 give the assignment of an"),
 ])  # fmt: skip
-def test_a_search_that_cannot_be_is_refused(arguments, sentence):
+def test_a_search_that_cannot_be_is_refused(arguments, sentence, monkeypatch):
     with cli.composing("quantize"), pytest.raises(ConfigError, match=sentence):
         given = ["quant_level=1,3", "alpha=0.5,0.8", "verdict.speedup=1.2", *arguments]
         plan, _, jobs = sweep.plan_of("quantize", given, partial(job_of, QuantizeJob))
         search.planned(plan, jobs[-1].search)
-
-
-def test_without_optuna_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(search, "find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"not installed; install it with: pip install 'sd-quant\[search\]'"):
         search.planned({"jobs": []}, 1)

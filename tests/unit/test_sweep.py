@@ -39,21 +39,18 @@ def test_jobs_are_named_by_what_varies():
     assert found["varied"] == ["quant_level", "alpha"] and label.startswith("quant_level-alpha_")
     assert names("calib_size=range(8,17,8)") == ["calib_size=8", "calib_size=16"]
     assert names("infer=openvino,onnxruntime") == ["infer=openvino", "infer=onnxruntime"]
-
-
-def test_a_value_has_one_name_however_it_is_written():
-    (usual, folder), (other, same) = plan("alpha=0.8,1"), plan("alpha=0.80,1.0")
-    assert [[job["name"] for job in found["jobs"]] for found in (usual, other)] == [["alpha=0.8", "alpha=1"]] * 2
-    assert folder == same
-
-
-def test_long_and_hostile_values_are_still_one_folder():
-    found = names(f"quantize.exp_name={'x' * 300},../../etc,{'x' * 301},a/b,'a b'")
-    assert len(set(found)) == 5
-    assert all(re.fullmatch(r"[A-Za-z0-9._=,+-]+", name) and len(name) < 200 for name in found)
+    hostile = names(f"quantize.exp_name={'x' * 300},../../etc,{'x' * 301},a/b,'a b'")
+    assert len(set(hostile)) == 5
+    assert all(re.fullmatch(r"[A-Za-z0-9._=,+-]+", name) and len(name) < 200 for name in hostile)
 
 
 def test_the_folder_depends_on_the_jobs_alone():
+    """Not on how a value is written, nor on the rule and the budget, by which the report recommends."""
+    (_, folder), (other, same) = plan("alpha=0.8,1"), plan("alpha=0.80,1.0")
+    assert [job["name"] for job in other["jobs"]] == ["alpha=0.8", "alpha=1"] and folder == same
+    plain, changed = (plan("quant_level=1,2", *more) for more in ((), ("verdict.enough_db=35", "timing.budget_s=60")))
+    assert plain[1] == changed[1] and plain[0]["identity"] == changed[0]["identity"]
+    assert (changed[0]["verdict"]["enough_db"], changed[0]["timing"]["budget_s"]) == (35, 60)
     usual, same, others = (
         plan("quant_level=1,2", *given)[1]
         for given in ([], ["cache.limit_gb=1", "hydra.verbose=false"], ["infer.steps=7"])
@@ -118,12 +115,12 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
         assert sentence.startswith("2 of 3 jobs are not done (quant_level=2: no memory; quant_level=3: it ")
 
 
-def ended(*statuses: str) -> Sweep:
-    jobs = [Job(name, Path(name), {}, status, f"why {name}") for name, status in zip("abcd", statuses, strict=False)]
-    return Sweep(Path("sweep"), [], [], jobs)
-
-
 def test_a_launcher_that_failed_is_told_from_a_job_that_did():
+
+    def ended(*statuses: str) -> Sweep:
+        jobs = [Job(name, Path(name), {}, each, f"why {name}") for name, each in zip("abcd", statuses, strict=False)]
+        return Sweep(Path("sweep"), [], [], jobs)
+
     error = RuntimeError("no such\n  cluster")
     assert sweep.outcome(ended(DONE, DONE), error) == (0, "")
     of_launcher = "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a)"
@@ -132,10 +129,6 @@ def test_a_launcher_that_failed_is_told_from_a_job_that_did():
     }.items():  # fmt: skip
         assert sweep.outcome(ended(*statuses), error) == (1, f"{told}; the same command tries them again")
     assert "why b" in sweep.outcome(ended(DONE, UNFINISHED))[1]
-
-
-EXPERIMENTS = [path.stem for path in (CONF / "experiment").glob("*.yaml")]
-LONG = {"nemo_docs_grid": pytest.mark.nightly}
 
 
 def test_jobs_that_run_elsewhere_are_counted_by_what_lies_in_their_folders(tmp_path, monkeypatch):
@@ -161,7 +154,10 @@ def test_jobs_that_run_elsewhere_are_counted_by_what_lies_in_their_folders(tmp_p
     assert work.line() == "jobs: 0 done, 2 failed, 0 running, 4 waiting; 30 s so far"
 
 
-@pytest.mark.parametrize("experiment", [pytest.param(name, marks=LONG.get(name, ())) for name in EXPERIMENTS])
+@pytest.mark.parametrize("experiment", [
+    pytest.param(path.stem, marks=pytest.mark.nightly if path.stem == "nemo_docs_grid" else ())
+    for path in (CONF / "experiment").glob("*.yaml")
+])  # fmt: skip
 def test_every_job_of_a_shipped_experiment_has_its_prompts(experiment):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         *_, jobs = sweep.plan_of("quantize", [f"experiment={experiment}"], lambda config: job_of(QuantizeJob, config))
@@ -189,20 +185,8 @@ def test_jobs_of_the_same_assignment_are_done_once():
     assert jobs.pop(twin) == first and set(jobs.values()) == {None}
     jobs = {job["name"]: job.get("same_as") for job in plan("quant_level=4", "attention=null,int8,fp8")[0]["jobs"]}
     assert jobs == {"attention=null": None, "attention=int8": "attention=null", "attention=fp8": None}
-
-
-@pytest.mark.parametrize(
-    "knob", ["calib_size=8,16", "infer.steps=5,6", "quantize.observer=min_max,mse", "percentile=0.5,1"]
-)
-def test_what_level_1_heeds_makes_another_job(knob):
-    assert not any(job.get("same_as") for job in plan("quant_level=1", knob)[0]["jobs"])
-
-
-def test_another_rule_or_budget_is_the_same_sweep():
-    """So its jobs are not done again, and the report says by what it recommends."""
-    usual, changed = (plan("quant_level=1,2", *more) for more in ((), ("verdict.enough_db=35", "timing.budget_s=60")))
-    assert usual[1] == changed[1] and usual[0]["identity"] == changed[0]["identity"]
-    assert (changed[0]["verdict"]["enough_db"], changed[0]["timing"]["budget_s"]) == (35, 60)
+    for heeded in ("calib_size=8,16", "infer.steps=5,6", "quantize.observer=min_max,mse", "percentile=0.5,1"):
+        assert not any(job.get("same_as") for job in plan("quant_level=1", heeded)[0]["jobs"]), heeded
 
 
 def test_a_sweep_goes_on_in_the_newest_folder_of_the_same_jobs(tmp_path):

@@ -79,24 +79,21 @@ def test_where_sums_saturate_codes_are_dequantized_and_computed_for_any_shape(
     assert all(port.partial_shape.is_dynamic for port in engine.compiled.inputs)
 
 
-def test_a_product_of_dequantized_codes_keeps_the_files_name(tmp_path, monkeypatch):
-    """In the graph that runs, it and the bias are one node, which has the sum's name."""
-    monkeypatch.setattr(openvino, "saturates", lambda: True)
-    nodes, constants = product_of_codes(np.ones((WIDTH, OUT), np.int8), np.full(OUT, 2.0**-8, np.float16), 1)
-    nodes[-1].output[0] = "sums"
-    nodes.append(helper.make_node("Add", ["sums", "bias"], ["y"]))
-    constants["bias"] = np.ones(OUT, np.float16)
-    path = save_graph(tmp_path / "b.onnx", nodes, constants, {"x": ["B", WIDTH]}, {"y": ["B", OUT]})
-    assert openvino.products(openvino.load(path, threads=1), path) == {"product": "FLOAT"}
-
-
-def test_weights_that_are_dequantized_first_are_no_int8_layers(tmp_path):
+def test_products_of_dequantized_codes_are_no_int8_layers_and_keep_the_files_names(tmp_path, monkeypatch):
     """OpenVINO calls such a layer's runtimePrecision i8 too; its kernel multiplies fp32."""
     nodes, constants = product_of_codes(np.ones((WIDTH, OUT), np.int8), np.full(OUT, 2.0**-8, np.float16), 1)
-    nodes = [nodes[2], helper.make_node("MatMul", ["x", "w_dq"], ["y"], name="linear")]
-    path = save_graph(tmp_path / "w.onnx", nodes, constants, {"x": ["B", WIDTH]}, {"y": ["B", OUT]})
+    weights_alone = [nodes[2], helper.make_node("MatMul", ["x", "w_dq"], ["y"], name="linear")]
+    shapes = {"x": ["B", WIDTH]}, {"y": ["B", OUT]}
+    path = save_graph(tmp_path / "w.onnx", weights_alone, constants, *shapes)
     engine = openvino.load(path, threads=1)
     assert openvino.int8_layers(engine) == 0 and openvino.products(engine, path)["y"] == "FLOAT"
+    monkeypatch.setattr(openvino, "saturates", lambda: True)
+    nodes[-1].output[0] = "sums"
+    nodes.append(
+        helper.make_node("Add", ["sums", "bias"], ["y"])
+    )  # in the graph that runs, one node, called as the sum
+    path = save_graph(tmp_path / "b.onnx", nodes, constants | {"bias": np.ones(OUT, np.float16)}, *shapes)
+    assert openvino.products(openvino.load(path, threads=1), path) == {"product": "FLOAT"}
 
 
 def test_it_is_compiled_for_the_shapes_of_its_calls_and_opened_again_with_the_same_settings(tiny, samples, monkeypatch):

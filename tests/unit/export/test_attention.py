@@ -14,7 +14,7 @@ from sd_quant.models.roles import attention_heads as attentions
 from sd_quant.numbers import relative_error
 from tests.graphs import exposing, producers, readers, run, stored_in
 
-from .network import PREFIX, Exported, at_highest_level, exported, inputs
+from .conftest import PREFIX, Exported, at_highest_level, exported, inputs
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 

@@ -24,7 +24,6 @@ from ...joint_attention import MADE, Joint, calibrated
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 PREFIX = "transformer."
-Rows = Mapping[str, LayerAssignment]
 
 
 @cache
@@ -52,7 +51,7 @@ def called(part: torch.nn.Module) -> Callable[..., dict[str, torch.Tensor]]:
     return torch.no_grad()(lambda **inputs: {"out_sample": part(**inputs)})
 
 
-def parity(joint: Joint, path: Path, rows: Rows, runtime: str) -> dict:
+def parity(joint: Joint, path: Path, rows: Mapping[str, LayerAssignment], runtime: str) -> dict:
     """The record's entries for the file at ``path``. Raises SdQuantError where a run of it would fail."""
     part, inputs = joint.part(), joint.inputs(seed=7)
     simulate(part.transformer, rows)
@@ -62,16 +61,13 @@ def parity(joint: Joint, path: Path, rows: Rows, runtime: str) -> dict:
     return layer_parity(simulation, full, found, rows, outputs, "transformer")
 
 
-CASES = [("sd35", "int8", "onnxruntime", 3), ("flux", "fp8", "onnxruntime", 2)]
-RARE = [
-    ("sd35", "int8", "openvino", 3), ("sd35", "fp8", "onnxruntime", 3), ("flux", "int8", "openvino", 2),
-    ("flux", "int8", "onnxruntime", 2), ("pixart", "fp8", "onnxruntime", 4), ("pixart", "int8", "openvino", 2),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name, fmt, runtime, count", [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in RARE)]
-)
+@pytest.mark.parametrize("name, fmt, runtime, count", [
+    ("sd35", "int8", "onnxruntime", 3), ("flux", "fp8", "onnxruntime", 2),
+    *(pytest.param(*case, marks=pytest.mark.nightly) for case in (
+        ("sd35", "int8", "openvino", 3), ("sd35", "fp8", "onnxruntime", 3), ("flux", "int8", "openvino", 2),
+        ("pixart", "fp8", "onnxruntime", 4), ("pixart", "int8", "openvino", 2),
+    )),
+])  # fmt: skip
 def test_a_runtime_computes_what_the_simulation_does(write, name, fmt, runtime, count):
     """Each layer and attention within its tolerance, and the network.
 

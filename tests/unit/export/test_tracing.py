@@ -13,7 +13,7 @@ from torch import nn
 
 from sd_quant.errors import ArtifactError
 from sd_quant.export import tracing
-from sd_quant.export.tracing import OPSET, drop_squeezes, promote_concatenated, raise_opset, trace, transpose_keys
+from sd_quant.export.tracing import OPSET, raise_opset, trace, transpose_keys
 from sd_quant.models.parts import Contract
 from tests.graphs import run, save_graph
 
@@ -70,31 +70,6 @@ def test_what_a_checkpoint_holds_is_an_input_and_what_is_computed_a_constant():
     assert not any(np.array_equal(each, np.full(6, 2)) for each in constants)
 
 
-@pytest.mark.parametrize("size, left", [(1, 1), (3, 0), ("n", 0)])
-def test_an_axis_that_is_longer_than_one_is_not_squeezed(size, left, tmp_path):
-    """torch leaves it as it is, and so does the graph then; an axis of one goes away as it should."""
-    nodes = [helper.make_node("Squeeze", ["x", "axes"], ["squeezed"]), helper.make_node("Neg", ["squeezed"], ["y"])]
-    model = ir.load(save_graph(tmp_path / "x.onnx", nodes, {"axes": np.array([1])}, {"x": [2, size]}, {"y": None}))
-    drop_squeezes(model)
-    assert [node.op_type for node in model.graph] == ["Squeeze"] * left + ["Neg"]
-    assert model.graph[-1].inputs[0].name == ("squeezed" if left else "x")
-
-
-@pytest.mark.parametrize("other, casts", [(np.float16, 1), (np.float32, 0)])
-def test_what_is_joined_has_the_widest_of_its_dtypes(other, casts, tmp_path):
-    nodes = [
-        helper.make_node("Add", ["x", "single"], ["a"]),
-        helper.make_node("Concat", ["a", "constant"], ["y"], axis=0, name="joined"),
-    ]
-    constants = {"single": np.zeros(2, np.float32), "constant": np.ones((1, 2), other)}
-    model = ir.load(save_graph(tmp_path / "x.onnx", nodes, constants, {"x": [1, 2]}, {"y": None}))
-    for value in model.graph.initializers.values():
-        value.dtype = value.const_value.dtype
-    model.graph[0].outputs[0].dtype = ir.DataType.FLOAT
-    promote_concatenated(model)
-    assert [node.op_type for node in model.graph] == ["Add", *["Cast"] * casts, "Concat"]
-
-
 def test_a_network_that_takes_few_latents_is_traced_with_fewer():
     """As Stable Diffusion 3 begins: with places that the checkpoint knows, of which an image takes the middle."""
     build = partial(PatchEmbed, 8, 8, patch_size=1, in_channels=4, embed_dim=16, pos_embed_max_size=8)
@@ -108,21 +83,6 @@ def test_a_network_that_takes_few_latents_is_traced_with_fewer():
         x = torch.randn(1, 4, height, width, generator=torch.Generator().manual_seed(height))
         (found,) = evaluator.run(None, {"latent": x.numpy()} | weights)
         assert torch.allclose(torch.from_numpy(found), module(x), atol=1e-5)
-
-
-class Squeezing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.squeeze(1) * self.scale
-
-
-def test_a_traced_graph_squeezes_no_long_axis():
-    half = torch.float16
-    traced = trace(Squeezing, Contract({"x": ("batch", 4, 6)}, ("out",), {"x": half}, half))
-    assert [node.op_type for node in traced.graph] == ["Mul"]
 
 
 class Divided(nn.Module):

@@ -1,6 +1,7 @@
 """Operations as a network calls them, in ONNX: what ONNX Runtime computes of the graph is what torch computes."""
 
 from collections.abc import Callable, Mapping
+from unittest.mock import Mock
 
 import numpy as np
 import onnx_ir as ir
@@ -35,6 +36,8 @@ AS_CALLED = {
     "clip below": lambda x, weight: torch.clip(x, min=-0.25),
     "a number minus x": lambda x, weight: torch.rsub(x, 2, alpha=3),
     "1 minus x": lambda x, weight: 1 - x,
+    "an axis of one squeezed": lambda x, weight: x[:, :1].squeeze(1),
+    "an axis of three not squeezed": lambda x, weight: x.squeeze(1),
     "flattened": lambda x, weight: x.flatten(1),
     "flattened but for two": lambda x, weight: x.flatten(2),
     "flattened in the middle": lambda x, weight: x.flatten(1, 2),
@@ -71,6 +74,7 @@ IN_PARTS = {
     "changes a view": lambda x, weight: changed_above(x * 2),
 }
 PROMOTED = {
+    "joined of two dtypes": lambda x, weight: torch.cat([x, x.to(FULL) / 3]),
     "of two dtypes": lambda x, weight: x.to(FULL) + x,
     "of an integer": lambda x, weight: torch.arange(6) * x,
     "of a truth": lambda x, weight: (x > 0) * x,
@@ -117,13 +121,6 @@ def computed(calls: Mapping[str, Call], dtype: torch.dtype) -> tuple[dict[str, n
     return found, {name: y.detach().numpy() for name, y in module(x).items()}
 
 
-def counted(monkeypatch, owner: object, name: str) -> list:
-    """Has an entry for each call of it from now on."""
-    calls, function = [], getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *arguments: calls.append(1) or function(*arguments))
-    return calls
-
-
 @pytest.mark.parametrize(
     "calls, dtype, taken_apart",
     [
@@ -138,12 +135,14 @@ def test_a_graph_computes_what_torch_computes(calls, dtype, taken_apart, monkeyp
     """A program is taken apart, and operands to promote are looked for, only where a call needs it."""
     from torch.onnx._internal.exporter import _fx_passes
 
-    decompositions = counted(monkeypatch, torch.export.ExportedProgram, "run_decompositions")
-    promotions = counted(monkeypatch, _fx_passes, "insert_type_promotion_nodes")
+    decompose = Mock(wraps=torch.export.ExportedProgram.run_decompositions)
+    promote = Mock(wraps=_fx_passes.insert_type_promotion_nodes)
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *given: decompose(*given))
+    monkeypatch.setattr(_fx_passes, "insert_type_promotion_nodes", promote)
     ours, theirs = computed(calls, dtype)
     rounding = 1e-6 if dtype == FULL else 2e-3  # a last bit or two: means are summed in another order
     for name in calls:
         expected = theirs[name]
         assert ours[name].dtype == expected.dtype and ours[name].shape == expected.shape, name
         np.testing.assert_allclose(ours[name], expected, rtol=rounding, atol=rounding, err_msg=name)
-    assert bool(decompositions) == taken_apart and (promotions or calls is not PROMOTED)
+    assert decompose.called == taken_apart and (promote.called or calls is not PROMOTED)
