@@ -53,7 +53,7 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     fault: Fault
-    verdict: str  # CAUGHT, SURVIVED or NOT_APPLICABLE
+    verdict: str  # CAUGHT, SURVIVED, NOT_APPLICABLE or NIGHTLY
     file: str
     because: str  # the test that failed, or why the fault could not be tried
 
@@ -65,21 +65,19 @@ class Failures:
         self.ids: list[str] = []
 
     def pytest_runtest_logreport(self, report) -> None:
-        if report.failed:
-            self.ids.append(report.nodeid)
+        self.ids += [report.nodeid] if report.failed else []
 
     pytest_collectreport = pytest_runtest_logreport
 
 
-def read_faults(path: Path = FAULTS) -> list[Fault]:
+def read_faults() -> list[Fault]:
     """The faults of all rooms in the order of the file, three lines each."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    heads = [line.partition(": ") for line in lines[::3]]
-    changes = zip(lines[1::3], lines[2::3], strict=True)
-    return [
-        Fault(name, find.removeprefix("- "), replace[2:], tests.split())
-        for (name, _, tests), (find, replace) in zip(heads, changes, strict=True)
-    ]
+    lines = [line for line in FAULTS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    found = []
+    for head, find, changed in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        name, _, tests = head.partition(": ")
+        found.append(Fault(name, find.removeprefix("- "), changed[2:], tests.split()))
+    return found
 
 
 def code_of(repository: Path) -> list[Path]:
@@ -120,8 +118,8 @@ def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: in
             del sys.modules[name]
         sys.argv = ["pytest"]
         with (repository / "output.txt").open("w") as output:
-            for stream in (1, 2):
-                os.dup2(output.fileno(), stream)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
         failures = Failures()
         quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         code = pytest.main([*quiet, "-m", "not consumer", *options, *tests], plugins=[failures])
@@ -136,23 +134,17 @@ def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: in
 def answer_of(repository: Path) -> tuple[int, list[str]] | None:
     """pytest's exit code and the ids of what failed; None where the process did not live to say it."""
     answer = repository / "answer.json"
-    if not answer.exists():
-        return None
-    code, failed = json.loads(answer.read_text())
-    answer.unlink()
-    return code, failed
+    found = json.loads(answer.read_text()) if answer.exists() else None
+    answer.unlink(missing_ok=True)
+    return found
 
 
 def verdict(fault: Fault, file: str, answer: tuple[int, list[str]] | None) -> Outcome:
-    if answer is None:
-        return Outcome(fault, CAUGHT, file, f"the time limit of {TIME_LIMIT} s, or by ending the process")
-    code, failed = answer
-    if code == 0:
-        return Outcome(fault, SURVIVED, file, ", ".join(fault.tests))
+    code, failed = answer or (None, [f"the time limit of {TIME_LIMIT} s, or by ending the process"])
     if failed:
         return Outcome(fault, CAUGHT, file, failed[0])
-    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        return Outcome(fault, NIGHTLY, file, ", ".join(fault.tests))
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return Outcome(fault, NIGHTLY if code else SURVIVED, file, ", ".join(fault.tests))
     return Outcome(fault, NOT_APPLICABLE, file, f"pytest ended with {code} and no test failed")
 
 
@@ -215,8 +207,7 @@ def run(wanted: argparse.Namespace) -> int:
     chosen = read_faults()
     if unknown := set(wanted.only or ()) - {fault.name for fault in chosen}:
         raise SystemExit(f"there is no fault {', '.join(sorted(unknown))}")
-    if wanted.only:
-        chosen = [fault for fault in chosen if fault.name in wanted.only]
+    chosen = [fault for fault in chosen if not wanted.only or fault.name in wanted.only]
     if wanted.touched:
         chosen = touched(chosen, changed_since(wanted.touched))
     with warnings.catch_warnings(action="ignore"):

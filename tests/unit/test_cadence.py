@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from fnmatch import fnmatch
 
 import pytest
@@ -13,6 +14,9 @@ from sd_quant.places import HOME
 from tests.cadence import ci, seconds
 from tests.cadence.touched import TABLE, UnknownPath, patterns_of, touched
 from tests.plugin import lacking
+
+from ..mutations.run import REPOSITORY, code_of, read_faults
+from ..mutations.run import touched as touched_faults
 
 pytestmark = pytest.mark.commit
 
@@ -162,3 +166,34 @@ def test_what_is_missing_is_said(monkeypatch, needs, said):
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits.get(what, (resource.RLIM_INFINITY,) * 2))
     found = lacking(**needs)
     assert found is None if said is None else found.startswith(said)
+
+
+FAULTS = read_faults()
+
+
+def test_there_are_enough_and_each_has_a_name_of_its_own():
+    assert len(FAULTS) >= 180
+    assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
+
+
+def test_each_changes_one_place_in_one_line():
+    code = "\n".join(file.read_text(encoding="utf-8") for file in code_of(REPOSITORY))
+    found = {fault.name: code.count(fault.find) for fault in FAULTS}
+    assert {name: count for name, count in found.items() if count != 1} == {}
+    assert [fault.name for fault in FAULTS if "\n" in fault.find + fault.replace or fault.find == fault.replace] == []
+
+
+def test_their_tests_are_there():
+    for test in {test for fault in FAULTS for test in fault.tests}:
+        path, _, name = test.partition("::")
+        assert path.startswith(("tests/unit/", "tests/cli/", "addons/")) and (REPOSITORY / path).exists(), test
+        assert not name or f"def {name.partition('[')[0]}(" in (REPOSITORY / path).read_text(encoding="utf-8"), test
+    assert [fault.name for fault in FAULTS if not fault.tests] == []
+
+
+def test_what_a_change_touches_is_what_its_file_or_its_tests_hold():
+    first, last = FAULTS[0], FAULTS[-1]
+    [file] = [each for each in code_of(REPOSITORY) if first.find in each.read_text(encoding="utf-8")]
+    found = touched_faults(FAULTS, {str(file.relative_to(REPOSITORY)), last.tests[0].partition("::")[0], "README.md"})
+    assert first in found and last in found and len(found) < len(FAULTS)
+    assert touched_faults(FAULTS, {"README.md"}) == []
