@@ -68,30 +68,20 @@ def with_manifest(entry: Path, **entries) -> None:
     (entry / MANIFEST).write_text(json.dumps(json.loads((entry / MANIFEST).read_text()) | entries))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda entry: with_manifest(entry, files={}),
-        lambda entry: with_manifest(entry, files=["a.txt"]),
-        lambda entry: with_manifest(entry, files={"a.txt": "x"}),
-        lambda entry: with_manifest(entry, files={"..": {"sha256": ""}}),
-        lambda entry: with_manifest(entry, origin={"of": "another"}),
-        lambda entry: (entry / MANIFEST).write_text("[" * 100_000),
-        lambda entry: (entry / MANIFEST).write_text(" " * 2**21),
-        lambda entry: instead(entry / MANIFEST, os.mkfifo),
-        lambda entry: instead(entry / MANIFEST, link_to_what_was_moved),
-        lambda entry: instead(entry / "a.txt", os.mkfifo),
-        lambda entry: instead(entry / "a.txt", Path.mkdir),
-        lambda entry: instead(entry / "a.txt", link_to_what_was_moved),
-        lambda entry: instead(entry, link_to_what_was_moved),
-        lambda entry: instead(entry, os.mkfifo),
-        lambda entry: instead(entry, Path.touch),
-        lambda entry: (entry / MANIFEST).unlink(),
-        lambda entry: (entry / MANIFEST).write_text("[]"),
-        lambda entry: (entry / "a.txt.data").rename(entry / "elsewhere"),
-        lambda entry: ((entry / "a.txt").chmod(0o644), (entry / "a.txt").write_text("txet")),
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    *(lambda entry, wrong=wrong: with_manifest(entry, **wrong) for wrong in (
+        {"files": {}}, {"files": ["a.txt"]}, {"files": {"a.txt": "x"}}, {"files": {"..": {"sha256": ""}}},
+        {"origin": {"of": "another"}},
+    )),
+    *(lambda entry, text=text: (entry / MANIFEST).write_text(text) for text in ("[" * 100_000, " " * 2**21, "[]")),
+    *(lambda entry, name=name, put=put: instead(entry / name, put) for name, put in (
+        (MANIFEST, os.mkfifo), (MANIFEST, link_to_what_was_moved), ("a.txt", os.mkfifo), ("a.txt", Path.mkdir),
+        ("a.txt", link_to_what_was_moved), ("", link_to_what_was_moved), ("", os.mkfifo), ("", Path.touch),
+    )),
+    lambda entry: (entry / MANIFEST).unlink(),
+    lambda entry: (entry / "a.txt.data").rename(entry / "elsewhere"),
+    lambda entry: ((entry / "a.txt").chmod(0o644), (entry / "a.txt").write_text("txet")),
+])  # fmt: skip
 def test_a_damaged_entry_is_made_again(cache, tmp_path, damage, caplog):
     make = Maker()
     cache.provide("thing", {}, tmp_path / "one", make)

@@ -23,19 +23,15 @@ pytestmark = pytest.mark.commit
 PARSER = OverridesParser.create()
 
 
-@pytest.mark.parametrize(
-    ("called", "folder", "command", "words"),
-    [
-        ("quantize.py", HOME, "export_trt", ["python", "export_trt.py"]),
-        ("../infer.py", HOME / "docs", "export_trt", ["python", "../export_trt.py"]),
-        (f"{HOME}/infer.py", "/", "quantize", ["python", f"{HOME}/quantize.py"]),
-        ("quantize.py", HOME, "convert", ["sd-quant", "convert"]),  # which is no script
-        ("sd-quant infer", HOME, "export_trt", ["sd-quant", "export_trt"]),
-        ("/usr/lib/ipykernel_launcher.py", HOME, "quantize", ["sd-quant", "quantize"]),
-        ("quantize.py", "/", "quantize", ["sd-quant", "quantize"]),
-        ("", "/", "quantize", ["sd-quant", "quantize"]),
-    ],
-)
+@pytest.mark.parametrize(("called", "folder", "command", "words"), [
+    ("quantize.py", HOME, "export_trt", ["python", "export_trt.py"]),
+    ("../infer.py", HOME / "docs", "export_trt", ["python", "../export_trt.py"]),
+    (f"{HOME}/infer.py", "/", "quantize", ["python", f"{HOME}/quantize.py"]),
+    ("quantize.py", HOME, "convert", ["sd-quant", "convert"]),  # which is no script
+    ("sd-quant infer", HOME, "export_trt", ["sd-quant", "export_trt"]),
+    ("/usr/lib/ipykernel_launcher.py", HOME, "quantize", ["sd-quant", "quantize"]),
+    ("quantize.py", "/", "quantize", ["sd-quant", "quantize"]), ("", "/", "quantize", ["sd-quant", "quantize"]),
+])  # fmt: skip
 def test_the_program_is_the_one_that_was_called(monkeypatch, called, folder, command, words):
     monkeypatch.setattr(sys, "argv", [called])
     monkeypatch.chdir(folder)

@@ -27,15 +27,12 @@ def runtime(request) -> str:
     return request.param
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "error", "sentence"),
-    [
-        *((name, content, ArtifactError, "broken") for name in MODULES for content in (b"", b"hello", bytes(64))),
-        *((name, None, ArtifactError, "broken") for name, row in RUNTIMES.items() if row.load),
-        ("open_vino", None, ConfigError, "did you mean openvino"),
-        ("not_there", None, ResourceError, r"sd-quant\[not_there\]"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "error", "sentence"), [
+    *((name, content, ArtifactError, "broken") for name in MODULES for content in (b"", b"hello", bytes(64))),
+    *((name, None, ArtifactError, "broken") for name, row in RUNTIMES.items() if row.load),
+    ("open_vino", None, ConfigError, "did you mean openvino"),
+    ("not_there", None, ResourceError, r"sd-quant\[not_there\]"),
+])  # fmt: skip
 def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch, name, content, error, sentence):
     row = Runtime("not_there", "onnx", "cpu", "not_there", "not_there", load="sd_quant.engines.not_there:load")
     monkeypatch.setitem(RUNTIMES, "not_there", row)
@@ -170,15 +167,12 @@ def test_external_weights_outside_the_folder_are_refused(tiny, location):
         onnx_files(tiny.path)
 
 
-@pytest.mark.parametrize(
-    ("name", "dims", "entries"),
-    [
-        *(("w_int8", dims, {}) for dims in ([2**40, 32], [-64, -32])),
-        *(("w_int8", None, {"length": length}) for length in ("1", str(2**40))),
-        *(("w_int8", None, {"offset": offset}) for offset in ("1", "-1", "9" * 5000)),
-        *(("w_scale", dims, {}) for dims in ([2**40], [2**32, 2**32])),
-    ],
-)
+@pytest.mark.parametrize(("name", "dims", "entries"), [
+    *(("w_int8", dims, {}) for dims in ([2**40, 32], [-64, -32])),
+    *(("w_int8", None, {"length": length}) for length in ("1", str(2**40))),
+    *(("w_int8", None, {"offset": offset}) for offset in ("1", "-1", "9" * 5000)),
+    *(("w_scale", dims, {}) for dims in ([2**40], [2**32, 2**32])),
+])  # fmt: skip
 def test_weights_that_are_smaller_than_they_claim_are_refused(tiny, name, dims, entries):
     """Runtimes allocate what is claimed: of a file of four kilobytes, terabytes."""
     model = onnx.load(tiny.path, load_external_data=False)

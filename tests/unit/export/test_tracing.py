@@ -294,16 +294,10 @@ def computed(calls: Mapping[str, Call], dtype: torch.dtype) -> tuple[dict[str, n
     return found, {name: y.detach().numpy() for name, y in module(x).items()}
 
 
-@pytest.mark.parametrize(
-    "calls, dtype, taken_apart",
-    [
-        (AS_CALLED, HALF, False),
-        ({name: AS_CALLED[name] for name in ("rms norm", "clip")}, FULL, False),
-        *(({name: call}, HALF, True) for name, call in IN_PARTS.items()),
-        (PROMOTED, HALF, False),
-    ],
-    ids=["as called", "in fp32", *IN_PARTS, "promoted"],
-)
+@pytest.mark.parametrize("calls, dtype, taken_apart", [
+    (AS_CALLED, HALF, False), ({name: AS_CALLED[name] for name in ("rms norm", "clip")}, FULL, False),
+    *(({name: call}, HALF, True) for name, call in IN_PARTS.items()), (PROMOTED, HALF, False),
+], ids=["as called", "in fp32", *IN_PARTS, "promoted"])  # fmt: skip
 def test_a_graph_computes_what_torch_computes(calls, dtype, taken_apart, monkeypatch):
     """A program is taken apart, and operands to promote are looked for, only where a call needs it."""
     from torch.onnx._internal.exporter import _fx_passes

@@ -22,9 +22,9 @@ def row(name: str, batch: int, compiled: float, eager: float, **more) -> dict:
     } | more  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "compiled, eager, word", [(1.4, 2.3, "reached"), (1.4, 1.9, "not reached"), (1.3, 2.3, "not reached")]
-)
+@pytest.mark.parametrize("compiled, eager, word", [
+    (1.4, 2.3, "reached"), (1.4, 1.9, "not reached"), (1.3, 2.3, "not reached"),
+])  # fmt: skip
 def test_the_verdict_is_of_the_fastest_quantized_row(compiled, eager, word):
     rows = [
         row("fp16 compiled", 1, 1.0, 1.7, recipe=None),
@@ -48,21 +48,18 @@ def test_the_verdict_is_of_the_fastest_quantized_row(compiled, eager, word):
     assert "- one that hangs: late, no answer in 60 s" in text and "- MLPerf Inference" in text
 
 
-@pytest.mark.parametrize(
-    "side, said, doubt",
-    [
-        ("fp8 level 3", {"error": 0.1, "simulation_error": 0.05}, "its error is 2 times that of its recipe"),
-        ("fp8 level 3", {"error": float("nan"), "simulation_error": 0.05}, "its error is nan times"),
-        ("fp8 level 3", {"error": 0, "simulation_error": 0.1, "share_of_fp8_peak": 1.2}, "share_of_fp8_peak is 1.20"),
-        ("int8 level 3", {"error": 0.05, "simulation_error": 0.05, "kernels": [{"kernel": "ampere_fp16_s1688gemm"}]},
-         "none of its longest kernels multiplies codes"),
-        ("flux fp8 level 3", {"error": 0.1, "simulation_error": 0.05}, "its error is 2 times that of its recipe"),
-        ("flux fp8 level 3", {"error": 0, "simulation_error": 1, "kernels": [{"kernel": "nvjet_tst_128x256_TNT"}]},
-         "none of its longest kernels multiplies codes"),
-        ("fp16 compiled", {"error": 0.1}, "it differs from eager by 0.1"),
-        ("fp16 compiled", {"share_of_fp16_peak": 1.1}, "share_of_fp16_peak is 1.10"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("side, said, doubt", [
+    ("fp8 level 3", {"error": 0.1, "simulation_error": 0.05}, "its error is 2 times that of its recipe"),
+    ("fp8 level 3", {"error": float("nan"), "simulation_error": 0.05}, "its error is nan times"),
+    ("fp8 level 3", {"error": 0, "simulation_error": 0.1, "share_of_fp8_peak": 1.2}, "share_of_fp8_peak is 1.20"),
+    ("int8 level 3", {"error": 0.05, "simulation_error": 0.05, "kernels": [{"kernel": "ampere_fp16_s1688gemm"}]},
+     "none of its longest kernels multiplies codes"),
+    ("flux fp8 level 3", {"error": 0.1, "simulation_error": 0.05}, "its error is 2 times that of its recipe"),
+    ("flux fp8 level 3", {"error": 0, "simulation_error": 1, "kernels": [{"kernel": "nvjet_tst_128x256_TNT"}]},
+     "none of its longest kernels multiplies codes"),
+    ("fp16 compiled", {"error": 0.1}, "it differs from eager by 0.1"),
+    ("fp16 compiled", {"share_of_fp16_peak": 1.1}, "share_of_fp16_peak is 1.10"),
+])  # fmt: skip
 def test_what_cannot_be_is_doubted(side, said, doubt):
     assert [found[: len(doubt)] for found in worker.doubts_of(sides.SIDES[side], said)] == [doubt]
     wide = "nvjet_sm90_qqtst_192x192_128x4_1x2_h_bz_coopB_bias_TNN", "cutlass_tensorop_i16832gemm_s8"
