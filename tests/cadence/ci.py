@@ -155,16 +155,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="say what would run after make test, and run nothing")
     options = parser.parse_args(arguments)
 
+    everything, record, all_files = pieces(), read(RECORD), [file for _, file in pieces()]
     base = options.base or base_of_head()
-    changed = changed_since(base) if base else None  # without a revision to compare with, all has changed
-    everything, record = pieces(), read(RECORD)
+    changed = changed_since(base) if base else None
     try:
-        files = touched(changed, [file for _, file in everything]) if changed is not None else everything
+        files = all_files if changed is None else touched(changed, all_files)  # without a base, all has changed
     except UnknownPath as error:
         print(error)
         return 1
     present = [piece for piece in everything if piece[1] not in NEEDS or shutil.which(NEEDS[piece[1]])]
-    by_change = [piece for piece in present if changed is None or piece[1] in files]
+    by_change = [piece for piece in present if piece[1] in files]
     nightly = [piece for piece in present if piece[0].startswith("soak")]
     turn = [piece for piece in turn_of(nightly, record, options.day) if piece not in by_change]
     others = [piece for piece in everything if piece not in (*by_change, *turn)]

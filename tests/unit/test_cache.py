@@ -163,7 +163,7 @@ def test_what_a_killed_process_left_is_no_entry_and_goes_with_the_next(cache, tm
 
 
 def test_the_longest_unused_goes_first_and_what_a_run_has_linked_stays(tmp_path):
-    cache, make = Cache(tmp_path / "cache", 4200), Maker()
+    cache, make = Cache(tmp_path / "cache", 4600), Maker()
     for names in ("1", "2", "3", "1", "4", "15", "2"):  # each has 1004 bytes and a manifest of some hundred
         cache.provide_all("thing", {name: {"n": name} for name in names}, tmp_path, lambda name, folder: make(folder))
         time.sleep(0.01)

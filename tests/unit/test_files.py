@@ -61,10 +61,11 @@ def test_a_failed_block_leaves_the_old_file_and_nothing_else_and_a_full_disk_nam
     path.write_text("old")
     full = isinstance(failure, OSError) and failure.errno != errno.EIO
     said = r"the disk is full: .*file\.txt could not be written" if full else ""
-    with pytest.raises(ResourceError if full else type(failure), match=said), atomic_path(path) as temporary:
+    raised = ResourceError if full else type(failure)
+    with pytest.raises(raised, match=said), atomic_path(path) as temporary:
         temporary.write_text("half of the n")
         raise failure
-    with pytest.raises(type(failure)), atomic_path(tmp_path / "folder") as temporary:
+    with pytest.raises(raised), atomic_path(tmp_path / "folder") as temporary:
         (temporary / "inner").mkdir(parents=True)
         raise failure
     assert path.read_text() == "old"

@@ -41,7 +41,7 @@ def names(*arguments: str) -> list[str]:
     return [job["name"] for job in plan(*arguments)[0]["jobs"]]
 
 
-def test_jobs_are_named_by_what_varies():
+def test_jobs_are_named_by_what_varies_in_names_of_folders():
     found, label = plan("quant_level=1,2.5", "alpha=0.5,auto", "calib_size=16", "infer.steps=choice(5)")
     expected = [f"quant_level={level},alpha={alpha}" for level in ("1", "2.5") for alpha in ("0.5", "auto")]
     assert [job["name"] for job in found["jobs"]] == expected
@@ -125,18 +125,17 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
 
 
 def test_a_launcher_that_failed_is_told_from_a_job_that_did():
-
     def ended(*statuses: str) -> Sweep:
         jobs = [Job(name, Path(name), {}, each, f"why {name}") for name, each in zip("abcd", statuses, strict=False)]
         return Sweep(Path("sweep"), [], [], jobs)
 
     error = RuntimeError("no such\n  cluster")
     assert sweep.outcome(ended(DONE, DONE), error) == (0, "")
-    of_launcher = "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a)"
-    for statuses, told in {
-        (DONE, FAILED): "1 of 2 jobs is not done (b: why b)", (FAILED, UNFINISHED, UNFINISHED): of_launcher,
-    }.items():  # fmt: skip
-        assert sweep.outcome(ended(*statuses), error) == (1, f"{told}; the same command tries them again")
+    told = [sweep.outcome(ended(*each), error) for each in ((DONE, FAILED), (FAILED, UNFINISHED, UNFINISHED))]
+    assert told == [(1, f"{sentence}; the same command tries them again") for sentence in (
+        "1 of 2 jobs is not done (b: why b)",
+        "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a)",
+    )]  # fmt: skip
     assert "why b" in sweep.outcome(ended(DONE, UNFINISHED))[1]
 
 
@@ -259,11 +258,6 @@ def test_numbers_have_an_order_and_texts_have_none_and_a_job_that_failed_is_as_b
     assert set(told_of({"a": Outcome(30.0, 0.2, passes=False)})["a"][1]) == {"shortfall"}
 
 
-PLANNED = [
-    {"name": f"level={level}", "varied": {"level": level}, "overrides": [f"level={level}"]} for level in range(8)
-]
-
-
 @pytest.fixture
 def begin(tmp_path):
     """Opens the folder of a search among eight levels and does its jobs, ``at_once`` of them at a time.
@@ -288,7 +282,8 @@ def begin(tmp_path):
                     write_json(folder / RECORD, record_of(44 - 2 * level, 1 + level / 10, 0.5))
             return batches[-1]
 
-        plan = {"command": [], "varied": ["level"], "jobs": PLANNED, "identity": "", "verdict": {"speedup": target}}
+        planned = [{"name": f"level={n}", "varied": {"level": n}, "overrides": [f"level={n}"]} for n in range(8)]
+        plan = {"command": [], "varied": ["level"], "jobs": planned, "identity": "", "verdict": {"speedup": target}}
         config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "launcher": {"n_jobs": at_once}}})
         sweeper = SimpleNamespace(config=config, launcher=SimpleNamespace(launch=launch), max_batch_size=None)
         with sweep.opened(tmp_path, search.planned(plan, jobs)):

@@ -82,7 +82,7 @@ def test_blocks_are_compiled_and_layers_of_codes_between_them_and_what_has_none_
     network = nn.Sequential(block, nn.Conv2d(1, 1, 1), loose, named)
     network._repeated_blocks = ["Linear"]  # as diffusers' networks name the blocks that repeat
     assert compiled(network) is network
-    assert [module for module, _ in seen] == [block, loose, named]
+    assert [module for module, _ in seen] == [block, named, loose]
     assert all(given == {"dynamic": False, "mode": None} for _, given in seen)
     seen.clear()
     compiled(alone)

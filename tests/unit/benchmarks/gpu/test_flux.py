@@ -31,6 +31,7 @@ def test_it_is_as_large_as_dev():
     assert len(quantized) == 19 * 12 + 38 * 5 and len(roles) - len(quantized) == 86
 
 
+@torch.no_grad()
 def test_a_call_is_that_of_a_picture_of_1024_pixels(transformer):
     shapes = transformer.part.contract.shapes(**axes(transformer.samples, 1024, 1024))
     assert shapes["hidden_states"][:2] == (1, 4096) and shapes["encoder_hidden_states"][:2] == (1, 512)
