@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 import sd_quant
-from sd_quant.composition import job_with
 from sd_quant.errors import ConfigError
 from sd_quant.interface import Comparison, Quantized, Result
 from sd_quant.places import CONF, shown
@@ -79,18 +78,20 @@ def test_to_import_it_or_to_choose_a_tracker_imports_nothing_heavy():
     (lambda model: sd_quant.compare([], ["a cat"]), "recipes of 0 models were given, expected some of one model"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_the_sentence_of_the_command(model, call, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        call(model)
+    """A Hydra application around it goes on as before."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        outside = GlobalHydra.instance().hydra
+        with pytest.raises(ConfigError, match=sentence):
+            call(model)
+        assert GlobalHydra.instance().hydra is outside
+        assert compose("quantize").quantize.quant_level == 3
 
 
-def test_a_short_file_of_prompts_is_too_short_for_calibration_alone(tmp_path):
+def test_knobs_are_those_of_the_command(model, tmp_path):
     (tmp_path / "two.txt").write_text("a red bicycle\na blue door\n")
-    short = sd_quant.open(calibration_prompts=str(tmp_path / "two.txt"))
+    short = sd_quant.open(calibration_prompts=str(tmp_path / "two.txt"))  # too short for calibration alone
     with pytest.raises(ConfigError, match="^calib_size is [0-9]+, expected at most the 2 prompts"):
         short.calibrate()
-
-
-def test_knobs_are_those_of_the_command(model):
     recipe = {"quant_level": 4, "n_steps": 3, "scale": 2.5, "exp_name": "${b}"}
     job = model.job("fp8", recipe, {"prompts": ["a [cat], ${b}"], "steps": 7})
     assert job.quantize.exp_name == "${b}"
@@ -131,8 +132,9 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     made = Quantized(model, "int8", model.job(None, knobs), loaded, rows, knobs)
     with pytest.raises(ConfigError, match="^hand_over does not use steps without prompts; give prompts$"):
         made.hand_over("comfyui", tmp_path / "out", steps=3)
-    made_of = lambda *given, sampling: SimpleNamespace(images=given[1:])  # noqa: E731
-    monkeypatch.setattr(sd_quant.interface.Model, "generate", made_of)
+    monkeypatch.setattr(
+        sd_quant.interface.Model, "generate", lambda *given, sampling: SimpleNamespace(images=given[1:])
+    )
     scores = {"lpips": {"values": [0.001, 0.09]}}
 
     def fidelity_of(loaded, infer, reference, opened, target):
@@ -158,14 +160,6 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
         f"    quantized.hand_over('comfyui', '{tmp_path}/b')",
     ]
     compile(dedent(code), "card", "exec")
-
-
-def test_a_hydra_application_around_it_goes_on_as_before():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        outside = GlobalHydra.instance().hydra
-        assert job_with({"model": "sdxl_mini"}, {}).quantize.format == "int8"
-        assert GlobalHydra.instance().hydra is outside
-        assert compose("quantize").quantize.quant_level == 3
 
 
 @pytest.mark.slow

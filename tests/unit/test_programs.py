@@ -24,7 +24,7 @@ PROGRAM = Program("a_program", {"comfyui": ("flux",)})
 
 @pytest.fixture
 def case(tmp_path):
-    """A program whose call is right where inputs are rounded, and 5 % off where they are not."""
+    """A call that is right where inputs are rounded, and 5 % off where they are not."""
     predicted = {"rounded": torch.ones(4), "exact": torch.full((4,), 1.05)}
     save_file({"output": torch.ones(4)}, tmp_path / "output.safetensors")
     return Case(ROW, {"name": "int8", "output": str(tmp_path / "output.safetensors")}, predicted)

@@ -101,18 +101,6 @@ def test_attention_in_fp8_computes_what_the_simulation_does(in_fp8, tmp_path):
             assert relative_error(exact, found[outputs[name]]) == pytest.approx(cost, rel=0.15), (engine, name)
 
 
-def multiplied(exported: Exported, tokens: int = 40) -> dict[str, torch.Tensor]:
-    """Query, key and value of each attention [2, heads, tokens, width], within their ranges and those of the scores."""
-    torch.manual_seed(0)
-    found = {}
-    for name, row in exported.attentions.items():
-        heads, width = row.key_mean.shape
-        for what, amax in zip(("query", "key", "value"), row.attention_amax, strict=False):
-            x = (torch.rand(2, heads, tokens, width) * 2 - 1) * amax.view(-1, 1, 1) * 0.4
-            found[f"{name}.given_{what}"] = (x + row.key_mean[:, None] if what == "key" else x).half()
-    return found
-
-
 @pytest.mark.parametrize("runtime", ["openvino", "onnxruntime"])
 def test_each_attention_computes_what_the_simulation_does(in_integers, tmp_path, runtime):
     """Up to a share of what quantization costs: 0.18 was measured with OpenVINO's INT8 kernels, 0.38 with its fp32 and
@@ -121,7 +109,13 @@ def test_each_attention_computes_what_the_simulation_does(in_integers, tmp_path,
     rows, part = in_integers.attentions, in_integers.simulated.unet
     assert rows and all(name.endswith("attn1") for name in rows)  # the others read the text
     cut_attentions(in_integers.path, rows.values(), tmp_path / "attentions.onnx")
-    given = multiplied(in_integers)
+    torch.manual_seed(0)
+    given = {}  # [2, heads, tokens, width], within the ranges and those of the scores
+    for name, row in rows.items():
+        heads, width = row.key_mean.shape
+        for what, amax in zip(("query", "key", "value"), row.attention_amax, strict=False):
+            x = (torch.rand(2, heads, 40, width) * 2 - 1) * amax.view(-1, 1, 1) * 0.4
+            given[f"{name}.given_{what}"] = (x + row.key_mean[:, None] if what == "key" else x).half()
     turned = {name: x.transpose(2, 3).contiguous() if name.endswith("key") else x for name, x in given.items()}
     outputs = run(runtime, tmp_path / "attentions.onnx", turned)
     for name in rows:
@@ -179,12 +173,12 @@ def write(tmp_path_factory) -> Callable[..., Path]:
     return written
 
 
-def called(part: torch.nn.Module) -> Callable[..., dict[str, torch.Tensor]]:
-    return torch.no_grad()(lambda **inputs: {"out_sample": part(**inputs)})
-
-
 def parity(joint: Joint, path: Path, rows: Mapping[str, LayerAssignment], runtime: str) -> dict:
     """The record's entries for the file at ``path``. Raises SdQuantError where a run of it would fail."""
+
+    def called(part: torch.nn.Module) -> Callable[..., dict[str, torch.Tensor]]:
+        return torch.no_grad()(lambda **inputs: {"out_sample": part(**inputs)})
+
     part, inputs = joint.part(), joint.inputs(seed=7)
     simulate(part.transformer, rows)
     simulation = run_simulation(called(part), part.transformer, inputs, rows)

@@ -104,15 +104,12 @@ def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tm
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_nothing_is_claimed(check, tmp_path):
+def test_without_a_gpu_nothing_is_claimed_and_what_everything_needs_is_named_where_it_is_missing(check, tmp_path):
+    result = check(packages=False)
+    assert result.returncode == 4 and "diffusers is not installed; it is for everything" in result.stdout
     result = check()
     assert result.returncode == 0 and result.stdout.splitlines()[-1].startswith("there is no NVIDIA GPU")
     assert not (tmp_path / "out").exists()
-
-
-def test_what_everything_needs_is_named_where_it_is_missing(check):
-    result = check(packages=False)
-    assert result.returncode == 4 and "diffusers is not installed; it is for everything" in result.stdout
 
 
 def test_a_wheel_is_unpacked_with_its_hash_alone_and_by_a_python_that_is_new_enough(tmp_path, monkeypatch):
