@@ -210,7 +210,7 @@ AS_CALLED = {
     "a number minus x": lambda x, weight: torch.rsub(x, 2, alpha=3),
     "1 minus x": lambda x, weight: 1 - x,
     "an axis of one squeezed": lambda x, weight: x[:, :1].squeeze(1),
-    "an axis of three not squeezed": lambda x, weight: x.squeeze(1),
+    "longer axes not squeezed": lambda x, weight: x.squeeze(0) + x.squeeze(1),
     "flattened": lambda x, weight: x.flatten(1),
     "flattened but for two": lambda x, weight: x.flatten(2),
     "flattened in the middle": lambda x, weight: x.flatten(1, 2),
