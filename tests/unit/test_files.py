@@ -60,7 +60,7 @@ def test_a_failed_block_leaves_the_old_file_and_nothing_else_and_a_full_disk_nam
     path = tmp_path / "file.txt"
     path.write_text("old")
     full = isinstance(failure, OSError) and failure.errno != errno.EIO
-    said = r"the disk is full: .*file\.txt could not be written" if full else ""
+    said = r"the disk is full: .*file\.txt could not be written" if full else None
     raised = ResourceError if full else type(failure)
     with pytest.raises(raised, match=said), atomic_path(path) as temporary:
         temporary.write_text("half of the n")
