@@ -125,38 +125,33 @@ def attended(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = 
 
 def image_reward_state(seed: int = 0) -> dict[str, Tensor]:
     """A state dict as ImageReward's, with what the authors' file holds and nobody reads."""
-    width, text, layers = VISION["hidden_size"], TEXT["hidden_size"], range(VISION["num_hidden_layers"])
-    shapes = {"cls_token": (1, 1, width), "pos_embed": (1, 17, width), "patch_embed.proj.weight": (width, 3, 56, 56)}
-    shapes |= {"patch_embed.proj.bias": (width,), "norm.weight": (width,), "norm.bias": (width,)}
-    linears = {f"blocks.{i}.attn.qkv": (3 * width, width) for i in layers}
-    linears |= {f"blocks.{i}.attn.proj": (width, width) for i in layers}
-    linears |= {f"blocks.{i}.mlp.fc1": (4 * width, width) for i in layers}
-    linears |= {f"blocks.{i}.mlp.fc2": (width, 4 * width) for i in layers}
-    norms = [f"blocks.{i}.norm{j}" for i in layers for j in (1, 2)]
-    shapes |= {f"{name}.weight": shape for name, shape in linears.items()}
-    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
-    shapes |= {f"{name}.{kind}": (width,) for name in norms for kind in ("weight", "bias")}
-    found = {f"blip.visual_encoder.{name}": shape for name, shape in shapes.items()}
-    embeddings = "blip.text_encoder.embeddings."
-    found |= {f"{embeddings}word_embeddings.weight": (TEXT["vocab_size"], text)}
-    found |= {f"{embeddings}position_embeddings.weight": (TEXT["max_position_embeddings"], text)}
-    found |= {f"{embeddings}LayerNorm.{kind}": (text,) for kind in ("weight", "bias")}
+    width, text = VISION["hidden_size"], TEXT["hidden_size"]
+    vision, embeddings = "blip.visual_encoder.", "blip.text_encoder.embeddings."
+    linears = {"blip.vision_proj": (256, width), "blip.text_proj": (256, text)}
+    widths = {0: (1024, text), 2: (128, 1024), 4: (64, 128), 6: (16, 64), 7: (1, 16)}
+    linears |= {f"mlp.layers.{i}": shape for i, shape in widths.items()}
+    norms = {f"{vision}norm": width, f"{embeddings}LayerNorm": text}
+    for i in range(VISION["num_hidden_layers"]):
+        block = f"{vision}blocks.{i}."
+        linears |= {f"{block}attn.qkv": (3 * width, width), f"{block}attn.proj": (width, width)}
+        linears |= {f"{block}mlp.fc1": (4 * width, width), f"{block}mlp.fc2": (width, 4 * width)}
+        norms |= {f"{block}norm1": width, f"{block}norm2": width}
     for i in range(TEXT["num_hidden_layers"]):
         layer = f"blip.text_encoder.encoder.layer.{i}."
-        linears = {f"{layer}attention.self.{name}": (text, text) for name in ("query", "key", "value")}
-        linears |= {f"{layer}crossattention.self.{name}": (text, width) for name in ("key", "value")}
-        linears |= {f"{layer}crossattention.self.query": (text, text)}
-        linears |= {f"{layer}{name}.output.dense": (text, text) for name in ("attention", "crossattention")}
         linears |= {f"{layer}intermediate.dense": (4 * text, text), f"{layer}output.dense": (text, 4 * text)}
-        found |= {f"{name}.weight": shape for name, shape in linears.items()}
-        found |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
-        norms = [f"{layer}{name}output.LayerNorm" for name in ("attention.", "crossattention.", "")]
-        found |= {f"{name}.{kind}": (text,) for name in norms for kind in ("weight", "bias")}
-    widths = {0: (1024, text), 2: (128, 1024), 4: (64, 128), 6: (16, 64), 7: (1, 16)}
-    found |= {f"mlp.layers.{i}.weight": shape for i, shape in widths.items()}
-    found |= {f"mlp.layers.{i}.bias": shape[:1] for i, shape in widths.items()}
-    found |= {"blip.vision_proj.weight": (256, width), "blip.vision_proj.bias": (256,)}
-    found |= {"blip.text_proj.weight": (256, text), "blip.text_proj.bias": (256,)}
+        norms |= {f"{layer}output.LayerNorm": text}
+        for name, read in (("attention", text), ("crossattention", width)):
+            linears |= {f"{layer}{name}.self.{each}": (text, read) for each in ("key", "value")}
+            linears |= {f"{layer}{name}.self.query": (text, text), f"{layer}{name}.output.dense": (text, text)}
+            norms |= {f"{layer}{name}.output.LayerNorm": text}
+    found = {
+        f"{vision}cls_token": (1, 1, width), f"{vision}pos_embed": (1, 17, width),
+        f"{vision}patch_embed.proj.weight": (width, 3, 56, 56), f"{vision}patch_embed.proj.bias": (width,),
+        f"{embeddings}word_embeddings.weight": (TEXT["vocab_size"], text),
+        f"{embeddings}position_embeddings.weight": (TEXT["max_position_embeddings"], text),
+    }  # fmt: skip
+    for name, shape in (linears | {name: (size,) for name, size in norms.items()}).items():
+        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     holder = nn.ParameterDict({name.replace(".", "/"): torch.empty(shape) for name, shape in found.items()})
     drawn(holder, seed)
     state = {name.replace("/", "."): parameter.data for name, parameter in holder.items()}

@@ -28,7 +28,6 @@ def of_mutations(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nightly", action="store_true", help="run nightly cases of the faults' tests too")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further fault is begun")
     parser.add_argument("--workers", type=int, default=1, help="how many to try at a time, each in its own copy")
-    parser.add_argument("--list", action="store_true", help="name the faults and what each changes, and run nothing")
 
 
 def of_faults(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,10 @@
 """``python3.11 -m tests.cadence.ci``: what continuous integration runs, in forty minutes on two quiet cores.
 
 First ``make test``. Then, of the nightly and release cases, those that the change touches (tests/cadence/touched.py),
-and of the other nightly ones a sixth, another each day, so that all have run within a week. Each part has a share of
-the time that is left, by its recorded seconds (benchmarks/results/test_seconds.tsv); the cases that it has not begun by
-then are left out and named. A part that is still running after 45 minutes is stopped, and the run has failed. The
-standard library alone is used: nothing is installed when it starts.
+and of the other nightly ones a sixth, another each day. Each part has a share of the time that is left, by its recorded
+seconds (benchmarks/results/test_seconds.tsv); the cases that it has not begun by then are left out and named. A part
+that is still running after 45 minutes is stopped, and the run has failed. The standard library alone is used: nothing
+is installed when it starts.
 
 The change is what lies between HEAD and ``--base``, or $CI_BASE; without either, the newest commit that is four hours
 older than HEAD, which is longer than a session of work.
@@ -21,20 +21,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
 
 from .seconds import HOME, RECORD, RUNS, SECONDS, Case, Seconds, cases_of, change, read, sums, write
 from .touched import UnknownPath, touched
 
-LIMIT, STOP = 40 * 60, 45 * 60  # seconds
-TEST_STOP = 80 * 60  # of make test, without which nothing is known, on a machine that is several times slower
-COMMIT_GOAL = 7 * 60  # seconds that the commit cases should take on two quiet cores with VNNI
+# Seconds. A part stops early, and make test, without which nothing is known, on a machine that is several times slower.
+LIMIT, STOP, TEST_STOP = 40 * 60, 45 * 60, 80 * 60
+COMMIT_GOAL = 7 * 60  # that the commit cases should take on two quiet cores with VNNI
+NEW = 20.0  # that are taken for a file that is not on record
+LAST_CASES = 180  # that the cases take which are running when their part may begin no more
+FAULTS = 300  # for deliberate faults in what the change touches
 DAYS = 6  # in which all nightly cases run
-NEW = 20.0  # seconds that are taken for a file that is not on record
-LAST_CASES = 180  # seconds that the cases take which are running when their part may begin no more
-FAULTS = 300  # seconds for deliberate faults in what the change touches
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def pieces() -> list[Piece]:
     return found
 
 
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=HOME, capture_output=True, text=True).stdout.strip()
+def git(*arguments: str, check: bool = False) -> str:
+    return subprocess.run(["git", *arguments], cwd=HOME, check=check, capture_output=True, text=True).stdout.strip()
 
 
 def base_of_head() -> str:
@@ -82,7 +82,7 @@ def base_of_head() -> str:
 def changed_since(base: str) -> list[str]:
     """Paths that differ from that revision, or are not tracked."""
     print(f"the change: since {git('log', '-1', '--format=%h %cI %s', base)}")
-    listed = [git("diff", "--name-only", base), git("ls-files", "--others", "--exclude-standard")]
+    listed = [git("diff", "--name-only", base, check=True), git("ls-files", "--others", "--exclude-standard")]
     return sorted({path for each in listed for path in each.splitlines()})
 
 
@@ -103,15 +103,16 @@ def turn_of(nightly: Iterable[Piece], record: Seconds, day: int) -> list[Piece]:
     return days[day % DAYS]
 
 
+@dataclass
 class Run:
     """The parts that have run: seconds of each, their cases, and which of them failed."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.began = folder, time.monotonic()
-        self.took: dict[str, float] = {}
-        self.failed: list[str] = []
-        self.cases: list[Case] = []
-        self.seconds: Seconds = {}
+    folder: Path
+    began: float = field(default_factory=time.monotonic)
+    took: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=dict)
 
     def elapsed(self) -> float:
         return time.monotonic() - self.began
@@ -154,16 +155,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="say what would run after make test, and run nothing")
     options = parser.parse_args(arguments)
 
+    everything, record, all_files = pieces(), read(RECORD), [file for _, file in pieces()]
     base = options.base or base_of_head()
-    changed = changed_since(base) if base else None  # without a revision to compare with, all has changed
-    everything, record = pieces(), read(RECORD)
+    changed = changed_since(base) if base else None
     try:
-        files = touched(changed, [file for _, file in everything]) if changed is not None else everything
+        files = all_files if changed is None else touched(changed, all_files)  # without a base, all has changed
     except UnknownPath as error:
         print(error)
         return 1
     present = [piece for piece in everything if piece[1] not in NEEDS or shutil.which(NEEDS[piece[1]])]
-    by_change = [piece for piece in present if changed is None or piece[1] in files]
+    by_change = [piece for piece in present if piece[1] in files]
     nightly = [piece for piece in present if piece[0].startswith("soak")]
     turn = [piece for piece in turn_of(nightly, record, options.day) if piece not in by_change]
     others = [piece for piece in everything if piece not in (*by_change, *turn)]
@@ -211,14 +212,9 @@ def report(run: Run, record: Seconds, not_begun: dict[str, list[str]], others: S
     print("\nsince the record", *change(record, run.seconds, rows=5), sep="\n")
     left_out = Counter(case.file for case in run.cases if case.late)
     print(f"\nleft out for time: {left_out.total()} cases of {len(left_out)} files")
-    for file, count in sorted(left_out.items()):
-        print(f"{count:4} of {file}")
-    for name, files in not_begun.items():
-        print(f"all of {name}: {' '.join(files)}")
-    seconds = sum(record.get(piece, NEW) for piece in others)
-    print(f"neither touched nor due today: {len(others)} files, {seconds:.0f} s by the record")
-    if run.failed:
-        print(f"failed: {' '.join(run.failed)}")
+    print(*(f"{count:4} of {file}" for file, count in sorted(left_out.items())), sep="\n")
+    print(*(f"all of {name}: {' '.join(files)}" for name, files in not_begun.items()), sep="\n")
+    print(f"neither touched nor due today: {len(others)} files")
     return bool(run.failed)
 
 

@@ -33,17 +33,12 @@ class Case:
 
 def cases_of(junit: Path) -> list[Case]:
     """The cases in a file of pytest's ``--junitxml``; none where pytest wrote none."""
-    if not junit.exists():
-        return []
-    return [
-        Case(
-            file_of(case.get("classname") or case.get("name", "")),  # a file that is skipped whole has a name alone
-            case.get("name", ""),
-            float(case.get("time", 0)),
-            any(skipped.get("message") == LATE for skipped in case.iter("skipped")),
-        )
-        for case in ElementTree.parse(junit).iter("testcase")
-    ]
+    found = []
+    for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
+        name, late = case.get("name", ""), any(each.get("message") == LATE for each in case.iter("skipped"))
+        file = file_of(case.get("classname") or name)  # a file that is skipped whole has a name alone
+        found.append(Case(file, name, float(case.get("time", 0)), late))
+    return found
 
 
 def file_of(classname: str) -> str:

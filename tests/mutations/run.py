@@ -6,8 +6,7 @@ pytest runs its tests there up to the first that fails, and it is taken out agai
 could not be tried.
 
 pytest runs in a fork of this process, which has imported torch and its like before: of the ten seconds that the tests
-of a fault take, eight are imports. The road not taken is a tool that changes every operator, such as mutmut: nine in
-ten of its mutants mean nothing to anybody, and the run takes days.
+of a fault take, eight are imports.
 """
 
 import argparse
@@ -29,6 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+
+from ..cadence.ci import changed_since
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("faults.diff")
@@ -52,7 +53,7 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     fault: Fault
-    verdict: str  # CAUGHT, SURVIVED or NOT_APPLICABLE
+    verdict: str  # CAUGHT, SURVIVED, NOT_APPLICABLE or NIGHTLY
     file: str
     because: str  # the test that failed, or why the fault could not be tried
 
@@ -64,21 +65,19 @@ class Failures:
         self.ids: list[str] = []
 
     def pytest_runtest_logreport(self, report) -> None:
-        if report.failed:
-            self.ids.append(report.nodeid)
+        self.ids += [report.nodeid] if report.failed else []
 
     pytest_collectreport = pytest_runtest_logreport
 
 
-def read_faults(path: Path = FAULTS) -> list[Fault]:
+def read_faults() -> list[Fault]:
     """The faults of all rooms in the order of the file, three lines each."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    heads = [line.partition(": ") for line in lines[::3]]
-    changes = zip(lines[1::3], lines[2::3], strict=True)
-    return [
-        Fault(name, find.removeprefix("- "), replace[2:], tests.split())
-        for (name, _, tests), (find, replace) in zip(heads, changes, strict=True)
-    ]
+    lines = [line for line in FAULTS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    found = []
+    for head, find, changed in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        name, _, tests = head.partition(": ")
+        found.append(Fault(name, find.removeprefix("- "), changed[2:], tests.split()))
+    return found
 
 
 def code_of(repository: Path) -> list[Path]:
@@ -119,8 +118,8 @@ def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: in
             del sys.modules[name]
         sys.argv = ["pytest"]
         with (repository / "output.txt").open("w") as output:
-            for stream in (1, 2):
-                os.dup2(output.fileno(), stream)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
         failures = Failures()
         quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         code = pytest.main([*quiet, "-m", "not consumer", *options, *tests], plugins=[failures])
@@ -135,23 +134,17 @@ def start_tests(repository: Path, tests: Iterable[str], *options: str, limit: in
 def answer_of(repository: Path) -> tuple[int, list[str]] | None:
     """pytest's exit code and the ids of what failed; None where the process did not live to say it."""
     answer = repository / "answer.json"
-    if not answer.exists():
-        return None
-    code, failed = json.loads(answer.read_text())
-    answer.unlink()
-    return code, failed
+    found = json.loads(answer.read_text()) if answer.exists() else None
+    answer.unlink(missing_ok=True)
+    return found
 
 
 def verdict(fault: Fault, file: str, answer: tuple[int, list[str]] | None) -> Outcome:
-    if answer is None:
-        return Outcome(fault, CAUGHT, file, f"the time limit of {TIME_LIMIT} s, or by ending the process")
-    code, failed = answer
-    if code == 0:
-        return Outcome(fault, SURVIVED, file, ", ".join(fault.tests))
+    code, failed = answer or (None, [f"the time limit of {TIME_LIMIT} s, or by ending the process"])
     if failed:
         return Outcome(fault, CAUGHT, file, failed[0])
-    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        return Outcome(fault, NIGHTLY, file, ", ".join(fault.tests))
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return Outcome(fault, NIGHTLY if code else SURVIVED, file, ", ".join(fault.tests))
     return Outcome(fault, NOT_APPLICABLE, file, f"pytest ended with {code} and no test failed")
 
 
@@ -185,37 +178,24 @@ def try_faults(
             free.append(repository)
 
 
-def without_fault(outcomes: Sequence[Outcome], repository: Path) -> list[Outcome]:
+def without_fault(outcomes: Iterable[Outcome], repository: Path) -> list[Outcome]:
     """What was caught by a test that fails in an unchanged copy, too, and so catches nothing."""
-    caught = [outcome for outcome in outcomes if outcome.verdict == CAUGHT and outcome.because.startswith("tests/")]
+    caught = [outcome for outcome in outcomes if outcome.verdict == CAUGHT and "::" in outcome.because]
     if not caught:
         return []
     os.waitpid(start_tests(repository, sorted({outcome.because for outcome in caught})), 0)
     answer = answer_of(repository)
     if answer is None or answer[0] not in (0, 1):
         raise SystemExit(f"the tests cannot be run without a fault:\n{(repository / 'output.txt').read_text()[-2000:]}")
-    return [
-        replace(outcome, verdict=NOT_APPLICABLE, because=f"{outcome.because} fails without the fault")
-        for outcome in caught
-        if outcome.because in answer[1]
-    ]
-
-
-def changed_since(base: str) -> set[str]:
-    """Paths that differ from the git revision ``base``, in the working tree and among what git would add."""
-
-    def listed(*command: str) -> list[str]:
-        told = subprocess.run(["git", *command, "-z"], cwd=REPOSITORY, capture_output=True, text=True)
-        if told.returncode:
-            raise SystemExit(told.stderr.strip())
-        return told.stdout.split("\0")
-
-    return {*listed("diff", "--name-only", base), *listed("ls-files", "--others", "--exclude-standard")} - {""}
+    broken = [outcome for outcome in caught if outcome.because in answer[1]]
+    return [replace(each, verdict=NOT_APPLICABLE, because=f"{each.because} fails without the fault") for each in broken]
 
 
 def touched(faults: Sequence[Fault], changed: Collection[str]) -> list[Fault]:
     """Those whose text stands in a file that changed, or one of whose tests does."""
-    texts = [(REPOSITORY / path).read_text(encoding="utf-8") for path in changed if of_package(path)]
+    texts = [
+        (REPOSITORY / path).read_text(encoding="utf-8") for path in changed if REPOSITORY / path in code_of(REPOSITORY)
+    ]
     return [
         fault
         for fault in faults
@@ -223,22 +203,13 @@ def touched(faults: Sequence[Fault], changed: Collection[str]) -> list[Fault]:
     ]
 
 
-def of_package(path: str) -> bool:
-    return REPOSITORY / path in code_of(REPOSITORY)
-
-
 def run(wanted: argparse.Namespace) -> int:
     chosen = read_faults()
     if unknown := set(wanted.only or ()) - {fault.name for fault in chosen}:
         raise SystemExit(f"there is no fault {', '.join(sorted(unknown))}")
-    if wanted.only:
-        chosen = [fault for fault in chosen if fault.name in wanted.only]
+    chosen = [fault for fault in chosen if not wanted.only or fault.name in wanted.only]
     if wanted.touched:
         chosen = touched(chosen, changed_since(wanted.touched))
-    if wanted.list:
-        for fault in chosen:
-            print(f"{fault.name}\n    {fault.find}\n    {fault.replace}")
-        return 0
     with warnings.catch_warnings(action="ignore"):
         for name in IMPORTED_ONCE:
             importlib.import_module(name)
@@ -249,11 +220,9 @@ def run(wanted: argparse.Namespace) -> int:
         outcomes: dict[str, Outcome] = {}
         cadences = ("commit", "nightly") if wanted.nightly else ("commit",)
         for outcome in try_faults(chosen, copies, cadences, wanted.seconds):
-            outcomes[outcome.fault.name] = outcome
-            tell(outcome)
-        for outcome in without_fault(list(outcomes.values()), copies[0]):
-            outcomes[outcome.fault.name] = outcome
-            tell(outcome)
+            tell(outcomes, outcome)
+        for outcome in without_fault(outcomes.values(), copies[0]):
+            tell(outcomes, outcome)
     counts = Counter(outcome.verdict for outcome in outcomes.values())
     told = f"{counts[CAUGHT]} caught, {counts[SURVIVED]} survived, {counts[NOT_APPLICABLE]} not applicable"
     told += f", {counts[NIGHTLY]} whose tests are nightly"
@@ -261,5 +230,6 @@ def run(wanted: argparse.Namespace) -> int:
     return int(counts[CAUGHT] + counts[NIGHTLY] != len(outcomes))
 
 
-def tell(outcome: Outcome) -> None:
+def tell(outcomes: dict[str, Outcome], outcome: Outcome) -> None:
+    outcomes[outcome.fault.name] = outcome
     print(f"{outcome.fault.name}  {outcome.file}  {outcome.verdict} {outcome.because}", flush=True)

@@ -36,8 +36,11 @@ class Maker:
         (folder / "a.txt.data").write_bytes(b"\0" * 1000)
 
 
-def test_what_depends_on_the_same_is_made_once(cache, tmp_path):
+def test_what_depends_on_the_same_is_made_once_and_other_files_of_the_target_stay(cache, tmp_path):
     make = Maker()
+    for name in ("a.txt", "mine"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_text("old")
     for run in ("one", "two"):
         cache.provide("thing", {"b": 2, "a": 1}, tmp_path / run, make)
     assert make.calls == 1
@@ -47,14 +50,7 @@ def test_what_depends_on_the_same_is_made_once(cache, tmp_path):
     for kind, origin in (("thing", {"a": 1, "b": 3}), ("thing", {"a": [1], "b": 2}), ("other", {"a": 1, "b": 2})):
         cache.provide(kind, origin, tmp_path / "run", make)
     assert make.calls == 4
-
-
-def test_other_files_of_the_target_stay(cache, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mine").write_text("kept")
-    (tmp_path / "run" / "a.txt").write_text("old")
-    cache.provide("thing", {}, tmp_path / "run", Maker("new"))
-    assert [(tmp_path / "run" / name).read_text() for name in ("mine", "a.txt")] == ["kept", "new"]
+    assert [(tmp_path / "run" / name).read_text() for name in ("mine", "a.txt")] == ["old", "text"]
 
 
 def instead(path: Path, put) -> None:
@@ -72,30 +68,20 @@ def with_manifest(entry: Path, **entries) -> None:
     (entry / MANIFEST).write_text(json.dumps(json.loads((entry / MANIFEST).read_text()) | entries))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda entry: with_manifest(entry, files={}),
-        lambda entry: with_manifest(entry, files=["a.txt"]),
-        lambda entry: with_manifest(entry, files={"a.txt": "x"}),
-        lambda entry: with_manifest(entry, files={"..": {"sha256": ""}}),
-        lambda entry: with_manifest(entry, origin={"of": "another"}),
-        lambda entry: (entry / MANIFEST).write_text("[" * 100_000),
-        lambda entry: (entry / MANIFEST).write_text(" " * 2**21),
-        lambda entry: instead(entry / MANIFEST, os.mkfifo),
-        lambda entry: instead(entry / MANIFEST, link_to_what_was_moved),
-        lambda entry: instead(entry / "a.txt", os.mkfifo),
-        lambda entry: instead(entry / "a.txt", Path.mkdir),
-        lambda entry: instead(entry / "a.txt", link_to_what_was_moved),
-        lambda entry: instead(entry, link_to_what_was_moved),
-        lambda entry: instead(entry, os.mkfifo),
-        lambda entry: instead(entry, Path.touch),
-        lambda entry: (entry / MANIFEST).unlink(),
-        lambda entry: (entry / MANIFEST).write_text("[]"),
-        lambda entry: (entry / "a.txt.data").rename(entry / "elsewhere"),
-        lambda entry: ((entry / "a.txt").chmod(0o644), (entry / "a.txt").write_text("txet")),
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    *(lambda entry, wrong=wrong: with_manifest(entry, **wrong) for wrong in (
+        {"files": {}}, {"files": ["a.txt"]}, {"files": {"a.txt": "x"}}, {"files": {"..": {"sha256": ""}}},
+        {"origin": {"of": "another"}},
+    )),
+    *(lambda entry, text=text: (entry / MANIFEST).write_text(text) for text in ("[" * 100_000, " " * 2**21, "[]")),
+    *(lambda entry, name=name, put=put: instead(entry / name, put) for name, put in (
+        (MANIFEST, os.mkfifo), (MANIFEST, link_to_what_was_moved), ("a.txt", os.mkfifo), ("a.txt", Path.mkdir),
+        ("a.txt", link_to_what_was_moved), ("", link_to_what_was_moved), ("", os.mkfifo), ("", Path.touch),
+    )),
+    lambda entry: (entry / MANIFEST).unlink(),
+    lambda entry: (entry / "a.txt.data").rename(entry / "elsewhere"),
+    lambda entry: ((entry / "a.txt").chmod(0o644), (entry / "a.txt").write_text("txet")),
+])  # fmt: skip
 def test_a_damaged_entry_is_made_again(cache, tmp_path, damage, caplog):
     make = Maker()
     cache.provide("thing", {}, tmp_path / "one", make)
@@ -124,14 +110,14 @@ def test_names_in_a_manifest_lead_nowhere_else(tmp_path):
     assert theirs.read_text() == "theirs"
 
 
-def test_a_failure_leaves_nothing(cache, tmp_path):
+def test_a_failure_leaves_nothing_and_an_error_of_other_files_is_the_jobs_own(cache, tmp_path, caplog):
     def fails(folder: Path) -> None:
         (folder / "a.txt").write_text("half")
-        raise RuntimeError("broken")
+        (tmp_path / "theirs").read_bytes()
 
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(FileNotFoundError, match="theirs"):
         cache.provide("thing", {}, tmp_path / "run", fails)
-    assert not os.listdir(tmp_path / "run")
+    assert not os.listdir(tmp_path / "run") and not caplog.messages
     assert [path.suffix for path in (cache.directory / "thing").iterdir()] == [".lock"]
 
 
@@ -150,12 +136,6 @@ def test_where_its_own_files_fail_everything_is_made_without_it(tmp_path, monkey
     cache.provide_all("thing", {"a": {"of": "a"}, "c": {"of": "c"}}, tmp_path, lambda _, folder: Maker()(folder))
     assert all((tmp_path / name / "a.txt").read_text() == "text" for name in ("one", "a", "c"))
     assert [f"{cache.directory} cannot be used (" in each for each in caplog.messages] == [True, True]
-
-
-def test_an_error_of_other_files_is_the_jobs_own(cache, tmp_path, caplog):
-    with pytest.raises(FileNotFoundError, match="theirs"):
-        cache.provide("thing", {}, tmp_path / "one", lambda _: (tmp_path / "theirs").read_bytes())
-    assert not caplog.messages
 
 
 def test_clocks_that_differ_cost_no_entry_in_use(tmp_path):
@@ -182,25 +162,14 @@ def test_what_a_killed_process_left_is_no_entry_and_goes_with_the_next(cache, tm
     assert not abandoned.exists() and at_work.exists()
 
 
-def test_the_longest_unused_goes_first(tmp_path):
-    cache = Cache(tmp_path / "cache", 4200)
-    made: list[int] = []
-    for number in (1, 2, 3, 1, 4, 1, 2):  # each has 1000 bytes and a manifest of some hundred
-        cache.provide(
-            "thing", {"n": number}, tmp_path / f"run{len(made)}",
-            lambda folder, number=number: (made.append(number), (folder / "a").write_bytes(b"\0" * 1000)),
-        )  # fmt: skip
+def test_the_longest_unused_goes_first_and_what_a_run_has_linked_stays(tmp_path):
+    cache, make = Cache(tmp_path / "cache", 4600), Maker()
+    for names in ("1", "2", "3", "1", "4", "15", "2"):  # each has 1004 bytes and a manifest of some hundred
+        cache.provide_all("thing", {name: {"n": name} for name in names}, tmp_path, lambda name, folder: make(folder))
         time.sleep(0.01)
-    assert made == [1, 2, 3, 4, 2]  # 4 pushed out 2, which was older than 1
-    assert (tmp_path / "run0" / "a").stat().st_size == 1000  # a run keeps its files
-
-
-def test_what_is_made_beside_entries_that_were_there_pushes_out_others(tmp_path):
-    cache, make = Cache(tmp_path / "cache", 3000), Maker()
-    for names in ("a", "b", "bc"):
-        cache.provide_all("things", {name: {"of": name} for name in names}, tmp_path, lambda name, folder: make(folder))
-    left = sorted(json.loads(path.read_text())["origin"]["of"] for path in cache.directory.glob(f"*/*/{MANIFEST}"))
-    assert make.calls == 3 and left == ["b", "c"]
+    left = sorted(json.loads(path.read_text())["origin"]["n"] for path in cache.directory.glob(f"*/*/{MANIFEST}"))
+    assert make.calls == 6 and left == ["1", "2", "5"]  # 4 pushed out 2, 5 beside 1 pushed out 3, and 2 then 4
+    assert (tmp_path / "3" / "a.txt").read_text() == "text"
 
 
 def test_one_entry_larger_than_the_limit_still_serves_its_run(tmp_path):
@@ -245,7 +214,7 @@ def test_processes_divide_what_they_all_want_and_one_that_dies_costs_what_it_mad
 
 
 def test_without_a_cache_all_is_made_in_order(tmp_path):
-    made = []
+    made: list = []
     Cache(None).provide_all("things", {"b": {}, "a": {}}, tmp_path, lambda name, folder: made.append((name, folder)))
     assert made == [("b", tmp_path / "b"), ("a", tmp_path / "a")]
 

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from fnmatch import fnmatch
 
 import pytest
@@ -14,30 +15,13 @@ from tests.cadence import ci, seconds
 from tests.cadence.touched import TABLE, UnknownPath, patterns_of, touched
 from tests.plugin import lacking
 
+from ..mutations.run import REPOSITORY, code_of, read_faults
+from ..mutations.run import touched as touched_faults
+
 pytestmark = pytest.mark.commit
 
 PIECES = ci.pieces()
 FILES = sorted({file for _, file in PIECES})
-SECONDS_OF_ONE = 100.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mark, expected", [
-    ("", "1 cases have no cadence: *::test_it; mark each"),
-    ("@pytest.mark.weekly", "'weekly' not found in `markers`"),
-])  # fmt: skip
-def test_a_case_without_a_cadence_that_exists_ends_the_run(tmp_path, mark, expected):
-    code, printed = pytest_on(tmp_path, f"{mark}\ndef test_it(): pass")
-    assert code not in (0, 1) and fnmatch(printed, f"*{expected}*"), printed
-
-
-@pytest.mark.slow
-def test_the_rarest_of_several_marks_counts(tmp_path):
-    marks = ("commit", "nightly", "release", "consumer")
-    cases = "\n".join(f"@pytest.mark.{mark}\ndef test_{mark}(): pass" for mark in marks)
-    code, printed = pytest_on(tmp_path, f"pytestmark = pytest.mark.commit\n{cases}", "--cadence", "nightly", "-v")
-    assert code == 0
-    assert {mark for mark in marks if f"test_{mark} PASSED" in printed} == {"nightly", "consumer"}
 
 
 def pytest_on(folder, cases: str, *options: str, plugin: str = "tests.cadence.marks") -> tuple[int, str]:
@@ -50,10 +34,25 @@ def pytest_on(folder, cases: str, *options: str, plugin: str = "tests.cadence.ma
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_every_file_of_the_project_is_known_to_the_table():
+@pytest.mark.slow
+def test_the_rarest_of_several_marks_counts_and_a_case_without_one_ends_the_run(tmp_path):
+    marks = ("commit", "nightly", "release", "consumer")
+    cases = "\n".join(f"@pytest.mark.{mark}\ndef test_{mark}(): pass" for mark in marks)
+    code, printed = pytest_on(tmp_path, f"pytestmark = pytest.mark.commit\n{cases}", "--cadence", "nightly", "-v")
+    assert code == 0
+    assert {mark for mark in marks if f"test_{mark} PASSED" in printed} == {"nightly", "consumer"}
+    code, printed = pytest_on(tmp_path, "def test_it(): pass")
+    assert code not in (0, 1) and fnmatch(printed, "*1 cases have no cadence: *::test_it; mark each*"), printed
+
+
+def test_every_file_of_the_project_is_known_to_the_table_and_its_patterns_match_files_of_cases():
     listed = subprocess.run(["git", "ls-files"], cwd=HOME, capture_output=True, text=True, check=True).stdout.split()
     for path in listed:
         patterns_of(path)
+    files = [*(HOME / "addons").rglob("test_*.py"), *(HOME / "tests").rglob("test_*.py")]
+    cases = [file.relative_to(HOME).as_posix() for file in files]
+    unmatched = {p for patterns in TABLE.values() for p in patterns if not any(fnmatch(case, p) for case in cases)}
+    assert unmatched == set()
 
 
 def test_a_path_that_the_table_does_not_know_is_named(monkeypatch, capsys):
@@ -62,13 +61,6 @@ def test_a_path_that_the_table_does_not_know_is_named(monkeypatch, capsys):
     monkeypatch.setattr(ci, "changed_since", lambda base: ["attic/notes.txt"])
     assert ci.main(["--plan"]) == 1
     assert "attic/notes.txt" in capsys.readouterr().out
-
-
-def test_every_pattern_of_the_table_matches_a_file_of_cases():
-    files = [*(HOME / "addons").rglob("test_*.py"), *(HOME / "tests").rglob("test_*.py")]
-    cases = [file.relative_to(HOME).as_posix() for file in files]
-    unmatched = {p for patterns in TABLE.values() for p in patterns if not any(fnmatch(case, p) for case in cases)}
-    assert unmatched == set()
 
 
 @pytest.mark.parametrize("changed, among, not_among", [
@@ -86,10 +78,19 @@ def test_a_change_runs_what_its_folder_touches(changed, among, not_among):
     assert among in files and not_among not in files
 
 
-def test_a_file_keeps_its_day_whatever_a_change_touches(monkeypatch, capsys):
-    """Else it could wait for ever: each change would move it to another day."""
+def test_within_six_days_every_nightly_file_runs_on_its_day_whatever_a_change_touches(monkeypatch, capsys):
+    """Else it could wait for ever: each change would move it to another day. A part has the shortest files first."""
     nightly, ran = [piece for piece in PIECES if piece[0].startswith("soak")], []
     record = {piece: 10.0 * (index % 7 + 1) for index, piece in enumerate(nightly)}
+    days = [ci.turn_of(nightly, record, day) for day in range(700_000, 700_000 + ci.DAYS)]
+    assert sorted(piece for day in days for piece in day) == sorted(nightly)
+    sums = [sum(ci.expected(piece, record) for piece in day) for day in days]
+    assert max(sums) - min(sums) <= 10.0 * 7 / 2  # no more than the longest file, on two workers
+    known = {("soak-tests", "a"): 200.0, ("soak-tests", "b"): 40.0, ("cluster-check", "c"): 60.0}
+    taken = {
+        name: (files, seconds - ci.PARTS[name].setup) for name, (files, seconds) in ci.shares(known, known).items()
+    }
+    assert taken == {"soak-tests": (["b", "a"], 120.0), "cluster-check": (["c"], 60.0)}
     monkeypatch.setattr(ci, "read", lambda path: record)
     for changed in ([], [nightly[0][1]], [nightly[-1][1]]):
         monkeypatch.setattr(ci, "changed_since", lambda base, changed=changed: changed)
@@ -97,22 +98,6 @@ def test_a_file_keeps_its_day_whatever_a_change_touches(monkeypatch, capsys):
         others = {file for _, file in nightly} - {nightly[0][1], nightly[-1][1]}
         ran.append(set(capsys.readouterr().out.split()) & others)
     assert ran[0] == ran[1] == ran[2] and len(ran[0]) > 3
-
-
-def test_within_six_days_every_nightly_file_runs_once():
-    rest = [piece for piece in PIECES if piece[0].startswith("soak")]
-    record = {piece: SECONDS_OF_ONE * (index % 7 + 1) for index, piece in enumerate(rest)}
-    days = [ci.turn_of(rest, record, day) for day in range(700_000, 700_000 + ci.DAYS)]
-    assert sorted(piece for day in days for piece in day) == sorted(rest)
-    sums = [sum(ci.expected(piece, record) for piece in day) for day in days]
-    assert max(sums) - min(sums) <= SECONDS_OF_ONE * 7 / 2  # no more than the longest file, on two workers
-
-
-def test_a_part_has_its_files_the_shortest_first_and_its_seconds_of_the_record():
-    record = {("soak-tests", "a"): 200.0, ("soak-tests", "b"): 40.0, ("cluster-check", "c"): 60.0}
-    plan = ci.shares(record, record)
-    assert plan["soak-tests"] == (["b", "a"], ci.PARTS["soak-tests"].setup + 120.0)
-    assert plan["cluster-check"] == (["c"], ci.PARTS["cluster-check"].setup + 60.0)
 
 
 @pytest.mark.slow
@@ -173,3 +158,23 @@ def test_what_is_missing_is_said(monkeypatch, needs, said):
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits.get(what, (resource.RLIM_INFINITY,) * 2))
     found = lacking(**needs)
     assert found is None if said is None else found.startswith(said)
+
+
+def test_every_deliberate_fault_has_its_name_changes_one_place_in_one_line_and_names_tests_that_are_there():
+    """That these catch it, the run of the faults says. What a change touches is what its file or its tests hold."""
+    faults, files = read_faults(), code_of(REPOSITORY)
+    assert len(faults) >= 180
+    assert [name for name, count in Counter(fault.name for fault in faults).items() if count > 1] == []
+    code = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    found = {fault.name: code.count(fault.find) for fault in faults}
+    assert {name: count for name, count in found.items() if count != 1} == {}
+    for fault in faults:
+        assert "\n" not in fault.find + fault.replace and fault.find != fault.replace and fault.tests, fault.name
+        for test in fault.tests:
+            path, _, name = test.partition("::")
+            assert path.startswith(("tests/unit/", "tests/cli/", "addons/")) and (REPOSITORY / path).exists(), test
+            assert not name or f"def {name.partition('[')[0]}(" in (REPOSITORY / path).read_text(encoding="utf-8"), test
+    first, last = faults[0], faults[-1]
+    [file] = [each for each in files if first.find in each.read_text(encoding="utf-8")]
+    found = touched_faults(faults, {str(file.relative_to(REPOSITORY)), last.tests[0].partition("::")[0], "README.md"})
+    assert first in found and last in found and len(found) < len(faults) and touched_faults(faults, {"README.md"}) == []

@@ -38,57 +38,56 @@ def hydra(monkeypatch, tmp_path):
     return pretend
 
 
-def failing(error: Exception, folder: Path | None = None):
-    """A command's task that ends so."""
-
-    @recording_failure
-    def task(config):
-        if folder is not None:
-            shutil.rmtree(folder)
-        raise error
-
-    return task
+@recording_failure
+def failing(config: tuple[Exception, Path | None]) -> None:
+    """A command's task that removes a folder, if there is one, and ends with the error."""
+    error, folder = config
+    if folder is not None:
+        shutil.rmtree(folder)
+    raise error
 
 
 FULL = OSError(28, "No space left on device")
-LACKING = [(MemoryError(), ResourceError, "out of memory"), (FULL, ResourceError, "the disk is full")]
-REFUSALS = [(kind("it is broken"), kind, "it is broken") for kind in (ArtifactError, ConfigError, SdQuantError)]
 
 
 @pytest.mark.parametrize("mode", [RunMode.RUN, RunMode.MULTIRUN])
 def test_a_folder_that_vanishes_with_its_job_is_a_sentence_and_stays_away(hydra, capsys, tmp_path, mode):
     hydra(mode)
     with pytest.raises(SystemExit if mode is RunMode.RUN else SdQuantError) as left:
-        failing(FileNotFoundError("two"), tmp_path / "two")(None)
+        failing((FileNotFoundError("two"), tmp_path / "two"))
     said = capsys.readouterr().err if mode is RunMode.RUN else str(left.value)
     assert "two was removed while a job was running, so files of it are missing" in said
     assert not (tmp_path / "two").exists()
 
 
-@pytest.mark.parametrize(("error", "kind", "words"), [*REFUSALS, *LACKING])
-def test_a_refusal_of_a_single_run_is_recorded_and_logged(hydra, capsys, caplog, error, kind, words):
+@pytest.mark.parametrize(("error", "kind", "words"), [
+    *((kind("it is broken"), kind, "it is broken") for kind in (ArtifactError, ConfigError, SdQuantError)),
+    (MemoryError(), ResourceError, "out of memory"), (FULL, ResourceError, "the disk is full"),
+])  # fmt: skip
+def test_a_refusal_of_a_single_run_is_recorded_and_logged(hydra, capsys, caplog, monkeypatch, error, kind, words):
+    """A crash passes and leaves its reason. Where the disk is full, its own record finds no room either."""
     failure = hydra(RunMode.RUN)
+    with pytest.raises(ZeroDivisionError):
+        recording_failure(lambda config: 1 / config)(0)
+    assert json.loads(failure.read_text())["reason"] == "it crashed: ZeroDivisionError('division by zero')"
+    caplog.clear()
     with pytest.raises(SystemExit) as left, caplog.at_level(logging.ERROR):
-        failing(error)(None)
+        failing((error, None))
     [said] = caplog.messages
     assert said.startswith(words) and capsys.readouterr().err == f"error: {said}\n"
     assert left.value.code == {SdQuantError: 1, ConfigError: 2, ArtifactError: 3, ResourceError: 4}[kind]
     assert json.loads(failure.read_text()) == {"status": "failed", "reason": said, "exit_code": left.value.code}
     assert not any(record.exc_info for record in caplog.records)
 
-
-def test_a_failure_that_cannot_be_written_keeps_its_words(hydra, capsys, monkeypatch):
-    """The disk is full, so its own record finds no room either."""
-
     def full(*_):
         raise ResourceError("the disk is full: failure.json")
 
-    failure = hydra(RunMode.RUN)
+    failure.unlink()
     monkeypatch.setattr(sweep, "write_json", full)
-    with pytest.raises(SystemExit) as left:
-        failing(FULL)(None)
-    assert left.value.code == 4 and not failure.exists()
-    assert capsys.readouterr().err == "error: the disk is full; free some space and rerun\n"
+    with pytest.raises(SystemExit) as again:
+        failing((error, None))
+    assert again.value.code == left.value.code and not failure.exists()
+    assert capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_a_disk_that_is_full_before_the_job_begins_is_told_in_one_sentence(monkeypatch, capsys):
@@ -109,17 +108,12 @@ def test_a_disk_that_is_full_before_the_job_begins_is_told_in_one_sentence(monke
     assert capsys.readouterr().err.startswith("error: the disk is full: /run/.hydra/config.yaml could not be written")
 
 
-def test_a_crash_passes_and_leaves_its_reason(hydra):
-    failure = hydra(RunMode.RUN)
-    with pytest.raises(ZeroDivisionError):
-        recording_failure(lambda config: 1 / config)(0)
-    assert json.loads(failure.read_text())["reason"] == "it crashed: ZeroDivisionError('division by zero')"
-
-
-def test_a_job_that_succeeds_has_not_failed(hydra):
+def test_a_job_that_succeeds_has_not_failed_and_works_where_the_command_was_given(hydra, tmp_path, monkeypatch):
+    """A launcher may have started its process anywhere."""
     failure = hydra(RunMode.MULTIRUN)
     write_json(failure, {"reason": "before"})
-    assert recording_failure(lambda config: config + 1)(1) == 2 and not failure.exists()
+    monkeypatch.chdir("/")
+    assert recording_failure(lambda config: (config + 1, Path.cwd()))(1) == (2, tmp_path) and not failure.exists()
 
 
 def test_a_machine_that_does_not_share_the_sweeps_folder_does_no_job(hydra, tmp_path):
@@ -131,13 +125,6 @@ def test_a_machine_that_does_not_share_the_sweeps_folder_does_no_job(hydra, tmp_
     with pytest.raises(ResourceError, match=r"no sweep\.json on \S+, which was to do a job, .* let this machine share"):
         recording_failure(lambda config: 0)(None)
     assert not failure.exists()
-
-
-def test_a_job_works_where_the_command_was_given(hydra, tmp_path, monkeypatch):
-    """A launcher may have started its process anywhere."""
-    hydra(RunMode.MULTIRUN)
-    monkeypatch.chdir("/")
-    assert recording_failure(lambda config: Path.cwd())(None) == tmp_path
 
 
 def test_the_garbage_of_one_job_does_not_outlive_the_next():

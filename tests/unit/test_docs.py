@@ -33,10 +33,6 @@ FOLDERS = "addons|benchmarks|checkpoints|conf|docs|examples|sd_quant|tests"
 WITHOUT_HYDRA = {"sd_quant.commands.gate": gate.job_of, "sd_quant.commands.addons": command.split}
 
 
-def name_of(value) -> str:
-    return value.name if isinstance(value, Path) else " ".join(value) if isinstance(value, list) else str(value)
-
-
 def is_job(words: list[str]) -> bool:
     return words[0] == "python" and words[1].endswith(".py") and words[1].removesuffix(".py") in JOBS
 
@@ -58,18 +54,15 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_is_short_and_leads_to_every_page():
+def test_the_readme_is_short_and_leads_to_every_page_and_none_is_too_long_to_be_read():
     assert len(text_of(README).splitlines()) <= 160
     linked = {HOME / target.partition("#")[0] for target in links_of(README)}
     assert set(PAGES) - {README} <= linked
-
-
-def test_no_page_is_too_long_to_be_read():
     lengths = {page.name: len(text_of(page).splitlines()) for page in PAGES if page.name not in GENERATED}
     assert not {name: length for name, length in lengths.items() if length > LONGEST_PAGE}
 
 
-@pytest.mark.parametrize("page", RESULTS, ids=name_of)
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.name)
 def test_every_table_of_results_has_its_date_and_its_command(page):
     """The paragraph in front of a table says when it was measured, and its section with which command."""
     for section in re.split(r"^## ", text_of(page), flags=re.MULTILINE)[1:]:
@@ -82,7 +75,7 @@ def test_every_table_of_results_has_its_date_and_its_command(page):
                 assert any(COMMAND.match(line) for line in given), block[:200]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_has_its_target_and_every_path_is_there(page):
     for target in links_of(page):
         path, _, anchor = target.partition("#")
@@ -133,7 +126,7 @@ def test_every_job_command_is_a_job(pages):
             seen |= words
 
 
-@pytest.mark.parametrize("words", OTHER_COMMANDS, ids=name_of)
+@pytest.mark.parametrize("words", OTHER_COMMANDS, ids=" ".join)
 def test_every_other_command_has_its_file_and_options(words):
     program, arguments = (words[1], words[2:]) if words[0] == "-m" else (words[0], words[1:])
     if arguments and program in WITHOUT_HYDRA:

@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 import sd_quant
-from sd_quant.composition import job_with
 from sd_quant.errors import ConfigError
 from sd_quant.interface import Comparison, Quantized, Result
 from sd_quant.places import CONF, shown
@@ -25,6 +24,10 @@ from sd_quant.stages.load import Loaded, with_recipe
 pytestmark = pytest.mark.commit
 
 NOTHING = Statistics({}, {})
+ROWS = [
+    LayerAssignment("a", "ffn", (10, 64), format="int8", weight_axis=0),
+    LayerAssignment("b", "ffn", (10, 64), reason="kept"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +40,6 @@ def loaded_of(model: sd_quant.Model) -> Loaded:
     return with_recipe(model.session, job.model, job.infer, job.quantize)
 
 
-def test_a_short_file_of_prompts_is_too_short_for_calibration_alone(tmp_path):
-    (tmp_path / "two.txt").write_text("a red bicycle\na blue door\n")
-    short = sd_quant.open(calibration_prompts=str(tmp_path / "two.txt"))
-    assert short.sha256
-    with pytest.raises(ConfigError, match="^calib_size is [0-9]+, expected at most the 2 prompts"):
-        short.calibrate()
-
-
 def test_to_import_it_or_to_choose_a_tracker_imports_nothing_heavy():
     code = """if True:
         import sys, sd_quant
@@ -54,9 +49,6 @@ def test_to_import_it_or_to_choose_a_tracker_imports_nothing_heavy():
         assert not {"torch", "mlflow", "PIL", "onnx"} & sys.modules.keys()
     """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_what_is_exported_is_there():
     assert all(hasattr(sd_quant, name) for name in sd_quant.__all__)
     with pytest.raises(AttributeError, match="module sd_quant has no attribute nothing"):
         sd_quant.__getattr__("nothing")
@@ -86,11 +78,20 @@ def test_what_is_exported_is_there():
     (lambda model: sd_quant.compare([], ["a cat"]), "recipes of 0 models were given, expected some of one model"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_the_sentence_of_the_command(model, call, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        call(model)
+    """A Hydra application around it goes on as before."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        outside = GlobalHydra.instance().hydra
+        with pytest.raises(ConfigError, match=sentence):
+            call(model)
+        assert GlobalHydra.instance().hydra is outside
+        assert compose("quantize").quantize.quant_level == 3
 
 
-def test_knobs_are_those_of_the_command(model):
+def test_knobs_are_those_of_the_command(model, tmp_path):
+    (tmp_path / "two.txt").write_text("a red bicycle\na blue door\n")
+    short = sd_quant.open(calibration_prompts=str(tmp_path / "two.txt"))  # too short for calibration alone
+    with pytest.raises(ConfigError, match="^calib_size is [0-9]+, expected at most the 2 prompts"):
+        short.calibrate()
     recipe = {"quant_level": 4, "n_steps": 3, "scale": 2.5, "exp_name": "${b}"}
     job = model.job("fp8", recipe, {"prompts": ["a [cat], ${b}"], "steps": 7})
     assert job.quantize.exp_name == "${b}"
@@ -131,8 +132,9 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     made = Quantized(model, "int8", model.job(None, knobs), loaded, rows, knobs)
     with pytest.raises(ConfigError, match="^hand_over does not use steps without prompts; give prompts$"):
         made.hand_over("comfyui", tmp_path / "out", steps=3)
-    made_of = lambda *given, sampling: SimpleNamespace(images=given[1:])  # noqa: E731
-    monkeypatch.setattr(sd_quant.interface.Model, "generate", made_of)
+    monkeypatch.setattr(
+        sd_quant.interface.Model, "generate", lambda *given, sampling: SimpleNamespace(images=given[1:])
+    )
     scores = {"lpips": {"values": [0.001, 0.09]}}
 
     def fidelity_of(loaded, infer, reference, opened, target):
@@ -160,29 +162,17 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
     compile(dedent(code), "card", "exec")
 
 
-def test_a_hydra_application_around_it_goes_on_as_before():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        outside = GlobalHydra.instance().hydra
-        assert job_with({"model": "sdxl_mini"}, {}).quantize.format == "int8"
-        assert GlobalHydra.instance().hydra is outside
-        assert compose("quantize").quantize.quant_level == 3
-
-
 @pytest.mark.slow
 def test_bytes_of_weights_are_those_of_their_formats(model):
     loaded = loaded_of(model)
-    rows = [
-        LayerAssignment("a", "ffn", (10, 64), format="int8", weight_axis=0),
-        LayerAssignment("b", "ffn", (10, 64), format=None, reason="kept"),
-    ]
-    made = Quantized(model, "one", None, loaded, {row.name: row for row in rows})
+    made = Quantized(model, "one", None, loaded, {row.name: row for row in ROWS})
     parameters = model.parameters["unet_xl"]
     assert made.weight_bytes == 2 * parameters - 2 * 640 + 640 + 10 * 2  # codes, and a scale in fp16 for each channel
     assert made.share == made.weight_bytes / (2 * parameters)
     both = replace(made, loaded=replace(loaded, others={"clip1": loaded}), parts={"clip1": {}})  # as of two denoisers
     assert both.weight_bytes == made.weight_bytes + 2 * model.parameters["clip1"]
     assert both.share == both.weight_bytes / (2 * (parameters + model.parameters["clip1"]))
-    unheld = replace(made, assignment={"a": replace(rows[0], format="int4", low_rank=None)})
+    unheld = replace(made, assignment={"a": replace(ROWS[0], format="int4", low_rank=None)})
     with pytest.raises(ConfigError, match="ModelOpt cannot hold one, expected INT8 or FP8"):
         unheld.save_modelopt("unwritten.pt")
 
@@ -192,12 +182,8 @@ def test_each_thing_is_shown_in_a_line(model):
     path = CONF / "x.nemo"
     count = f"{model.parameters['unet_xl']:,}"
     assert repr(replace(model, path=path)) == f"Model(sdxl_mini, {shown(path)}, {count} parameters in unet_xl)"
-    rows = [
-        LayerAssignment("a", "ffn", (10, 64), format="int8"),
-        LayerAssignment("b", "ffn", (10, 64), reason="kept"),
-        LayerAssignment("c", "attention", ()),
-    ]
-    made = Quantized(model, "int8, alpha=0.8", None, None, {row.name: row for row in rows})
+    rows = {row.name: row for row in (*ROWS, LayerAssignment("c", "attention", ()))}
+    made = Quantized(model, "int8, alpha=0.8", None, None, rows)
     assert repr(made) == "Quantized(int8, alpha=0.8: 1 of 2 layers of sdxl_mini)"
     result = Result(made, np.zeros((1, 64, 64, 3), np.uint8), {"psnr": {"values": [31.234]}})
     assert repr(result) == "Result(int8, alpha=0.8: 31.23 dB)"

@@ -104,11 +104,13 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def test_the_table_names_every_room_and_none_that_is_gone():
+def strings_of(name: str) -> set[str]:
+    nodes = ast.walk(tree_of(modules()[name]))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_every_import_points_down_the_table_which_names_every_room_and_none_that_is_gone():
     assert {room_of(name) for name in modules()} - {""} == set(ROOMS) | {"__init__"}
-
-
-def test_every_import_points_down():
     up = [
         f"{name} imports {other}"
         for name in modules()
@@ -118,15 +120,12 @@ def test_every_import_points_down():
     assert not up
 
 
-def test_no_files_import_each_other_in_a_ring():
+def test_no_files_import_each_other_in_a_ring_and_each_twenty_of_ours_at_most():
+    assert not {name: len(found) for name in modules() if len(found := own_imports(name)) > 20}
     try:
         list(TopologicalSorter({name: own_imports(name) for name in modules()}).static_order())
     except CycleError as error:
         pytest.fail(f"a ring: {' <- '.join(error.args[1])}")
-
-
-def test_a_module_imports_twenty_of_ours_at_most():
-    assert not {name: len(found) for name in modules() if len(found := own_imports(name)) > 20}
 
 
 def test_a_function_takes_eight_parameters_at_most():
@@ -139,12 +138,9 @@ def test_a_function_takes_eight_parameters_at_most():
                 assert len(named) <= 8, f"{node.name} of {name} takes {len(named)}"
 
 
-def test_the_package_imports_no_add_on():
+def test_hydra_and_config_stay_at_the_edge_and_no_add_on_is_imported():
     for name in modules():
         assert not [full for full in imports_of(modules()[name]) if full.startswith("sd_quant_")], name
-
-
-def test_hydra_and_config_stay_at_the_edge():
     for name in [name for name in modules() if room_of(name) in ROOMS[ROOMS.index("stages") :]]:
         foreign = {full.partition(".")[0] for full in imports_of(modules()[name])}
         assert not foreign & {"hydra", "omegaconf"}, name
@@ -154,37 +150,43 @@ def test_hydra_and_config_stay_at_the_edge():
 
 NAMED_AT_HOME = {"engines": set(RUNTIMES) - {"torch"}, "quantization": set(FORMATS)}
 # whose versions a run records; and other tools' files, which are called after tools and say which formats these have
-LISTS_OF_PACKAGES = {
-    "report.provenance", *(name for name in modules() if room_of(name) == "interchange"),
-}  # fmt: skip
+LISTS_OF_PACKAGES = {"report.provenance", *(name for name in modules() if room_of(name) == "interchange")}
 
 
-def test_runtimes_and_formats_are_named_in_their_own_rooms_alone():
-    """Elsewhere their facts are asked for: what a runtime reads, whether a format has static scales."""
+def test_runtimes_and_formats_are_named_in_their_own_rooms_alone_and_foreign_formats_in_their_own_files():
+    """Elsewhere their facts are asked for: what a runtime reads, whether a format has static scales.
+
+    Two foreign formats are also kinds of files and runtimes, which other rooms name.
+    """
     for name in modules().keys() - LISTS_OF_PACKAGES:
         foreign = set().union(*(names for room, names in NAMED_AT_HOME.items() if room != room_of(name)))
-        nodes = ast.walk(tree_of(modules()[name]))
-        named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        assert not named & foreign, f"{name} names {', '.join(named & foreign)}"
+        assert not (named := strings_of(name) & foreign), f"{name} names {', '.join(named)}"
+    for name in modules().keys() - {"interchange"}:
+        own = {name.removeprefix("interchange."), "onnx", "openvino"}
+        assert not strings_of(name) & set(FOREIGN_FORMATS) - own, name
 
 
 CHECKED_BY_THE_SESSION = {
     "check_request", "check_mask", "check_latents", "check_guidance", "check_steps", "check_sizes", "check_machine",
     "check_finite", "check_batch", "open_checkpoint", "open_observed", "fits", "Pool",
 }  # fmt: skip
-ALLOWED = {
-    "stages.opening": {"check_request"},  # before minutes of hashing
-    "stages.export_trt": {"check_machine"},  # of ONNX files, where there is no checkpoint
-}
+
+
+def calls_of(name: str) -> set[str]:
+    """Functions and methods that a module calls, by their last names."""
+    calls = [node.func for node in ast.walk(tree_of(modules()[name])) if isinstance(node, ast.Call)]
+    return {getattr(call, "id", None) or f".{getattr(call, 'attr', '')}" for call in calls}
 
 
 def test_only_the_session_opens_a_model_checks_it_and_makes_its_pool():
-    """A check that every stage has to remember is forgotten by the next."""
+    """A check that every stage has to remember is forgotten by the next. Two have reasons to check earlier.
+
+    One checks before minutes of hashing, the other ONNX files, where there is no checkpoint.
+    """
+    earlier = {"stages.opening": {"check_request"}, "stages.export_trt": {"check_machine"}}
     at_work = [name for name in modules() if room_of(name) in ROOMS[: ROOMS.index("stages") + 1]]
     for name in set(at_work) - {"stages.session"}:
-        calls = [node.func for node in ast.walk(tree_of(modules()[name])) if isinstance(node, ast.Call)]
-        called = {call.id for call in calls if isinstance(call, ast.Name)}
-        assert called & CHECKED_BY_THE_SESSION <= ALLOWED.get(name, set()), name
+        assert calls_of(name) & CHECKED_BY_THE_SESSION <= earlier.get(name, set()), name
 
 
 # Files of Hydra, of the package, of a sweep's folder, and of a folder of hand_over, which has a list of its own.
@@ -197,13 +199,10 @@ def test_each_room_declares_the_files_that_it_writes_into_a_jobs_folder():
     assert {RECORD, FAILURE, PROVENANCE, REPORT} <= set(report.WRITES)
     declared = {pattern.rpartition("/")[2] for pattern in WRITTEN} | {"[0-9]*.png", "[0-9]*.webp"} | ELSEWHERE
     for name in [name for name in modules() if room_of(name) in ("stages", "report")]:
-        behind_slashes = [node.right for node in ast.walk(tree_of(modules()[name])) if is_path(node)]
+        divisions = [node for node in ast.walk(tree_of(modules()[name])) if isinstance(node, ast.BinOp)]
+        behind_slashes = [node.right for node in divisions if isinstance(node.op, ast.Div)]
         for file in filter(None, map(file_in, behind_slashes)):
             assert any(fnmatch(file, pattern) for pattern in declared), f"{name} writes {file}"
-
-
-def is_path(node: ast.AST) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
 
 
 def file_in(node: ast.expr) -> str | None:
@@ -213,8 +212,10 @@ def file_in(node: ast.expr) -> str | None:
     return name if re.search(r"\w\.[a-z]{2,7}$", name) else None
 
 
-OPENERS = {"open", "open_regular", "read_regular"}
-METHODS = {"read_bytes", "read_text", "ZipFile", "Unpickler", "frombuf", "safe_open"}
+OPENERS = {
+    "open", "open_regular", "read_regular",
+    ".read_bytes", ".read_text", ".ZipFile", ".Unpickler", ".frombuf", ".safe_open",
+}  # fmt: skip
 OWN_FILES = {"checkpoints.nemo_entries", "checkpoints.nemo_networks", "models.clip_tokenizer"}  # of the package
 UNPICKLING = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
@@ -224,33 +225,11 @@ def test_untrusted_files_are_opened_by_their_readers_alone():
     for name in modules():
         assert not {full.partition(".")[0] for full in imports_of(modules()[name])} & UNPICKLING, name
         if room_of(name) in ("checkpoints", "models", "names") and name not in OWN_FILES:
-            calls = [node.func for node in ast.walk(tree_of(modules()[name])) if isinstance(node, ast.Call)]
-            assert not {getattr(call, "id", None) for call in calls} & OPENERS, name
-            assert not {getattr(call, "attr", None) for call in calls} & METHODS, name
-
-
-def test_a_foreign_format_is_named_in_its_own_file():
-    """And in the list of formats. Two are also kinds of files and runtimes, which other rooms name."""
-    for name in modules().keys() - {"interchange"}:
-        nodes = ast.walk(tree_of(modules()[name]))
-        named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        own = name.removeprefix("interchange.")
-        assert not named & set(FOREIGN_FORMATS) - {own, "onnx", "openvino"}, name
+            assert not calls_of(name) & OPENERS, name
 
 
 # Lines that each may have, lists of deliberate faults and corpora included. Lowered when one gets lighter; raised only
-# with a sentence that says what the lines are worth. Tests had 55,420 before the commands of README and of each page
-# were run (tests/cli/test_documents.py). Bounds on what a stranger's folder makes libraries do, caches' keys that have
-# all that was read, limits of knobs, and tests of what deliberate faults had survived are worth 220 and 440 lines. AMD
-# Quark's exports, graphs that are timed once, and bounds on regexes and tables are worth 360 lines of the package;
-# tests of formats lost more than came. Programs that open every export (tests/programs) are worth 1,650. The machine's
-# probe and history are worth 360 of the package, of which observers that lose and other things gave 200 back; the bench
-# of checkpoints 580 of the benchmarks, for which four that had settled their question gave 390. Ten lines of tests hold
-# the share of unseen rows and a default run's history, which nothing held. Precise steps and flicker are worth 900 of
-# the package and 650 of tests, of which all rooms gave more, and codes that torch keeps once for both 30 and 10.
-# What add-ons bring was the package's and the tests' before; what finds them is worth 180 and 200 lines. Images among
-# a call's arguments, ControlNets, several denoisers, LoRAs and arguments of the call are worth 1,760 of the package:
-# add-ons took 1,420 out of it and other rooms gave 270.
+# with a sentence, in the message of the commit, that says what the lines are worth.
 BUDGETS = {"sd_quant": 50_762, "addons": 2_876, "tests": 54_535, "benchmarks": 6_079}
 TEXTS = {".py", ".diff", ".json"}
 

@@ -1,23 +1,32 @@
 """Which jobs a command means, what they are called, and that a folder has one sweep."""
 
 import json
+import math
 import re
-from functools import cache
+import shutil
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from omegaconf import OmegaConf
 
-from sd_quant import progress, sweep
+from sd_quant import cli, progress, search, sweep
 from sd_quant.cache import locked
 from sd_quant.composition import job_of
 from sd_quant.config import QuantizeJob
-from sd_quant.errors import ConfigError
+from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_json
 from sd_quant.places import CONF
 from sd_quant.report.record import DONE, RECORD
-from sd_quant.report.summary import FAILED, FAILURE, RECOMMENDATION, SWEEP, UNFINISHED, Job, Sweep, read_sweep
+from sd_quant.report.summary import FAILED, FAILURE, RECOMMENDATION, SWEEP, UNFINISHED, Job, Sweep, markdown, read_sweep
+from sd_quant.search import Outcome, axis, propose, told_of
+
+from .report.sweeps import record_of
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # each composes jobs, a fifth of a second each
 
@@ -32,28 +41,25 @@ def names(*arguments: str) -> list[str]:
     return [job["name"] for job in plan(*arguments)[0]["jobs"]]
 
 
-def test_jobs_are_named_by_what_varies():
+def test_jobs_are_named_by_what_varies_in_names_of_folders():
     found, label = plan("quant_level=1,2.5", "alpha=0.5,auto", "calib_size=16", "infer.steps=choice(5)")
     expected = [f"quant_level={level},alpha={alpha}" for level in ("1", "2.5") for alpha in ("0.5", "auto")]
     assert [job["name"] for job in found["jobs"]] == expected
     assert found["varied"] == ["quant_level", "alpha"] and label.startswith("quant_level-alpha_")
     assert names("calib_size=range(8,17,8)") == ["calib_size=8", "calib_size=16"]
     assert names("infer=openvino,onnxruntime") == ["infer=openvino", "infer=onnxruntime"]
-
-
-def test_a_value_has_one_name_however_it_is_written():
-    (usual, folder), (other, same) = plan("alpha=0.8,1"), plan("alpha=0.80,1.0")
-    assert [[job["name"] for job in found["jobs"]] for found in (usual, other)] == [["alpha=0.8", "alpha=1"]] * 2
-    assert folder == same
-
-
-def test_long_and_hostile_values_are_still_one_folder():
-    found = names(f"quantize.exp_name={'x' * 300},../../etc,{'x' * 301},a/b,'a b'")
-    assert len(set(found)) == 5
-    assert all(re.fullmatch(r"[A-Za-z0-9._=,+-]+", name) and len(name) < 200 for name in found)
+    hostile = names(f"quantize.exp_name={'x' * 300},../../etc,{'x' * 301},a/b,'a b'")
+    assert len(set(hostile)) == 5
+    assert all(re.fullmatch(r"[A-Za-z0-9._=,+-]+", name) and len(name) < 200 for name in hostile)
 
 
 def test_the_folder_depends_on_the_jobs_alone():
+    """Not on how a value is written, nor on the rule and the budget, by which the report recommends."""
+    (_, folder), (other, same) = plan("alpha=0.8,1"), plan("alpha=0.80,1.0")
+    assert [job["name"] for job in other["jobs"]] == ["alpha=0.8", "alpha=1"] and folder == same
+    plain, changed = (plan("quant_level=1,2", *more) for more in ((), ("verdict.enough_db=35", "timing.budget_s=60")))
+    assert plain[1] == changed[1] and plain[0]["identity"] == changed[0]["identity"]
+    assert (changed[0]["verdict"]["enough_db"], changed[0]["timing"]["budget_s"]) == (35, 60)
     usual, same, others = (
         plan("quant_level=1,2", *given)[1]
         for given in ([], ["cache.limit_gb=1", "hydra.verbose=false"], ["infer.steps=7"])
@@ -118,24 +124,19 @@ def test_what_is_said_follows_from_the_folder(tmp_path):
         assert sentence.startswith("2 of 3 jobs are not done (quant_level=2: no memory; quant_level=3: it ")
 
 
-def ended(*statuses: str) -> Sweep:
-    jobs = [Job(name, Path(name), {}, status, f"why {name}") for name, status in zip("abcd", statuses, strict=False)]
-    return Sweep(Path("sweep"), [], [], jobs)
-
-
 def test_a_launcher_that_failed_is_told_from_a_job_that_did():
+    def ended(*statuses: str) -> Sweep:
+        jobs = [Job(name, Path(name), {}, each, f"why {name}") for name, each in zip("abcd", statuses, strict=False)]
+        return Sweep(Path("sweep"), [], [], jobs)
+
     error = RuntimeError("no such\n  cluster")
     assert sweep.outcome(ended(DONE, DONE), error) == (0, "")
-    of_launcher = "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a)"
-    for statuses, told in {
-        (DONE, FAILED): "1 of 2 jobs is not done (b: why b)", (FAILED, UNFINISHED, UNFINISHED): of_launcher,
-    }.items():  # fmt: skip
-        assert sweep.outcome(ended(*statuses), error) == (1, f"{told}; the same command tries them again")
+    told = [sweep.outcome(ended(*each), error) for each in ((DONE, FAILED), (FAILED, UNFINISHED, UNFINISHED))]
+    assert told == [(1, f"{sentence}; the same command tries them again") for sentence in (
+        "1 of 2 jobs is not done (b: why b)",
+        "3 of 3 jobs are not done (the launcher failed with RuntimeError: no such cluster; a: why a)",
+    )]  # fmt: skip
     assert "why b" in sweep.outcome(ended(DONE, UNFINISHED))[1]
-
-
-EXPERIMENTS = [path.stem for path in (CONF / "experiment").glob("*.yaml")]
-LONG = {"nemo_docs_grid": pytest.mark.nightly}
 
 
 def test_jobs_that_run_elsewhere_are_counted_by_what_lies_in_their_folders(tmp_path, monkeypatch):
@@ -161,7 +162,10 @@ def test_jobs_that_run_elsewhere_are_counted_by_what_lies_in_their_folders(tmp_p
     assert work.line() == "jobs: 0 done, 2 failed, 0 running, 4 waiting; 30 s so far"
 
 
-@pytest.mark.parametrize("experiment", [pytest.param(name, marks=LONG.get(name, ())) for name in EXPERIMENTS])
+@pytest.mark.parametrize("experiment", [
+    pytest.param(path.stem, marks=pytest.mark.nightly if path.stem == "nemo_docs_grid" else ())
+    for path in (CONF / "experiment").glob("*.yaml")
+])  # fmt: skip
 def test_every_job_of_a_shipped_experiment_has_its_prompts(experiment):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         *_, jobs = sweep.plan_of("quantize", [f"experiment={experiment}"], lambda config: job_of(QuantizeJob, config))
@@ -189,20 +193,8 @@ def test_jobs_of_the_same_assignment_are_done_once():
     assert jobs.pop(twin) == first and set(jobs.values()) == {None}
     jobs = {job["name"]: job.get("same_as") for job in plan("quant_level=4", "attention=null,int8,fp8")[0]["jobs"]}
     assert jobs == {"attention=null": None, "attention=int8": "attention=null", "attention=fp8": None}
-
-
-@pytest.mark.parametrize(
-    "knob", ["calib_size=8,16", "infer.steps=5,6", "quantize.observer=min_max,mse", "percentile=0.5,1"]
-)
-def test_what_level_1_heeds_makes_another_job(knob):
-    assert not any(job.get("same_as") for job in plan("quant_level=1", knob)[0]["jobs"])
-
-
-def test_another_rule_or_budget_is_the_same_sweep():
-    """So its jobs are not done again, and the report says by what it recommends."""
-    usual, changed = (plan("quant_level=1,2", *more) for more in ((), ("verdict.enough_db=35", "timing.budget_s=60")))
-    assert usual[1] == changed[1] and usual[0]["identity"] == changed[0]["identity"]
-    assert (changed[0]["verdict"]["enough_db"], changed[0]["timing"]["budget_s"]) == (35, 60)
+    for heeded in ("calib_size=8,16", "infer.steps=5,6", "quantize.observer=min_max,mse", "percentile=0.5,1"):
+        assert not any(job.get("same_as") for job in plan("quant_level=1", heeded)[0]["jobs"]), heeded
 
 
 def test_a_sweep_goes_on_in_the_newest_folder_of_the_same_jobs(tmp_path):
@@ -215,3 +207,148 @@ def test_a_sweep_goes_on_in_the_newest_folder_of_the_same_jobs(tmp_path):
     assert sweep.begun(tmp_path, "alpha_1a") == tmp_path / "2026-01-03_03-04-05_alpha_1a"
     assert sweep.begun(tmp_path, sweep.dated("alpha_1a")) is None
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_alpha_1a", sweep.dated("alpha_1a"))
+
+
+LEVELS, REUSE = (0, 1, 2, 2.5, 3), (None, 0.2, 0.3, 0.4, 0.5)
+GRID = [
+    {"name": f"{level},{reuse},{sampler}", "varied": {"level": level, "reuse": reuse, "sampler": sampler}}
+    for level, reuse, sampler in product(LEVELS, REUSE, ("a", "b"))
+]
+
+
+def shown(job: dict, target: float) -> Outcome:
+    """Each lever costs fidelity and saves time; the sampler b is a little worse."""
+    level, reuse, sampler = job["varied"].values()
+    error = 0.0002 * LEVELS.index(level) ** 2 + 0.01 * (reuse or 0) ** 2 + 0.0001 * (sampler == "b") + 0.0001
+    return Outcome(-10 * math.log10(error), math.log(target * (1 - 0.1 * LEVELS.index(level)) * (1 - (reuse or 0))))
+
+
+def test_the_best_of_a_grid_is_found_within_a_fifth_of_its_jobs():
+    everything = {job["name"]: shown(job, 1.6) for job in GRID}
+    best = max((each.fidelity, name) for name, each in everything.items() if each.shortfall <= 0)[1]
+    known: dict[str, Outcome | None] = {}
+    while len(known) < len(GRID) / 5:
+        [name] = propose(GRID, known, 1)
+        assert name not in known
+        known[name] = everything[name]
+    assert best in known
+
+
+def test_proposals_follow_from_what_is_known_alone_and_are_never_known():
+    twins = [job | {"same_as": f"0,{job['varied']['reuse']},a"} if job["varied"]["level"] == 0 else job for job in GRID]
+    first = {f"0,{reuse},a": Outcome(40.0 - 20 * (reuse or 0), (reuse or 0) - 0.25) for reuse in (None, 0.2, 0.5)}
+    known = first | {"3,0.5,b": None}
+    names = propose(twins, known, 3)
+    assert names == propose(twins, dict(reversed(known.items())), 3) and len(set(names)) == 3
+    doubles = {job["name"] for job in twins if job.get("same_as") not in (None, job["name"])}
+    assert not set(names) & (known.keys() | doubles)
+    left = GRID[-2:]
+    assert sorted(propose(left, {}, 9)) == sorted(job["name"] for job in left)
+
+
+def test_numbers_have_an_order_and_texts_have_none_and_a_job_that_failed_is_as_bad_as_the_worst():
+    assert [axis([2.5, 1, 3, 1]), axis([None, 0.3, 0.2]), axis([12, 8, None])] == [
+        (["1", "2.5", "3"], True), (["null", "0.2", "0.3"], True), (["8", "12", "null"], True),
+    ]  # fmt: skip
+    assert axis([0.5, "auto", 0.3]) == (["0.5", '"auto"', "0.3"], False)
+    assert axis([False, 0, [1]]) == (["false", "0", "[1]"], False)
+    told = told_of({"a": Outcome(30.0, 0.2), "b": Outcome(25.0, -0.1), "c": None})
+    assert told["c"] == (25.0, {"shortfall": 0.2, "floor": 1.0})
+    assert told["b"] == (25.0, {"shortfall": -0.1, "floor": -1.0})
+    assert set(told_of({"a": Outcome(30.0, 0.2, passes=False)})["a"][1]) == {"shortfall"}
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Opens the folder of a search among eight levels and does its jobs, ``at_once`` of them at a time.
+
+    A job leaves its record at once, or fails for the reason that ``ends`` returns. Returns the batches by their levels.
+    """
+
+    def begun(jobs: int, target: float = 1.3, at_once: int | None = None, ends=lambda level: None) -> list[list[int]]:
+        batches = list[list[int]]()
+
+        def launch(overrides: list[list[str]], initial_job_idx: int) -> list:
+            batches.append([int(only.removeprefix("level=")) for [only] in overrides])
+            for number, level in enumerate(batches[-1], start=initial_job_idx):
+                folder = tmp_path / sweep.entry(tmp_path, number)["name"]
+                assert folder.name == f"level={level}"
+                folder.mkdir(exist_ok=True)
+                if (folder / RECORD).exists():
+                    continue
+                if reason := ends(level):
+                    write_json(folder / FAILURE, {"reason": reason})
+                else:
+                    write_json(folder / RECORD, record_of(44 - 2 * level, 1 + level / 10, 0.5))
+            return batches[-1]
+
+        planned = [{"name": f"level={n}", "varied": {"level": n}, "overrides": [f"level={n}"]} for n in range(8)]
+        plan = {"command": [], "varied": ["level"], "jobs": planned, "identity": "", "verdict": {"speedup": target}}
+        config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "launcher": {"n_jobs": at_once}}})
+        sweeper = SimpleNamespace(config=config, launcher=SimpleNamespace(launch=launch), max_batch_size=None)
+        with sweep.opened(tmp_path, search.planned(plan, jobs)):
+            search.sweep_by_proposals(sweeper, [])
+        return batches
+
+    return begun
+
+
+def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(begin, tmp_path):
+    def killed(level: int) -> None:
+        if len(list(tmp_path.glob(f"*/{RECORD}"))) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(3, ends=killed)
+    found = read_sweep(tmp_path)
+    assert sweep.start_line(found) == f"search for 3 of the grid's 8 jobs in {tmp_path}: 1 done before"
+    assert sweep.job_line(found, 1).startswith("job 2 of 3: level=")
+    before = [int(job.name[-1]) for job in found.jobs]
+    assert len(before) == 2
+    first, *then = begin(3)
+    assert first == before and [len(batch) for batch in then] == [1]
+    unbroken = [*before, *then[0]]
+    assert begin(3) == [unbroken], "it has ended, and its jobs are checked like those of a sweep"
+    [checked, one, other] = begin(2, target=1.5)
+    assert checked == unbroken and not {*one, *other} & {*unbroken}, "another target has jobs of its own"
+    shutil.rmtree(tmp_path)
+    assert begin(3) == [[level] for level in unbroken]
+
+
+def test_a_failed_job_ends_no_search_and_what_is_not_proposed_is_not_missing(begin, tmp_path):
+    def failing(level: int) -> str | None:
+        return None if list(tmp_path.glob(f"*/{FAILURE}")) else "no room"
+
+    assert [len(batch) for batch in begin(4, at_once=2, ends=failing)] == [2, 2]
+    found = read_sweep(tmp_path)
+    assert len(found.rows) == 4
+    assert sweep.outcome(found)[1].startswith("1 of 4 jobs is not done (level=")
+    assert "4 of the grid's 8 jobs, proposed by the Gaussian process of Optuna 5" in markdown(found)
+    cut = replace(found, jobs=[job for job in found.jobs if job.status == DONE], search={**found.search, "jobs": 6})
+    assert sweep.outcome(cut, RuntimeError("no such cluster"))[1].startswith(
+        "2 of 5 jobs are not done (the search failed with RuntimeError: no such cluster)"
+    )
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["search=0"], r"search is 0.*, expected a whole number of jobs from 1, or a share below 1"),
+    (["search=1.5"], "search is 1.5, expected a whole number"),
+    (["search=3", "verdict.speedup=null"], "search is 3, expected verdict.speedup= or verdict.image_ms= beside it"),
+    (["search=5"], r"^search is 5, expected at most the 3 jobs of the grid \(1 of its 4 give the assignment of an"),
+])  # fmt: skip
+def test_a_search_that_cannot_be_is_refused(arguments, sentence, monkeypatch):
+    with cli.composing("quantize"), pytest.raises(ConfigError, match=sentence):
+        given = ["quant_level=1,3", "alpha=0.5,0.8", "verdict.speedup=1.2", *arguments]
+        plan, _, jobs = sweep.plan_of("quantize", given, partial(job_of, QuantizeJob))
+        search.planned(plan, jobs[-1].search)
+    monkeypatch.setattr(search, "find_spec", lambda name: None)
+    with pytest.raises(ResourceError, match=r"not installed; install it with: pip install 'sd-quant\[search\]'"):
+        search.planned({"jobs": []}, 1)
+
+
+def test_a_single_run_searches_nothing(tmp_path):
+    command = cli.import_module("sd_quant.commands.quantize").main
+    overrides = ["search=3", "verdict.speedup=1.2", f"hydra.run.dir={tmp_path}/run"]
+    said = "^search is 3 and proposes jobs of a sweep, and thi"
+    with cli.composing("quantize"), pytest.raises(ConfigError, match=said):
+        cli.check_command(command, overrides, sweep.plain_config("quantize", overrides))

@@ -28,12 +28,6 @@ def pixels(path) -> np.ndarray:
 
 
 @pytest.fixture
-def without_plots(monkeypatch) -> None:
-    """Plots take most of the time."""
-    monkeypatch.setattr("sd_quant.report.rebuild.figures", lambda sweep, advice: {})
-
-
-@pytest.fixture
 def sweep(tmp_path):
     """Two recipes of twelve prompts, whose images have texture and say in their metadata what they are."""
     chance = np.random.default_rng(0)
@@ -50,20 +44,14 @@ def data_of(page) -> dict:
     return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
 
 
-def shown(page) -> dict[str, np.ndarray]:
-    """The pixels by id."""
-    found = {}
+def test_every_recipe_stands_beside_full_precision_on_its_prompts(sweep):
+    page = write_votes(sweep)
+    key, images = read_key(sweep.directory), {}
     for pair in data_of(page)["pairs"]:
         for image in pair["images"]:
             kind, content = image["source"].split(",")
             assert kind == "data:image/webp;base64"
-            found[image["id"]] = pixels(io.BytesIO(base64.b64decode(content)))
-    return found
-
-
-def test_every_recipe_stands_beside_full_precision_on_its_prompts(sweep):
-    page = write_votes(sweep)
-    key, images = read_key(sweep.directory), shown(page)
+            images[image["id"]] = pixels(io.BytesIO(base64.b64decode(content)))
     assert key["comparisons"] == [{"a": "full precision", "b": name} for name in NAMES.values()]
     kinds = [pair["kind"] for pair in key["pairs"].values()]
     assert {kind: kinds.count(kind) for kind in (VOTE, EQUAL, DAMAGED)} == {VOTE: 24, EQUAL: 1, DAMAGED: 1}
@@ -106,24 +94,12 @@ def test_most_pairs_are_shared_among_the_recipes(sweep, monkeypatch):
     assert {EQUAL, DAMAGED, VOTE} == set(kinds)
 
 
-def test_recipes_are_compared_with_each_other(sweep):
-    against = named("alpha=a", sweep)
-    page = draw_votes(sweep, against)
-    key, images = read_key(sweep.directory), shown(page)
-    assert key["comparisons"] == [{"a": "alpha=a", "b": "alpha=b"}]
-    pair = next(pair for pair in key["pairs"].values() if pair["kind"] == VOTE)
-    file = f"images/quantized/{pair['index']:04d}.png"
-    assert np.array_equal(images[pair["a"]], pixels(sweep.directory / "a" / file))
-    assert np.array_equal(images[pair["b"]], pixels(sweep.directory / "b" / file))
-    assert named("b", sweep).name == "b"
-    with pytest.raises(ConfigError, match="against is alpha=c, .* did you mean alpha="):
-        named("alpha=c", sweep)
-
-
-def test_a_report_that_is_made_again_keeps_the_page_as_long_as_its_images(sweep, without_plots):
+def test_a_report_that_is_made_again_keeps_the_page_as_long_as_its_images(sweep, tmp_path_factory, monkeypatch):
+    """Of the recipes that are compared, with full precision or with each other. Without images there is no page."""
+    monkeypatch.setattr("sd_quant.report.rebuild.figures", lambda sweep, advice: {})  # plots take most of the time
     page = sweep.directory / "votes.html"
     assert "votes.html" in rebuild(sweep.directory).read_text()
-    draw_votes(sweep, sweep.jobs[0], 5)
+    draw_votes(sweep, named("alpha=a", sweep), 5)
     kept, key = page.read_bytes(), read_key(sweep.directory)
     rebuild(sweep.directory)
     assert page.read_bytes() == kept and read_key(sweep.directory) == key
@@ -133,6 +109,13 @@ def test_a_report_that_is_made_again_keeps_the_page_as_long_as_its_images(sweep,
     new = read_key(sweep.directory)
     assert new["page"] != key["page"] and (new["against"], new["most_pairs"]) == ("a", 5)
     assert json.loads((sweep.directory / f"votes_key_{key['page'][:8]}.json").read_text()) == key
+    assert key["comparisons"] == [{"a": "alpha=a", "b": "alpha=b"}] and named("b", sweep).name == "b"
+    with pytest.raises(ConfigError, match="against is alpha=c, .* did you mean alpha="):
+        named("alpha=c", sweep)
+    write_job(folder := tmp_path_factory.mktemp("no images"), prompts=[])
+    assert "votes.html" not in rebuild(folder).read_text() and not (folder / "votes.html").exists()
+    with pytest.raises(ConfigError, match="has no votes_key.json, expected the folder of a report"):
+        read_key(folder)
 
 
 def test_what_is_no_pair_is_left_out(sweep):
@@ -150,25 +133,11 @@ def test_what_is_no_pair_is_left_out(sweep):
     assert draw_votes(sweep, sweep.jobs[0]) is None  # not of the same prompts
 
 
-def test_a_report_without_images_has_no_page(tmp_path, without_plots):
-    write_job(tmp_path, prompts=[])
-    text = rebuild(tmp_path).read_text()
-    assert "votes.html" not in text and not (tmp_path / "votes.html").exists()
-    with pytest.raises(ConfigError, match="has no votes_key.json, expected the folder of a report"):
-        read_key(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda key: key.pop("page"),
-        lambda key: key.update(pairs=[]),
-        lambda key: key.update(page="/../../x"),
-        lambda key: key["comparisons"].pop(),
-        lambda key: next(iter(key["pairs"].values())).update(kind="x"),
-        lambda key: next(iter(key["pairs"].values())).update(a=1),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda key: key.pop("page"), lambda key: key.update(pairs=[]), lambda key: key.update(page="/../../x"),
+    lambda key: key["comparisons"].pop(), lambda key: next(iter(key["pairs"].values())).update(kind="x"),
+    lambda key: next(iter(key["pairs"].values())).update(a=1),
+])  # fmt: skip
 def test_a_damaged_key_is_refused(sweep, change):
     write_votes(sweep)
     path = sweep.directory / "votes_key.json"

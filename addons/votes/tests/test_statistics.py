@@ -45,26 +45,21 @@ def test_who_cannot_tell_decides_nothing():
     assert preference([]).votes == 0
 
 
-def test_voters_who_differ_widen_the_interval():
-    """Two always prefer the first, three the second: 320 votes are no 320 independent ones."""
+@pytest.mark.parametrize("voters", [range(5), 5 * "a"])
+def test_voters_and_prompts_are_resampled(voters):
+    """All five agree on each prompt, or one votes five times: there are 16 answers, not 80.
+
+    And where two always prefer the first and three the second, 320 votes are no 320 independent ones.
+    """
+    votes = [Vote(voter, prompt, 1 if prompt < 11 else -1) for voter in voters for prompt in range(16)]
+    found, sixteen = preference(votes).share, exact(11, 16)[0]
+    assert found.low == pytest.approx(sixteen.low, abs=0.06) and found.high == pytest.approx(sixteen.high, abs=0.06)
     votes = [Vote(voter, prompt, 1 if voter < 3 else -1) for voter in range(5) for prompt in range(64)]
     found, naive = preference(votes), exact(3 * 64, 5 * 64)[0]
     assert found.share.value == 0.6 == naive.value and naive.low > 0.5
     assert found.share.low < 0.3 and found.share.high > 0.9 and found.p > 0.3
-
-
-@pytest.mark.parametrize("voters", [range(5), 5 * "a"])
-def test_prompts_are_resampled_too(voters):
-    """All five agree on each prompt, or one votes five times: there are 16 answers, not 80."""
-    votes = [Vote(voter, prompt, 1 if prompt < 11 else -1) for voter in voters for prompt in range(16)]
-    found, sixteen = preference(votes).share, exact(11, 16)[0]
-    assert found.low == pytest.approx(sixteen.low, abs=0.06) and found.high == pytest.approx(sixteen.high, abs=0.06)
-
-
-def test_voters_who_agree_on_everything_leave_some_doubt():
-    votes = [Vote(voter, prompt, 1) for voter in range(3) for prompt in range(4)]
-    assert preference(votes)[3:] == exact(12, 12)  # its p too, which no resampling has
-    assert 0.5 < preference(votes).share.low < 0.8
+    agreed = preference([Vote(voter, prompt, 1) for voter in range(3) for prompt in range(4)])
+    assert agreed[3:] == exact(12, 12) and 0.5 < agreed.share.low < 0.8, "some doubt is left, which no resampling has"
 
 
 @pytest.mark.slow
@@ -85,18 +80,19 @@ def test_the_crossed_interval_holds_the_truth(monkeypatch):
     assert held >= 184  # 92 %; nominally 190, with a standard deviation of 3
 
 
-def test_two_voters_have_cohens_kappa():
+def test_two_voters_have_cohens_kappa_and_more_have_fleiss():
     metrics = pytest.importorskip("sklearn.metrics")
     chance = random.Random(1)
     a = [chance.choice((-1, 0, 1)) for _ in range(50)]
     b = [answer if chance.random() < 0.6 else chance.choice((-1, 1)) for answer in a]
     votes = [(voter, item, answer) for voter, answers in (("a", a), ("b", b)) for item, answer in enumerate(answers)]
     found = agreement([*votes, ("a", "seen by a alone", 1)])
-    assert found.kappa == pytest.approx(metrics.cohen_kappa_score(a, b))
-    assert found.share == pytest.approx(metrics.accuracy_score(a, b)) and found.items == 50
+    expected = metrics.accuracy_score(a, b), metrics.cohen_kappa_score(a, b)
+    assert (found.share, found.kappa) == pytest.approx(expected) and found.items == 50
+    assert agreement([("a", 1, 1), ("a", 2, 0)]) == (2, None, None)
+    assert agreement([("a", 1, 1), ("b", 2, 0)]) == (0, None, None)
+    assert agreement([("a", 1, 1), ("b", 1, 1)]) == (1, 1.0, None)  # nobody has ever said anything else
 
-
-def test_more_voters_have_fleiss_kappa():
     rows = [list(map(int, line.split())) for line in FLEISS.splitlines()]
     votes = []
     for item, counts in enumerate(rows):
@@ -104,12 +100,6 @@ def test_more_voters_have_fleiss_kappa():
         votes += [(voter, item, answer) for voter, answer in enumerate(answers)]
     found = agreement(votes)
     assert found.kappa == pytest.approx(0.210, abs=5e-4) and found.share == pytest.approx(0.378, abs=5e-4)
-
-
-def test_no_agreement_where_there_is_nothing_to_agree_on():
-    assert agreement([("a", 1, 1), ("a", 2, 0)]) == (2, None, None)
-    assert agreement([("a", 1, 1), ("b", 2, 0)]) == (0, None, None)
-    assert agreement([("a", 1, 1), ("b", 1, 1)]) == (1, 1.0, None)  # nobody has ever said anything else
 
 
 @pytest.mark.parametrize(
@@ -129,7 +119,4 @@ def test_the_votes_that_would_tell(share, alpha, needed):
 
     if needed < 100:
         assert power(needed - 1) < 0.8 <= min(map(power, range(needed, needed + 20)))
-
-
-def test_no_number_of_votes_tells_what_is_equal():
     assert votes_needed(0.5) is None and votes_needed(0.501) is None and votes_needed(1.0) == 5

@@ -3,41 +3,46 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
+import onnx
 import pytest
+import torch
+
+from sd_quant.errors import ConfigError
+from sd_quant.places import HOME
 
 pytestmark = pytest.mark.commit
 
 
-@pytest.mark.parametrize("kind", ["glyphs", "textures", "faces", "scenes"])
-def test_pictures_are_drawn_alike_each_time_and_captions_tell_them_apart(kind, benchmark):
+def test_pictures_are_drawn_alike_each_time_and_captions_tell_them_apart(benchmark):
     pictures = benchmark("bench_pictures")
-    (captions, first), (again, second) = pictures.drawn(kind, 8), pictures.drawn(kind, 8)
-    assert captions == again and np.array_equal(first, second)
-    assert first.shape == (8, 64, 64, 3) and first.dtype == np.uint8
-    assert len(set(captions)) > 4 and all(picture.std() > 1 for picture in first)
-    assert not np.array_equal(first, pictures.drawn(kind, 8, seed=1)[1])
-
-
-def refusal(opened, name, bench) -> str:
-    with pytest.raises(SystemExit) as refused:
-        opened(name, bench)
-    return str(refused.value)
+    for kind in ("glyphs", "textures", "faces", "scenes"):
+        (captions, first), (again, second) = pictures.drawn(kind, 8), pictures.drawn(kind, 8)
+        assert captions == again and np.array_equal(first, second)
+        assert first.shape == (8, 64, 64, 3) and first.dtype == np.uint8
+        assert len(set(captions)) > 4 and all(picture.std() > 1 for picture in first)
+        assert not np.array_equal(first, pictures.drawn(kind, 8, seed=1)[1])
 
 
 def test_a_bench_that_is_missing_incomplete_or_of_another_hash(benchmark, tmp_path, monkeypatch):
     bench = benchmark("bench")
-    assert "checkpoints.json is missing" in refusal(bench.opened, "faces", tmp_path)
+
+    def refused(name: str, said: str) -> None:
+        with pytest.raises(SystemExit, match=said):
+            bench.opened(name, tmp_path)
+
+    refused("faces", "checkpoints.json is missing")
     (tmp_path / "checkpoints.json").write_text(json.dumps({"faces": {"family": "sdxl", "sha256": "0" * 64}}))
     for name in ("faces", "unknown"):
-        assert f"the checkpoint {name} of the bench is missing" in refusal(bench.opened, name, tmp_path)
+        refused(name, f"the checkpoint {name} of the bench is missing")
     (tmp_path / "faces").mkdir()
     (tmp_path / "faces/captions.txt").write_text("a face\n")
-    found = refusal(bench.opened, "faces", tmp_path)
-    assert "expected 000000000000: its files are incomplete or altered" in found and "make bench-checkpoints" in found
+    refused("faces", "expected 000000000000: its files are incomplete or altered.*make bench-checkpoints")
     monkeypatch.setitem(bench.KNOWN, "second", ("sdxl_mini", tmp_path / "none.nemo", None, "a", "b"))
-    assert "none.nemo is missing" in refusal(bench.opened, "second", tmp_path)
+    refused("second", "none.nemo is missing")
 
 
 def test_the_recipe_for_a_checkpoint_is_chosen_on_the_others(benchmark):
@@ -64,4 +69,110 @@ def test_a_checkpoint_is_made_noted_and_opened(benchmark, tmp_path, monkeypatch)
     assert subject.denoiser == "transformer" and len(subject.names) > 20
     assert not set(subject.prompts) & set(chosen) and not {*subject.prompts, *chosen} & set(reported)
     shutil.rmtree(tmp_path / "sketches/transformer")
-    assert "incomplete or altered" in refusal(bench.opened, "sketches", tmp_path)
+    with pytest.raises(SystemExit, match="incomplete or altered"):
+        bench.opened("sketches", tmp_path)
+
+
+SCRIPT = """
+import argparse, os, signal
+from measurer import Rows, add_row, serve
+from pathlib import Path
+
+def work(options, name, number):
+    if name == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "fails" and not Path("mended").exists():
+        raise RuntimeError("so it is")
+    return {"number": int(number), "process": os.getpid()}
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--subject", default="this")
+add_row(parser)
+options = parser.parse_args()
+if options.row:
+    serve({"work": work}, options)
+else:
+    rows = Rows(Path("."), {"of": options.subject})
+    for name in ("works", "killed", "fails"):
+        rows.measure(f"work:{name}:3", note=name)
+"""
+
+
+@pytest.mark.slow
+def test_a_row_that_has_its_figures_is_not_measured_again(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def run(*arguments: str) -> tuple[str, dict]:
+        ended = subprocess.run([sys.executable, "script.py", *arguments], cwd=tmp_path, capture_output=True, text=True,
+                               env={"PYTHONPATH": f"{HOME}:{HOME / 'benchmarks'}"})  # fmt: skip
+        return ended.stderr, json.loads((tmp_path / "rows.json").read_text())
+
+    _, first = run()
+    works, killed, fails = (first[f"work:{name}:3"] for name in ("works", "killed", "fails"))
+    assert works["number"] == 3 and works["note"] == "works" and works["peak_memory_bytes"] > works["seconds"] > 0
+    assert killed["failed"] == "killed" and fails["failed"] == "RuntimeError: so it is"
+    (tmp_path / "mended").touch()
+    said, second = run()
+    mended = second["work:fails:3"]
+    assert not said and mended["number"] == 3 and second == first | {"work:fails:3": mended}
+    assert "rows.json has figures of another subject; delete it" in run("--subject", "another")[0]
+
+
+TRUE = {"said": {}, "quantized_layers": 150, "int8_layers": 150, "own_speedup": 1.2, "speedup": 1.21}
+SAID = {
+    "FLOAT": "FLOAT: openvino computes 150 of 150 quantized layers in floating point; metrics.json names them.",
+    "SLOWER": "SLOWER: unet_xl at batch 2 on openvino takes 1.75 times as long quantized as unquantized.",
+}
+OLD = {"said": SAID, "int8_layers": 0, "own_speedup": 0.57, "speedup": 0.58}
+
+
+@pytest.mark.parametrize("changed, found", [
+    ({}, []),
+    (OLD, []),
+    ({"int8_layers": 0}, ["says that 150 of 150 layers are INT8, and OpenVINO executes 0"]),
+    (OLD | {"int8_layers": 150}, ["says that 0 of 150 layers are INT8, and OpenVINO executes 150"]),
+    ({"own_speedup": 0.9}, ["does not say SLOWER, and its own rounds give 0.90x"]),
+    ({"speedup": 0.8}, ["does not say SLOWER, and timed again give 0.80x"]),
+    ({"own_speedup": 0.98, "speedup": 0.95}, []),  # within what a latency varies by
+    (OLD | {"own_speedup": 1.2}, ["says SLOWER, and its own rounds give 1.20x"]),
+])  # fmt: skip
+def test_what_is_said_is_held_against_what_is_executed_and_timed(benchmark, changed, found):
+    assert benchmark("processors").falsehoods(TRUE | changed) == found
+
+
+def test_times_without_a_median_leave_the_ratio_of_the_rounds_and_a_class_that_is_none_is_refused(
+    benchmark, tmp_path, monkeypatch
+):
+    processors = benchmark("processors")
+    monkeypatch.setattr("sys.argv", ["processors", "--classes", "AVX2", "AVX3"])
+    expected = "--classes has AVX3, expected some of AVX2, AVX2_VNNI, AVX512_CORE, AVX512_CORE_VNNI, AVX512_CORE_AMX"
+    with pytest.raises(ConfigError, match=f"^{expected}$"):
+        processors.main()
+    times = {name: {"p50_ms": None, "reason": "disturbed"} for name in ("full_precision", "quantized")}
+    parity = {name: {"relative_error": 0.1, "tolerance": 0.2} for name in ("quantized_layers", "unet_xl_quantized")}
+    job = {"parity": parity, "executed": {"of": 150}, "fidelity": {"psnr": {"mean": 15.0}}}
+    job["latency"] = {"openvino": {"unet_xl": {"2": {**times, "speedup": 1.2}}}}
+    graph = processors.artifact(tmp_path / "run", "onnx", "unet_xl")
+    graph.parent.mkdir(parents=True)
+    onnx.save(onnx.ModelProto(), graph)
+    (tmp_path / "run/metrics.json").write_text(json.dumps(job))
+    (tmp_path / "run/layers.csv").write_text("name,format\nconv_in,int8\n")
+    torch.save({"int8": torch.ones(1)}, tmp_path / "outputs.pt")
+    record = processors.record_of("AVX2", tmp_path, "", {"int8_layers": 150, "speedup": 1.2}, None)
+    assert record["own_speedup"] == 1.2 and not record["falsehoods"]
+
+
+@pytest.mark.release
+def test_two_classes_run(benchmark, script, tmp_path):
+    processors = benchmark("processors")
+    here = [name for name in processors.CLASSES if not processors.lacking(name, processors.flags_here())]
+    if not here:
+        pytest.skip("this processor is older than AVX2, or no x86")
+    result = script("processors", "--classes", *dict.fromkeys((here[0], here[-1])), "--quick", "--out", tmp_path)
+    assert "Traceback" not in result.stderr, result.stderr
+    assert result.returncode in (0, 1), result.stdout + result.stderr  # 1 where a busy machine's latencies contradict
+    records = json.loads((tmp_path / "processors.json").read_text())
+    for each in records:
+        assert "failed" not in each and not [found for found in each["falsehoods"] if "OpenVINO executes" in found]
+        assert each["int8_layers"] == (0 if each["saturates"] else each["quantized_layers"])
+    assert (tmp_path / "processors.md").read_text() in result.stdout and (tmp_path / "processors.csv").is_file()

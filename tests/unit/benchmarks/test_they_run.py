@@ -1,8 +1,7 @@
-"""Runs every benchmark at a size of seconds, so that its tables can be made again at any time.
+"""Every benchmark runs, at a size of seconds and with rows that set every knob between them.
 
-Where the rows of a benchmark differ in a knob alone, some of them run, which set every knob between them. Benchmarks of
-the shipped checkpoint run in this process and share one trace of its UNet. Those that start commands, or need packages
-of other projects, run in a process of their own.
+Those of the shipped checkpoint run in this process and share one trace of its UNet; those that start commands, or need
+packages of other projects, in a process of their own.
 """
 
 import json
@@ -42,19 +41,13 @@ IN_THIS_PROCESS = {
     "precision": ["--images", "2", "--calib-size", "1", "--steps", "4", "--presets", "int8"],
     "candidates, without a tool": ["--only", "comfyui-fp8-cast"],
 }  # fmt: skip
-TOOLS = {  # of candidates, and the packages that it takes
-    "gguf": ["gguf"],
-    "comfyui": ["comfy_kitchen"],
-    "sdnq": ["sdnq"],
-    "torchao": ["torchao"],
-    "quanto": ["optimum", "accelerate"],
-    "bitsandbytes": ["bitsandbytes", "accelerate"],
-    "modelopt": [],
-}
-OTHER_QUANTIZERS = {  # rows of peers, and the package that they take
-    "nncf": ["nncf_default", "nncf_without_smoothquant", "nncf_symmetric"],
-    "quark": ["quark_w8a8"],
-}
+TOOLS = {  # of candidates, and the packages that each takes
+    "gguf": ["gguf"], "comfyui": ["comfy_kitchen"], "sdnq": ["sdnq"], "torchao": ["torchao"],
+    "quanto": ["optimum", "accelerate"], "bitsandbytes": ["bitsandbytes", "accelerate"], "modelopt": [],
+}  # fmt: skip
+OTHER_QUANTIZERS = {  # rows of peers by the package that they take
+    "nncf": ["nncf_default", "nncf_without_smoothquant", "nncf_symmetric"], "quark": ["quark_w8a8"],
+}  # fmt: skip
 FAMILIES = ["sd15", "pixart", "sd3", "flux"]  # of docs/results_full_size.md
 IN_PROCESSES = {"any_pipeline", "any_pipeline_full_size", "families", "full_size", "full_size_parts", "sweep"}
 ELSEWHERE = {"bench_pictures", "bench_train", "processors", "measurer", "common", "occasions"}

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import re
 from importlib.util import find_spec
 
 import diffusers
@@ -16,14 +15,13 @@ from tests.zoo import (
     LEFT_OUT,
     build,
     call,
-    first_call,
     from_images,
     images,
     makes_video,
     takes_a_prompt_alone,
     takes_images,
     write,
-)  # fmt: skip
+)
 from tests.zoo.cases import Case
 
 pytestmark = pytest.mark.commit
@@ -35,16 +33,12 @@ FRAMES = {"num_frames", "video_length", "frames", "video", "control_video", "seg
 OPENED_ALONE = {"accelerate"}  # a package that opens a folder, and no call needs
 
 
-@pytest.fixture(scope="module")
-def kinds() -> dict[str, type[DiffusionPipeline]]:
-    named = {name: getattr(diffusers, name, None) for name in dir(diffusers)}  # some names have no class any more
-    return {
-        name: kind for name, kind in named.items() if isinstance(kind, type) and issubclass(kind, DiffusionPipeline)
-    }
-
-
 @pytest.mark.slow
-def test_every_class_that_makes_images_or_frames_of_a_prompt_is_built_or_left_out(kinds):
+def test_every_class_that_makes_images_or_frames_of_a_prompt_or_takes_images_is_built_or_left_out_with_a_reason():
+    named = {name: getattr(diffusers, name, None) for name in dir(diffusers)}  # some names have no class any more
+    kinds = {
+        name: each for name, each in named.items() if isinstance(each, type) and issubclass(each, DiffusionPipeline)
+    }
     found = {name for name, kind in kinds.items() if takes_a_prompt_alone(kind) and not makes_video(kind)}
     assert {"StableDiffusionPipeline", "FluxPipeline", "ZImagePipeline"} <= found  # else the search is broken
     assert "FluxKontextPipeline" not in found and "WanPipeline" not in found
@@ -52,23 +46,12 @@ def test_every_class_that_makes_images_or_frames_of_a_prompt_is_built_or_left_ou
     found |= {name for name, own in takes.items() if name.endswith("Pipeline") and "prompt" in own and FRAMES & own}
     assert {name for name in found if not name.startswith("Onnx")} - CASES.keys() - LEFT_OUT.keys() == set()
 
-
-@pytest.mark.slow
-def test_every_class_that_takes_images_is_built_or_left_out(kinds):
-    found = {name for name, kind in kinds.items() if takes_images(kind)}
-    built = {name.split(",")[0] for name in CASES}
-    assert {"FluxKontextPipeline", "WanImageToVideoPipeline", "StableVideoDiffusionPipeline"} <= found
-    assert "FluxPipeline" not in found and "StableAudioPipeline" not in found
-    assert found - built - LEFT_OUT.keys() == set()
-    assert {name.split(",")[0] for name in from_images.CASES} - found == set()
+    of_images, built = {name for name, kind in kinds.items() if takes_images(kind)}, {n.split(",")[0] for n in CASES}
+    assert {"FluxKontextPipeline", "WanImageToVideoPipeline", "StableVideoDiffusionPipeline"} <= of_images
+    assert "FluxPipeline" not in of_images and "StableAudioPipeline" not in of_images
+    assert of_images - built - LEFT_OUT.keys() == {n.split(",")[0] for n in from_images.CASES} - of_images == set()
     assert all(case.images for case in from_images.CASES.values())
-
-
-@pytest.mark.slow
-def test_no_class_is_both_or_gone_or_without_a_reason(kinds):
-    built = {name.split(",")[0] for name in CASES}
-    assert built & LEFT_OUT.keys() == set()
-    assert (built | LEFT_OUT.keys()) - kinds.keys() == set()
+    assert built & LEFT_OUT.keys() == (built | LEFT_OUT.keys()) - kinds.keys() == set()
     assert all(len(reason) > 8 for reason in LEFT_OUT.values())
 
 
@@ -78,43 +61,6 @@ def test_the_same_seed_builds_the_same_and_leaves_the_random_state():
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
     assert not torch.equal(first["proj_out.weight"], other["proj_out.weight"])
     assert torch.equal(state, torch.get_rng_state())
-
-
-# Weights that do not reach the output by the class's own making: a last block's text, arguments of other uses, and the
-# bias of keys, which a softmax cancels. HiDream's experts run without gradients.
-UNREACHED = {
-    "HiDreamImagePipeline": r"experts\.|ff_i\.gate",
-    "HunyuanImagePipeline": r"to_k\.bias",
-    "LuminaPipeline": r"^pad_token$|attn2\.norm_k\.bias",
-    "NucleusMoEImagePipeline": r"norm_added_q",
-    "QwenImagePipeline": r"^transformer_blocks\.1\.(attn\.(add_q|to_add_out|norm_added_q)|txt_mlp)",
-    "StableDiffusion3Pipeline": r"^transformer_blocks\.1\.attn\.(add_q|norm_added_q)",
-}
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("name", images.CASES)
-def test_every_weight_of_the_denoiser_reaches_its_output(name):
-    if lacking(CASES[name]):
-        pytest.skip(f"{name} needs {', '.join(lacking(CASES[name]))}")
-    pipeline = build(name)
-    denoiser = getattr(pipeline, CASES[name].denoiser)
-    given = first_call(pipeline, name, 'two small boats and the word "sunset"')  # some encode what is quoted by itself
-    output = denoiser.requires_grad_(True)(**given)
-    sum((part * torch.randn_like(part)).sum() for part in tensors(output)).backward()
-    unreached = {
-        weight
-        for weight, parameter in denoiser.named_parameters()
-        if parameter.numel() and (parameter.grad is None or parameter.grad.abs().max() < 1e-8)
-    }
-    assert [weight for weight in unreached if not re.search(UNREACHED.get(name, "^$"), weight)] == []
-
-
-def tensors(value) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value
-    return [tensor for part in parts if part is not None for tensor in tensors(part)]
 
 
 def lacking(case: Case) -> list[str]:

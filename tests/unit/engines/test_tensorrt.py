@@ -16,8 +16,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto
-from onnx.helper import make_graph, make_model, make_node, make_tensor_value_info, set_model_props
+from onnx.helper import make_node, set_model_props
 
 from sd_quant.config import artifact
 from sd_quant.engines import load_engine
@@ -59,42 +58,33 @@ def plan(built, tmp_path):
     return tmp_path / "tiny.plan"
 
 
-def file_with(path: Path, inputs: dict[str, list], **properties: str) -> Path:
-    values = [make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()]
-    model = make_model(make_graph([], "part", values, []))
-    set_model_props(model, properties)
-    onnx.save(model, path)
-    return path
-
-
 def test_a_profile_has_the_axes_that_a_file_states_for_the_sizes_that_are_asked_for(tmp_path):
     """Of a pipeline that was observed, whose axes nobody knows but the file."""
     inputs = {"x": ["batch", "size_1", 8], "text": ["batch", "text_1", 4], "latents": ["batch", 4, "height", "width"]}
     axes = {"size_1": ["width*height", 1, 256, 5], "text_1": ["", 0, 1, 30], "height": ["height", 1, 16, 0]}
-    stated = {"axes": json.dumps(axes), "samples_a_picture": "2"}
-    path = file_with(tmp_path / "part.onnx", inputs, **stated)
+    plain = save_graph(tmp_path / "plain.onnx", [], {}, {"latents": inputs["latents"]}, {})
+    model = onnx.load(path := save_graph(tmp_path / "part.onnx", [], {}, inputs, {}))
+    set_model_props(model, {"axes": json.dumps(axes), "samples_a_picture": "2"})
+    onnx.save(model, path)
     profile = building.profile_of(path, "part", 1, (1, 4), (128, 64), [(256, 256), (64, 64)], guided=True)
     assert profile == {
         "x": ((1, 21, 8), (2, 37, 8), (8, 261, 8)),
         "text": ((1, 30, 4), (2, 30, 4), (8, 30, 4)),
         "latents": ((1, 4, 4, 8), (2, 4, 4, 16), (8, 4, 16, 32)),
     }
-    plain = file_with(tmp_path / "plain.onnx", {"latents": inputs["latents"]})
     assert building.profile_of(plain, "part", 1, None, (128, 64), guided=True)["latents"] == ((1, 4, 8, 16),) * 3
 
 
-@pytest.mark.parametrize("targets", [["SM89"], ["SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]])
-def test_a_plan_says_in_its_header_what_it_was_built_for(tiny, targets):
+def test_a_plan_says_in_its_header_what_it_was_built_for_and_its_record_is_the_report(tiny, built):
+    targets = ["SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]
     plan, report = build(tiny, targets)
     assert planning.describe_plan(plan) == {
         "is_plan": True, "library": "tensorrt_rtx", "version": trt.__version__, "targets": targets, "complete": True,
         "bytes": plan.stat().st_size,
     }  # fmt: skip
     assert report.targets == targets
-
-
-def test_the_record_beside_the_plan_is_the_report(built):
     plan, report = built
+    assert planning.describe_plan(plan)["targets"] == ["SM89"]
     assert json.loads(planning.record_path(plan).read_text()) == asdict(report)
     assert planning.read_record(plan) == report
     assert report.sha256 == sha256(plan) and report.attention is None
@@ -131,17 +121,14 @@ def test_nvidias_own_tool_is_told_the_shapes_and_the_targets(built, tmp_path):
     assert planning.own_command(replace(report, attention="no kernel"), Path("a.onnx"), plan) is None
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(lambda content, text=text: text for text in ("", "[" * 100_000, "[]")),
-        *(lambda content, wrong=wrong: json.dumps(content | wrong) for wrong in (
-            {"sha256": ["a"]}, {"targets": "SM89"}, {"targets": [89]}, {"profile": {"x": [[1, "a"]]}}, {"bytes": True},
-            {"stranger": 1},
-        )),
-        lambda content: json.dumps({"sha256": content["sha256"]}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("damage", [
+    *(lambda content, text=text: text for text in ("", "[" * 100_000, "[]")),
+    *(lambda content, wrong=wrong: json.dumps(content | wrong) for wrong in (
+        {"sha256": ["a"]}, {"targets": "SM89"}, {"targets": [89]}, {"profile": {"x": [[1, "a"]]}}, {"bytes": True},
+        {"stranger": 1},
+    )),
+    lambda content: json.dumps({"sha256": content["sha256"]}),
+])  # fmt: skip
 def test_a_record_that_is_none_is_refused(built, plan, damage):
     planning.record_path(plan).write_text(damage(asdict(built[1])))
     with pytest.raises(ArtifactError, match="has no readable record tiny.plan.json of its build"):
@@ -168,32 +155,26 @@ def test_an_interrupted_build_stops_and_leaves_nothing(tiny, monkeypatch):
     assert {file.name for file in tiny.path.parent.iterdir()} == {"tiny.onnx", "weights.bin"}
 
 
-@pytest.mark.parametrize(
-    "said, refusal",
-    [("OutOfMemory: CUDA", ResourceError), ("exception std::bad_alloc", ResourceError), ("no kernel", ArtifactError)],
-)
+@pytest.mark.parametrize("said, refusal", [
+    ("OutOfMemory: CUDA", ResourceError), ("exception std::bad_alloc", ResourceError), ("no kernel", ArtifactError),
+])  # fmt: skip
 def test_a_plan_that_is_not_built_for_lack_of_memory_is_no_fault_of_the_graph(tiny, monkeypatch, said, refusal):
     monkeypatch.setattr(building, "_build", lambda *_: library_logger("tensorrt_rtx").errors.append(said))
     with pytest.raises(refusal, match=f"cannot build .*{said}"):
         build(tiny)
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        *(
-            ({"targets": [name]}, ConfigError, f"cannot build for '{name}'; it builds for SM75.*SM121")
-            for name in ("SM90", "sm89", "CURRENT")
-        ),
-        ({"profile": {}}, ConfigError, "dynamic shape"),
-        ({"profile": PROFILE | {"z": PROFILE["x"]}}, ConfigError, r"shapes for \['z'\]"),
-        ({"profile": {"x": ((1, 65), (2, 65), (8, 65))}}, ConfigError, "fit"),
-        ({"profile": {"x": ((1,), (2,), (8,))}}, ConfigError, "fit"),
-        ({"profile": {"x": ((4, 64), (2, 64), (8, 64))}}, ConfigError, "growing"),
-        ({"library": "tensorrt"}, (ConfigError, ResourceError), r"builds only for the GPU|sd-quant\[tensorrt\]"),
-        pytest.param({"targets": []}, ResourceError, "no NVIDIA GPU", marks=no_gpu),
-    ],
-)
+@pytest.mark.parametrize("options, error, message", [
+    *(({"targets": [name]}, ConfigError, f"cannot build for '{name}'; it builds for SM75.*SM121")
+      for name in ("SM90", "sm89", "CURRENT")),
+    ({"profile": {}}, ConfigError, "dynamic shape"),
+    ({"profile": PROFILE | {"z": PROFILE["x"]}}, ConfigError, r"shapes for \['z'\]"),
+    ({"profile": {"x": ((1, 65), (2, 65), (8, 65))}}, ConfigError, "fit"),
+    ({"profile": {"x": ((1,), (2,), (8,))}}, ConfigError, "fit"),
+    ({"profile": {"x": ((4, 64), (2, 64), (8, 64))}}, ConfigError, "growing"),
+    ({"library": "tensorrt"}, (ConfigError, ResourceError), r"builds only for the GPU|sd-quant\[tensorrt\]"),
+    pytest.param({"targets": []}, ResourceError, "no NVIDIA GPU", marks=no_gpu),
+])  # fmt: skip
 def test_what_it_cannot_build_for_is_refused(tiny, options, error, message):
     with pytest.raises(error, match=message):
         build(tiny, **options)
@@ -209,17 +190,24 @@ def test_a_graph_that_tensorrt_does_not_take_names_the_node(tiny, unknown_operat
     assert not tiny.path.with_suffix(".plan").exists()
 
 
-@pytest.mark.parametrize("offset", [0, 32, 70, -1])
-def test_a_changed_plan_is_refused_before_the_runtime_sees_it(plan, offset):
-    changed = bytearray(plan.read_bytes())
-    changed[offset] ^= 1
-    plan.write_bytes(changed)
-    with pytest.raises(ArtifactError, match="damaged or was replaced"):
+def test_a_changed_plan_or_one_of_another_version_is_refused_before_the_runtime_sees_it(built, plan):
+    with pytest.raises(ArtifactError, match="a plan of tensorrt_rtx, not of tensorrt;"):
+        load_engine("tensorrt", plan)
+    whole, record = plan.read_bytes(), planning.record_path(plan)
+    for offset in (0, 32, 70, -1):
+        changed = bytearray(whole)
+        changed[offset] ^= 1
+        plan.write_bytes(changed)
+        with pytest.raises(ArtifactError, match="damaged or was replaced"):
+            load_engine("tensorrt_rtx", plan)
+    plan.write_bytes(whole)
+    record.write_text(json.dumps(asdict(built[1]) | {"version": "1.0.0.1"}))
+    with pytest.raises(ArtifactError, match=r"built by tensorrt_rtx 1\.0\.0\.1.*export_trt"):
         load_engine("tensorrt_rtx", plan)
 
 
 @no_gpu
-def test_a_plan_gets_as_far_as_the_gpu_without_a_record_by_the_callers_word_alone(plan):
+def test_a_whole_plan_gets_as_far_as_the_gpu_without_a_record_by_the_callers_word_alone(plan):
     with pytest.raises(ResourceError, match="no NVIDIA GPU .*infer=openvino"):
         load_engine("tensorrt_rtx", plan)
     planning.record_path(plan).unlink()
@@ -227,9 +215,6 @@ def test_a_plan_gets_as_far_as_the_gpu_without_a_record_by_the_callers_word_alon
         load_engine("tensorrt_rtx", plan)
     with pytest.raises(ResourceError, match="no NVIDIA GPU"):
         load_engine("tensorrt_rtx", plan, allow_untrusted_plan=True)
-
-
-def test_even_a_trusted_file_has_to_be_a_whole_plan(plan):
     whole = plan.read_bytes()
     for content, facts in ((whole[:-1], (True, False)), (b"hello" * 100, (False, None)), (b"", (False, None))):
         plan.write_bytes(content)
@@ -239,15 +224,8 @@ def test_even_a_trusted_file_has_to_be_a_whole_plan(plan):
             load_engine("tensorrt_rtx", plan, allow_untrusted_plan=True)
 
 
-def test_a_plan_of_the_other_library_or_another_version_is_refused(built, plan):
-    with pytest.raises(ArtifactError, match="a plan of tensorrt_rtx, not of tensorrt;"):
-        load_engine("tensorrt", plan)
-    planning.record_path(plan).write_text(json.dumps(asdict(built[1]) | {"version": "1.0.0.1"}))
-    with pytest.raises(ArtifactError, match=r"built by tensorrt_rtx 1\.0\.0\.1.*export_trt"):
-        load_engine("tensorrt_rtx", plan)
-
-
-def test_times_of_kernels_are_kept_for_the_next_build_on_this_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fits", [True, False])
+def test_times_of_kernels_are_kept_for_the_next_build_on_this_gpu_alone(tmp_path, monkeypatch, caplog, fits):
     """With TensorRT for RTX's own objects, which have the API and measure nothing."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     path = tmp_path / "timing" / building.timing_name("tensorrt", "11.4.0")
@@ -255,14 +233,10 @@ def test_times_of_kernels_are_kept_for_the_next_build_on_this_gpu(tmp_path, monk
     config = trt.Builder(library_logger("tensorrt_rtx")).create_builder_config()
     building.read_timing_cache(config, path)
     building.write_timing_cache(config, path)
-    kept = path.read_bytes()
-    assert kept and list(path.parent.iterdir()) == [path]
+    assert path.read_bytes() and list(path.parent.iterdir()) == [path]
 
-
-@pytest.mark.parametrize("fits", [True, False])
-def test_times_of_another_gpu_are_measured_again(tmp_path, caplog, fits):
     class Config:
-        given = []
+        given: list[bytes] = []
 
         def create_timing_cache(self, data):
             return data
@@ -272,8 +246,8 @@ def test_times_of_another_gpu_are_measured_again(tmp_path, caplog, fits):
             self.given.append(cache)
             return fits or cache == b""
 
-    path, config = tmp_path / "h100.timing", Config()
     path.write_bytes(b"times")
+    config = Config()
     config.given = []
     building.read_timing_cache(config, path)
     assert config.given == ([b"times"] if fits else [b"times", b""])
@@ -282,16 +256,19 @@ def test_times_of_another_gpu_are_measured_again(tmp_path, caplog, fits):
 
 def test_the_inspector_tells_codes_from_what_was_dequantized_first():
     """In the inspector's format; a layer that was fused names all the nodes that it was made of."""
+    int8, fp8, half = (
+        {"Name": "x", "Format/Datatype": f"{words} format"}
+        for words in (
+            "Thirty-two wide channel vectorized row major Int8",
+            "Row major linear FP8",
+            "Row major linear FP16",
+        )
+    )
+    names = [["node_conv2d_1", "node_add"], ["node_linear_1"], ["node_linear_2"], []]
+    kinds = ("CaskConvolution", [int8]), ("gemm", [fp8]), ("gemm", [half, int8]), ("Constant", [])
     layers = [
-        {"Name": "conv", "LayerType": "CaskConvolution",
-         "Metadata": "[ONNX Layer: node_conv2d_1]\x1e[ONNX Layer: node_add]",
-         "Inputs": [{"Name": "x", "Format/Datatype": "Thirty-two wide channel vectorized row major Int8 format"}]},
-        {"Name": "fc", "LayerType": "gemm", "Metadata": "[ONNX Layer: node_linear_1]",
-         "Inputs": [{"Name": "x", "Format/Datatype": "Row major linear FP8 format"}]},
-        {"Name": "float", "LayerType": "gemm", "Metadata": "[ONNX Layer: node_linear_2]",
-         "Inputs": [{"Name": "x", "Format/Datatype": "Row major linear FP16 format"},
-                    {"Name": "w", "Format/Datatype": "Row major linear Int8 format"}]},
-        {"Name": "constant", "LayerType": "Constant", "Inputs": [], "Metadata": ""},
+        {"Name": kind, "LayerType": kind, "Inputs": given, "Metadata": "\x1e".join(f"[ONNX Layer: {n}]" for n in nodes)}
+        for nodes, (kind, given) in zip(names, kinds, strict=True)
     ]  # fmt: skip
     assert products_in(json.dumps({"Layers": layers, "Bindings": ["x"]})) == {
         "node_conv2d_1": "INT8", "node_add": "INT8", "node_linear_1": "FLOAT8E4M3FN", "node_linear_2": "FLOAT",
@@ -356,13 +333,10 @@ def test_a_plan_runs_on_the_callers_stream_in_memory_for_its_shapes(running):
     assert running.shapes == {"x": (5, 4)} and running.memory == [300, 500] and running.streams == [7, 7]
 
 
-def test_a_shape_outside_the_profile_is_refused_with_both(running):
+def test_a_call_that_is_not_in_the_profile_or_does_not_run_is_refused_with_the_reason(running):
     with pytest.raises(ConfigError, match=r"takes x from \(1, 4\) to \(8, 4\) but was given \(9, 4\); .*trt.sizes"):
         running.open()(x=torch.ones(9, 4))
     assert not running.streams
-
-
-def test_a_plan_that_does_not_run_says_why(running):
     library_logger("tensorrt_rtx").errors.append("an illegal memory access")
     running.works = False
     with pytest.raises(SdQuantError, match="could not run the plan: .*an illegal memory access"):
@@ -372,10 +346,9 @@ def test_a_plan_that_does_not_run_says_why(running):
         running.open()
 
 
-@pytest.mark.parametrize(
-    ("weight", "unquantized", "passes"),
-    [(2.0, None, True), (2.002, None, True), (2.04, None, False), (2.04, 1.9, True), (2.04, 2.03, False)],
-)
+@pytest.mark.parametrize(("weight", "unquantized", "passes"), [
+    (2.0, None, True), (2.002, None, True), (2.04, None, False), (2.04, 1.9, True), (2.04, 2.03, False),
+])  # fmt: skip
 def test_onnx_runtime_tells_another_plan(running, tmp_path, monkeypatch, weight, unquantized, passes):
     """The plan computes 2x, its ONNX file x times ``weight``; a quantized network may differ by some of its cost."""
     (tmp_path / "metrics.json").write_text(json.dumps({"knobs": {"infer": {"width": 64, "height": 64}}}))

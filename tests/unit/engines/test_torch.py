@@ -23,26 +23,15 @@ def contract(weights: torch.dtype) -> Contract:
     return Contract({"x": ("batch", 8)}, ("y",), {"x": weights}, weights)
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "expected"),
-    [
-        (CPU, "auto", torch.float32), (GPU, "auto", torch.float16), (GPU, "fp32", torch.float32),
-        (GPU, "fp16", torch.float16), (GPU, "bf16", torch.bfloat16), (CPU, "bf16", torch.bfloat16),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("device", "precision", "expected"), [
+    (CPU, "auto", torch.float32), (GPU, "auto", torch.float16), (GPU, "fp32", torch.float32),
+    (GPU, "fp16", torch.float16), (GPU, "bf16", torch.bfloat16), (CPU, "bf16", torch.bfloat16),
+])  # fmt: skip
 def test_precision(device, precision, expected):
     assert dtype_on(device, precision, contract(torch.float16)) == expected
     assert dtype_on(device, precision, contract(torch.float32)) == torch.float32  # a VAE overflows in fp16
     in_bf16 = torch.bfloat16 if expected == torch.float16 else expected
     assert dtype_on(device, precision, contract(torch.bfloat16)) == in_bf16  # it may for the same reason
-
-
-def test_opened_again_its_weights_lie_elsewhere_and_are_the_same():
-    engine = TorchEngine(nn.BatchNorm2d(3).eval(), contract(torch.float32))
-    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in engine.module.state_dict().items()}
-    assert engine.reopen()
-    for name, tensor in engine.module.state_dict().items():
-        assert tensor.data_ptr() != before[name][0] and torch.equal(tensor, before[name][1])
 
 
 def test_an_engine_takes_and_gives_its_modules_own_dtype_and_placing_leaves_codes_and_scales_alone():
@@ -52,53 +41,48 @@ def test_an_engine_takes_and_gives_its_modules_own_dtype_and_placing_leaves_code
     moved = placed(made, CPU, torch.float16)
     assert moved.bias.dtype == torch.float16
     assert (moved.codes.dtype, moved.input_scale.dtype) == (torch.float8_e4m3fn, torch.float32)
-    made = TorchEngine(taking_x(placed(nn.Linear(8, 4), CPU, torch.bfloat16)), contract(torch.float16))
+    made = TorchEngine(placed(Taking(nn.Linear(8, 4)), CPU, torch.bfloat16), contract(torch.float16))
     assert made.inputs == {"x": torch.bfloat16} and made.device == CPU
     assert TorchEngine(nn.Linear(8, 4), contract(torch.bfloat16)).inputs == {"x": torch.float32}
     assert made(x=torch.ones(2, 8))["y"].dtype == torch.bfloat16
 
 
-def taking_x(module: nn.Module) -> nn.Module:
-    """With a forward whose argument has the contract's name."""
-    module.forward = lambda x, forward=module.forward: forward(x)
-    return module
+class Taking(nn.Module):
+    """A forward whose argument has the contract's name."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
 
 
-def test_an_image_keeps_its_memory_format_and_other_engines_get_it_contiguous():
+def test_an_image_keeps_its_memory_format_and_opened_again_the_same_weights_lie_elsewhere():
+    """Engines of others get it contiguous, and inputs are in the order and the types that they declare."""
     image = torch.ones(1, 3, 4, 5).to(memory_format=torch.channels_last)
-    made = TorchEngine(taking_x(nn.Conv2d(3, 4, 1)), contract(torch.float32))
+    made = TorchEngine(Taking(nn.Conv2d(3, 4, 1)), contract(torch.float32))
     assert made(x=image)["y"].is_contiguous(memory_format=torch.channels_last)
-    assert cast_inputs(made.inputs, {"x": image})["x"].is_contiguous()
-
-
-def codes() -> NativeLinear:
-    weight = torch.ones(4, 4)
-    return NativeLinear(weight, None, static_layer(weight, "int8", per_row=True), int_mm)
-
-
-class ResnetBlock2D(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inside = codes()
-
-
-class Named(nn.Module):
-    """As diffusers' networks name the blocks that repeat."""
-
-    _repeated_blocks = ["Linear"]
-
-    def __init__(self):
-        super().__init__()
-        self.resnet, self.other = ResnetBlock2D(), nn.Conv2d(1, 1, 1)
-        self.loose, self.named = codes(), nn.Linear(4, 4)
+    cast = cast_inputs({"a": torch.float16, "x": torch.int64}, {"x": image, "a": torch.ones(3, 2).T})
+    assert [(name, tensor.dtype) for name, tensor in cast.items()] == [("a", torch.float16), ("x", torch.int64)]
+    assert cast["a"].is_contiguous() and cast["x"].is_contiguous()
+    engine = TorchEngine(nn.BatchNorm2d(3).eval(), contract(torch.float32))
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in engine.module.state_dict().items()}
+    assert engine.reopen()
+    for name, tensor in engine.module.state_dict().items():
+        assert tensor.data_ptr() != before[name][0] and torch.equal(tensor, before[name][1])
 
 
 def test_blocks_are_compiled_and_layers_of_codes_between_them_and_what_has_none_is_whole(monkeypatch):
-    seen = []
+    seen, weight = [], torch.ones(4, 4)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: seen.append((self, given)))
-    network, alone = Named(), nn.Conv2d(1, 1, 1)
+    inside, loose = (NativeLinear(weight, None, static_layer(weight, "int8", True), int_mm) for _ in range(2))
+    block = type("ResnetBlock2D", (nn.Sequential,), {})(inside)
+    named, alone = nn.Linear(4, 4), nn.Conv2d(1, 1, 1)
+    network = nn.Sequential(block, nn.Conv2d(1, 1, 1), loose, named)
+    network._repeated_blocks = ["Linear"]  # as diffusers' networks name the blocks that repeat
     assert compiled(network) is network
-    assert [module for module, _ in seen] == [network.resnet, network.named, network.loose]
+    assert [module for module, _ in seen] == [block, named, loose]
     assert all(given == {"dynamic": False, "mode": None} for _, given in seen)
     seen.clear()
     compiled(alone)

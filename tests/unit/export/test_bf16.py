@@ -6,9 +6,11 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 import torch
@@ -35,7 +37,7 @@ from tests.graphs import stored_in
 from tests.layers import drawn, static_layer
 from tests.presets import recipe_of
 
-from .network import CONFIG, POOLED, PREFIX, at_highest_level, exported
+from .conftest import CONFIG, POOLED, PREFIX, at_highest_level, exported
 
 pytestmark = pytest.mark.commit
 
@@ -50,13 +52,13 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def in_dtype(network):
+    @cache
     def traced(dtype: torch.dtype):
         contract = network.contract.in_dtype(dtype)
         graph = trace(lambda: NemoUnetPart(UNet2DConditionModel(**unet_config(CONFIG)), POOLED), contract)
         return replace(network, contract=contract, traced=graph)
 
-    networks = {dtype: traced(dtype) for dtype in dict(CASES).values()}
-    return networks.__getitem__
+    return traced
 
 
 @pytest.mark.nightly  # three networks are traced
@@ -90,17 +92,14 @@ def test_a_layer_in_bf16_has_the_scales_of_its_assignment(tmp_path, activation):
     layer = static_layer(weight * rounded_down / 2**6 / weight.abs().max(), "int8", False, rounded_down / 2**5)
     weight = weight * rounded_down / 2**6 / weight.abs().max()
     layer = replace(layer, activation_format=activation)
-    kind = ir.TensorType(ir.DataType.BFLOAT16)
-    given = {"x": [None, 16], "layer.weight": [8, 16], "layer.bias": [8]}
-    values = [ir.Value(name=name, type=kind, shape=ir.Shape(shape)) for name, shape in given.items()]
-    turned = ir.node("Transpose", [values[1]], {"perm": [1, 0]})
-    product = ir.node("MatMul", [values[0], turned.outputs[0]])
-    added = ir.node("Add", [product.outputs[0], values[2]])
-    y = added.outputs[0]
-    y.name, y.type, y.shape = "y", kind, ir.Shape([None, 8])
-    graph = ir.Graph(values, [y], nodes=[turned, product, added], opset_imports={"": 22}, name="graph")
+    model = ir.from_proto(onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 22]> graph (bfloat16[n,16] x, bfloat16[8,16] weight, bfloat16[8] bias) => '
+        "(bfloat16[n,8] y) { t = Transpose <perm = [1, 0]> (weight) product = MatMul (x, t) y = Add (product, bias) }"
+    ))  # fmt: skip
+    for value in model.graph.inputs[1:]:
+        value.name = f"layer.{value.name}"
     path, stored = tmp_path / "a.onnx", {"layer.weight": weight, "layer.bias": bias}
-    write_onnx(ir.Model(graph, ir_version=10), path, inputs=1, read=stored.__getitem__, assignment={"layer": layer})
+    write_onnx(model, path, inputs=1, read=stored.__getitem__, assignment={"layer": layer})
     onnx.checker.check_model(onnx.load(path), full_check=True)
     found = load(path, threads=1)(x=x)["y"]
     expected = (layer.rounded_input(x) if activation else x.float()) @ layer.rounded_weight(weight).T + bias
@@ -188,12 +187,11 @@ def test_a_linear_may_end_the_graph(bias, preset, tmp_path):
     assert relative_error(simulated, found["dec"]) < 1e-3
 
 
-RARE = [pytest.param(name, marks=pytest.mark.nightly)
-        for name in ("svdquant_w4a4", "svdquant_nvfp4", "q4_k_weight_only")]  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["int8", "int8_dynamic", "fp8", "convrot_w4a4", "mxfp8", *RARE])
+@pytest.mark.parametrize("preset", [
+    "int8", "int8_dynamic", "fp8", "convrot_w4a4", "mxfp8",
+    *(pytest.param(f"{name}", marks=pytest.mark.nightly) for name in ("svdquant_nvfp4", "q4_k_weight_only")),
+])  # fmt: skip
 def test_a_part_in_fp32_computes_what_the_simulation_does(preset, tmp_path):
     """As decoders and T5: codes are the same, and all that is no code is fp32."""
     recipe, path = recipe_of(preset, "quant_level=3"), tmp_path / "vae.onnx"

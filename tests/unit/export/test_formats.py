@@ -5,7 +5,7 @@ the two, else by ONNX's reference.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -32,14 +32,13 @@ from tests.graphs import exposing, producers, run, stored_in
 from tests.layers import inputs_seen
 from tests.presets import recipe_of
 
-from .network import PREFIX, Exported, inputs
+from .conftest import PREFIX, Exported, inputs
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
-WIDTH = 64  # of the network's layers
 PRESETS = [  # whose blocks divide it; those of 128 are exported by the run in tests/cli
     name
     for name in sorted(path.stem for path in (CONF / "quantize").glob("*.yaml"))
-    if divides(recipe_of(name, "quant_level=3").enable.linear.weight, WIDTH)
+    if divides(recipe_of(name, "quant_level=3").enable.linear.weight, 64)  # the width of the network's layers
 ]
 # A graph divides by the scale in fp16, the simulation in fp32. Of numbers rounded to 11 bits some come to lie halfway
 # between two codes, in FP8 one in 128, and half of those take the other code. Measured: up to 2.1e-2 of an output.
@@ -57,17 +56,6 @@ PER_TOKEN = {  # and rotated, in ways that no preset has
 }
 
 
-@pytest.fixture
-def export_case(export) -> Callable[[str], Exported]:
-    """By the name of a preset or of one of ``PER_TOKEN``."""
-
-    def export_case(case: str) -> Exported:
-        preset, options = PER_TOKEN.get(case, (case, {}))
-        return export(preset, **options)
-
-    return export_case
-
-
 LIKE_OTHERS = {
     "convrot_w4a4", "convrot_w4a8", "int8_per_tensor", "int8_weight_only", "int4_w4a4", "mxfp4", "mxfp4_weight_only",
     "mxfp8", "nemo", "svdquant_nvfp4", "svdquant_w4a16", "q4_k_weight_only", "q6_k_weight_only", "fp8_per_row",
@@ -79,8 +67,10 @@ def marked(names: Iterable[str]) -> list:
 
 
 @pytest.fixture(params=marked([*PRESETS, *PER_TOKEN]))
-def exported(request, export_case) -> Exported:
-    return export_case(request.param)
+def exported(request, export) -> Exported:
+    """The file of a preset, or of a row of ``PER_TOKEN``."""
+    preset, options = PER_TOKEN.get(request.param, (request.param, {}))
+    return export(preset, **options)
 
 
 def test_it_is_valid_onnx_of_the_first_opset_that_has_its_formats(exported):
@@ -169,17 +159,16 @@ def test_the_network_is_as_far_from_full_precision_as_its_simulation(exported):
         assert relative_error(simulated, found) < WHOLE_HALF
 
 
-@pytest.mark.parametrize("case", ["int8", "int8_dynamic", "multiplied"])
-def test_openvino_multiplies_every_layer_and_attention_in_int8(export_case, case, int8_kernels):
+@pytest.mark.parametrize("exported", ["int8", "int8_dynamic", "multiplied"], indirect=True)
+def test_openvino_multiplies_every_layer_and_attention_in_int8(exported, int8_kernels):
     """A division and a multiplication for each token, around the product, change nothing about its codes."""
-    exported = export_case(case)
     engine = load_engine("openvino", exported.path, threads=1)
     engine(**inputs(1, seed=7))
     found, names = products(engine, exported.path), names_of_products(exported.path, exported.assignment, PREFIX)
     types = {name: next((found[known] for known in names[name] if known in found), None) for name in names}
     assert set(types.values()) == {"INT8"} and len(types) == len(exported.layers) + 2 * len(exported.attentions)
     linears = [layer for layer in exported.layers.values() if layer.role != "conv"]
-    assert {layer.per_token for layer in linears} == {case != "int8"} and len(linears) > 20
+    assert {layer.per_token for layer in linears} == {exported.recipe.per_token} and len(linears) > 20
 
 
 def test_readers_of_one_input_share_its_rotation_its_maximum_and_its_division(export):
@@ -194,23 +183,22 @@ def test_readers_of_one_input_share_its_rotation_its_maximum_and_its_division(ex
     assert [name for name in stored_in(rotated.path) if name.startswith("rotation_of_")] == ["rotation_of_64"]
 
 
-@pytest.mark.parametrize("case", marked([*(name for name in PRESETS if "svd" in name), "with branch"]))
+@pytest.mark.parametrize("exported", marked([*(n for n in PRESETS if "svd" in n), "with branch"]), indirect=True)
 @torch.no_grad()
-def test_layers_with_their_low_rank_branch_compute_what_the_simulation_does(export_case, case, tmp_path):
+def test_layers_with_their_low_rank_branch_compute_what_the_simulation_does(exported, tmp_path):
     """It reads what is quantized for the layer, before it is."""
-    svdquant = export_case(case)
-    made, layers = producers(svdquant.path), svdquant.layers
+    made, layers = producers(exported.path), exported.layers
     branched = [name for name, layer in layers.items() if layer.low_rank is not None]
     assert branched == [name for name, layer in layers.items() if layer.role != "conv"]
     reads, outputs = {}, {name: f"{name}.with_low_rank" for name in branched}
     for name in branched:
         read = made[f"{name}.low_rank_down"].input[0]
         reads[name] = made[read].input[0] if layers[name].multiplies else read
-    path = exposing(svdquant.path, [*reads.values(), *outputs.values()], tmp_path / "unet.onnx")
+    path = exposing(exported.path, [*reads.values(), *outputs.values()], tmp_path / "unet.onnx")
     given = inputs(IMAGES, seed=7)
-    found = given | run(svdquant.engines()[0], path, given)
+    found = given | run(exported.engines()[0], path, given)
     for name, read in reads.items():
-        layer = svdquant.simulated.unet.get_submodule(name)
+        layer = exported.simulated.unet.get_submodule(name)
         bias = 0 if layer.bias is None else layer.bias
         error = relative_error(layer(found[read].half().float()) - bias, found[outputs[name]])
         assert error < (HALF if layers[name].activation_format is None else FLIPPED), name

@@ -21,7 +21,7 @@ from sd_quant.quantization.assignment import LayerAssignment, rewritten, weights
 from sd_quant.quantization.recipe import Recipe
 from tests.graphs import producers, readers, stored_in
 
-from .network import inputs
+from .conftest import inputs
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
@@ -31,7 +31,6 @@ KEPT = (
     f"{BLOCK}.ff.net.0.proj",  # takes over the smoothing of the linear behind it
     "mid_block.resnets.0.conv1",
 )
-SMOOTHINGS = ["folded", "modelopt"]
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +59,14 @@ def test_unquantized_it_computes_what_torch_does(full_precision, network, size):
     assert relative_error(network.part()(**given), found) < 1e-2
 
 
-@pytest.mark.parametrize("smoothing", SMOOTHINGS)
+@pytest.mark.parametrize("smoothing", ["folded", "modelopt"])
 def test_exactly_the_assigned_layers_have_codes_and_other_parameters_are_the_checkpoints(
     written, assignments, network, smoothing
 ):
-    """As fp16, with smoothing in them where the assignment says so."""
+    """As fp16, with smoothing in them where the assignment says so.
+
+    Folded, an input is quantized once for all its readers, and multiplied only where no module makes it.
+    """
     stored, assignment = initializers(written[smoothing]), assignments[smoothing]
     int8 = {name.removesuffix(".weight.int8") for name in stored if name.endswith(".weight.int8")}
     assert int8 == {f"unet.{name}" for name, layer in assignment.items() if layer.format}
@@ -77,21 +79,16 @@ def test_exactly_the_assigned_layers_have_codes_and_other_parameters_are_the_che
         else:
             expected = rewritten(value, assignment[name]) if name in assignment else value
             assert np.array_equal(stored[key], expected.half().numpy()), key
-
-
-@pytest.mark.parametrize("smoothing", SMOOTHINGS)
-def test_what_smoothing_costs_in_the_graph(written, assignments, smoothing):
-    """Folded, an input is quantized once for all its readers, and multiplied only where no module makes it."""
-    made, assignment = producers(written[smoothing]), assignments[smoothing]
+    made, shared = producers(written[smoothing]), shared_inputs(assignment)
     linears = {name for name, layer in assignment.items() if layer.format and layer.role != "conv"}
     multiplications = sum(name.endswith(".smoothed") for name in made)
     quantizers = sum(f"{name}.input_quantized" in made for name in linears)
     if smoothing == "modelopt":
         assert multiplications == quantizers == len(linears) == 32  # 4 blocks: 6 qkv, 2 feed-forward
-        return
-    assert quantizers == sum(bool(linears & set(shared.readers)) for shared in shared_inputs(assignment))
-    without = [shared for shared in shared_inputs(assignment) if shared.producer is None]
-    assert multiplications == len(without) == 8  # in each stack: the text of its block, and proj_out
+    else:
+        assert quantizers == sum(bool(linears & set(each.readers)) for each in shared)
+        # in each stack: the text of its block, and proj_out
+        assert multiplications == sum(each.producer is None for each in shared) == 8
 
 
 def test_readers_of_one_tensor_with_other_ranges_read_other_copies(network, assignments, tmp_path):
@@ -104,36 +101,6 @@ def test_readers_of_one_tensor_with_other_ranges_read_other_copies(network, assi
     for layer in (query, wider):
         [reader] = reading[f"unet.{layer.name}.weight.dequantized"]
         assert stored[made[reader.input[0]].input[1]] == layer.activation_scale
-
-
-def test_a_layer_that_the_graph_does_not_have_is_refused(network, assignments, tmp_path):
-    assignment = assignments["modelopt"]
-    stray = replace(assignment["mid_block.resnets.0.conv1"], name="mid_block.resnets.7.conv1")
-    with pytest.raises(ArtifactError, match="no layer mid_block.resnets.7.conv1"):
-        network.write(tmp_path / "unet.onnx", {**assignment, stray.name: stray})
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture(params=["one file", "weights beside it"])
-def storage(request, monkeypatch) -> tuple[str, ...]:
-    """Names of the files; every model is too large for one in the second case."""
-    if request.param == "one file":
-        return ("unet.onnx",)
-    monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
-    return ("unet.onnx", "unet.onnx.data")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def test_a_graph_and_its_data_file(network, assignments, written, tmp_path, storage):
-    path = network.write(tmp_path / "written" / "unet.onnx", assignments["folded"])
-    moved = path.parent.rename(tmp_path / "moved") / "unet.onnx"  # the graph names its data file, no folder
-    assert [file.name for file in onnx_files(moved)] == sorted(contents(moved.parent)) == list(storage)
-    onnx.checker.check_model(moved, full_check=True)
-    assert_same(moved, written["folded"])
-    load(moved, threads=1)
 
 
 def assert_same(path: Path, other: Path) -> None:
@@ -160,26 +127,41 @@ def test_a_graph_of_unquantized_inputs_reads_the_weights_of_the_recipes_own(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_failure_leaves_what_was_there_and_writing_again_replaces_it(network, tmp_path, storage):
-    weights = network.part().state_dict()
+@pytest.mark.parametrize(
+    "files", [["unet.onnx"], ["unet.onnx", "unet.onnx.data"]], ids=["one file", "weights beside it"]
+)
+def test_a_file_is_written_whole_or_not_at_all_and_moves(network, assignments, written, tmp_path, monkeypatch, files):
+    """Every model is too large for one file in the second case. What was there stays until another is whole."""
+    if len(files) == 2:
+        monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
+    weights, folder = network.part().state_dict(), tmp_path / "written"
+    path = folder / "unet.onnx"
 
     def read_until_the_disk_breaks(name: str) -> torch.Tensor:
         if name.startswith("unet.up_blocks"):
             raise OSError("input/output error")
         return torch.zeros_like(weights[name])
 
-    path = tmp_path / "unet.onnx"
+    def contents() -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    folder.mkdir()
+    stray = replace(assignments["modelopt"]["mid_block.resnets.0.conv1"], name="mid_block.resnets.7.conv1")
+    with pytest.raises(ArtifactError, match="no layer mid_block.resnets.7.conv1"):
+        network.write(path, {**assignments["modelopt"], stray.name: stray})
     broken = pytest.raises((OSError, ir.serde.SerdeError))  # onnx_ir wraps what a reader raises while it serializes
     with broken:
         network.write(path, {}, read=read_until_the_disk_breaks)
-    assert contents(tmp_path) == {}
+    assert contents() == {}
     network.write(path, {}, read=lambda name: torch.zeros_like(weights[name]))
-    before = contents(tmp_path)
-    assert sorted(before) == list(storage)
+    before = contents()
+    assert sorted(before) == files
     with broken:
         network.write(path, {}, read=read_until_the_disk_breaks)
-    assert contents(tmp_path) == before
-    network.write(path, {})
-    assert sorted(contents(tmp_path)) == list(storage)
-    stored, name = initializers(path), "unet.conv_in.weight"
-    assert np.array_equal(stored[name], weights[name].half().numpy())
+    assert contents() == before
+    network.write(path, assignments["folded"])
+    moved = folder.rename(tmp_path / "moved") / "unet.onnx"  # the graph names its data file, no folder
+    assert [file.name for file in onnx_files(moved)] == sorted(file.name for file in moved.parent.iterdir()) == files
+    onnx.checker.check_model(moved, full_check=True)
+    assert_same(moved, written["folded"])
+    load(moved, threads=1)

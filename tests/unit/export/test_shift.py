@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import modelopt.torch.opt as mto
+import onnx.parser
 import onnx_ir as ir
 import pytest
 import torch
@@ -47,21 +48,20 @@ class Shifted:
         self.layer = with_shifted_bias(layer, self.weight, self.bias)
 
     def graph(self) -> ir.Model:
-        half = ir.TensorType(ir.DataType.FLOAT16)
-        x = ir.Value(name="x", type=half, shape=ir.Shape([None, CHANNELS, None, None]))
-        weight = ir.Value(name="conv.weight", type=half, shape=ir.Shape(self.weight.shape))
-        bias = ir.Value(name="conv.bias", type=half, shape=ir.Shape([OUTPUTS]))
-        parameters = [weight] if self.bias is None else [weight, bias]
-        scales = ir.Value(name="scales", const_value=ir.tensor([1.0, 1.0, 2.0, 2.0], name="scales"))
-        nearest = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-        nodes = [ir.node("Resize", [x, None, scales], nearest)] if self.upsampled else []
-        attributes = {"pads": self.pads, "strides": [self.stride] * 2, "dilations": [self.dilation] * 2}
-        nodes.append(ir.node("Conv", [nodes[0].outputs[0] if nodes else x, *parameters], attributes))
-        nodes.append(ir.node("Identity", [nodes[-1].outputs[0]]))
-        y = nodes[-1].outputs[0]
-        y.name, y.type, y.shape = "y", half, ir.Shape([None, OUTPUTS, None, None])
-        graph = ir.Graph([x, *parameters], [y], nodes=nodes, initializers=[scales], opset_imports={"": 20}, name="conv")
-        return ir.Model(graph, ir_version=9)
+        larger = 'Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor">'
+        sizes = f"pads = {[*self.pads]}, strides = {[self.stride] * 2}, dilations = {[self.dilation] * 2}"
+        model = ir.from_proto(onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 20]>
+            graph (float16[n,{CHANNELS},h,w] x, float16{[*self.weight.shape]} weight, float16[{OUTPUTS}] bias)
+            => (float16[n,{OUTPUTS},a,b] y) <float[4] scales = {{1.0, 1.0, 2.0, 2.0}}> {{
+                larger = {f"{larger} (x, , scales)" if self.upsampled else "Identity (x)"}
+                made = Conv <{sizes}> (larger, weight{"" if self.bias is None else ", bias"})
+                y = Identity (made)
+            }}"""))  # fmt: skip
+        if self.bias is None:
+            model.graph.inputs.pop()
+        for value in model.graph.inputs[1:]:
+            value.name = f"conv.{value.name}"
+        return model
 
     def write(self, path: Path) -> Path:
         read = {"conv.weight": self.weight, "conv.bias": self.bias}.__getitem__

@@ -1,10 +1,12 @@
-"""``make gpu-check`` rehearsed without a GPU, by an interpreter that sees what a bare machine has."""
+"""``make gpu-check`` rehearsed without a GPU by an interpreter that sees what a bare machine has, and its bundle."""
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -88,9 +90,7 @@ def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tm
     said = result.stdout.splitlines()
     assert said[0].startswith("no bundle at") and "modelopt is not installed; it is for tests of the simulation" in said
     out = tmp_path / "out"
-    assert {file.name for file in out.iterdir()} == {
-        "environment.json", "table.json", "table.md", "tests.txt"
-    }  # fmt: skip
+    assert {file.name for file in out.iterdir()} == {"environment.json", "table.json", "table.md", "tests.txt"}
     table = json.loads((out / "table.json").read_text())
     ended = {row["name"]: row["ended"] for row in table["rows"]}
     assert ended == {
@@ -104,12 +104,35 @@ def test_on_a_bare_machine_the_table_is_made_whatever_becomes_of_a_row(check, tm
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_nothing_is_claimed(check, tmp_path):
+def test_without_a_gpu_nothing_is_claimed_and_what_everything_needs_is_named_where_it_is_missing(check, tmp_path):
+    result = check(packages=False)
+    assert result.returncode == 4 and "diffusers is not installed; it is for everything" in result.stdout
     result = check()
     assert result.returncode == 0 and result.stdout.splitlines()[-1].startswith("there is no NVIDIA GPU")
     assert not (tmp_path / "out").exists()
 
 
-def test_what_everything_needs_is_named_where_it_is_missing(check):
-    result = check(packages=False)
-    assert result.returncode == 4 and "diffusers is not installed; it is for everything" in result.stdout
+def test_a_wheel_is_unpacked_with_its_hash_alone_and_by_a_python_that_is_new_enough(tmp_path, monkeypatch):
+    """The list of wheels names each with its hash; Pillow has a stand-in."""
+    wheel = tmp_path / "bundle" / "wheels" / "some-1.0-py3-none-any.whl"
+    wheel.parent.mkdir(parents=True)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("some/__init__.py", "answer = 42\n")
+    monkeypatch.setattr(bundle, "WHEELS", tmp_path / "wheels.txt")
+    bundle.WHEELS.write_text(f"some==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
+    front, end = bundle.unpack(tmp_path / "bundle", tmp_path / "unpacked")
+    assert (front / "some" / "__init__.py").read_text() == "answer = 42\n"
+    assert (end / "PIL" / "Image.py").is_file() and not (front / "PIL").exists()
+    with pytest.raises(ValueError, match="this is Python 3.10, expected 3.11"):
+        bundle.unpack(tmp_path / "bundle", tmp_path / "other", (3, 10))
+    wheel.write_bytes(wheel.read_bytes() + b"\0")
+    with pytest.raises(ValueError, match="some-1.0-py3-none-any.whl is not in wheels.txt; make the bundle again"):
+        bundle.unpack(tmp_path / "bundle", tmp_path / "other")
+    assert not (tmp_path / "other" / "wheels").exists()
+
+
+def test_the_wheels_are_of_the_versions_that_the_project_installs():
+    lines = [line.split("==") for line in (HOME / "constraints.txt").read_text().splitlines() if "==" in line]
+    pinned = {name.lower().replace("_", "-"): version for name, version in lines}
+    wanted = dict(name.split("==") for name in bundle.wanted_wheels())
+    assert wanted == {name: pinned[name] for name in wanted} and "diffusers" in wanted

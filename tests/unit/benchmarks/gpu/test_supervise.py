@@ -38,20 +38,15 @@ def told():
 
 @pytest.mark.slow
 def test_one_process_does_them_all_until_it_dies_or_is_late(told):
-    first, second, raised, third, died, fourth, late, fifth = told(
-        "a", "b", "raises", "c", "dies", "d", "hangs", "e"
-    )  # fmt: skip
+    first, second, raised, third, died, fourth, late, fifth = told("a", "b", "raises", "c", "dies", "d", "hangs", "e")
     assert [answer["ended"] for answer in (first, second, third, fourth, fifth)] == [DONE] * 5
     assert first["pid"] == second["pid"] == third["pid"] != fourth["pid"] != fifth["pid"]
     assert (raised["ended"], raised["reason"]) == (FAILED, "RuntimeError: so it is")
     assert (died["ended"], died["reason"]) == (CRASHED, f"its process ended with signal {signal.SIGSEGV:d}")
     assert late["ended"] == LATE and late["reason"].startswith("no answer in ")
-
-
-def test_after_an_error_of_the_gpu_the_process_is_another(told):
     poison = Task("raises", 0.1, {"why": "CUDA error: an illegal memory access was encountered"})
-    first, failed, second = told("a", poison, "b")
-    assert failed["ended"] == FAILED and first["pid"] != second["pid"]
+    *_, before, failed, after = told("a", poison, "b")
+    assert failed["ended"] == FAILED and before["pid"] != after["pid"], "after an error of the GPU"
 
 
 def test_what_does_not_fit_is_not_begun_and_what_is_shorter_still_is(told):
