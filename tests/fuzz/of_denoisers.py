@@ -33,18 +33,7 @@ from ..unit.interchange.conftest import INT4_ROWS, PER_ROW_FP8, PLAIN, ROTATED, 
 from ..unit.tiny import TOKENS, Tiny
 from ..zoo.families import TINY, redraw
 from .harness import Reader
-from .mutations import byte_edits, changed, document_edits, edited, pickle_edits, repickled, to_json, with_pickle
-from .shared import (
-    Files,
-    damaged_metadata,
-    damaged_safetensors,
-    described,
-    digest,
-    header_of,
-    ways,
-    with_header,
-    with_numbers,
-)
+from .mutations import Files, Way, byte_edits, damages, digest, edited, to_json, ways
 
 CONFIG, FOLDER = "config.json", "transformer"
 ALONE = PLAIN | {"activation": None}
@@ -68,7 +57,6 @@ WRITTEN = {  # by reader: the target that writes it, and what its layers have in
     "nunchaku_nvfp4": ("nunchaku", [("nvfp4", PLAIN | {"rank": 0.125})]),
 }  # fmt: skip
 Tensors = dict[str, Tensor]
-Way = tuple[st.SearchStrategy, Callable[[Any], Files]]
 
 
 def denoisers(scratch: Path) -> list[Reader]:
@@ -131,15 +119,7 @@ class Flux:
         return {f"{FOLDER}/diffusion_pytorch_model.safetensors": tensors, f"{FOLDER}/{CONFIG}": config}
 
     def reader(self, name: str, reader: str, files: Files, where: str) -> Reader:
-        """Damaged are the weights' header, texts and numbers, the config's document, and ModelOpt's state."""
         decodes = reader != "gguf" or find_spec("gguf") is not None
-        damages: list[Way] = []
-        for path, data in files.items():
-            if path.endswith(".safetensors"):
-                damages += list(of_weights(path, data)) * 2
-            else:
-                kinds = {".json": of_config, ".gguf": of_gguf}
-                damages += kinds.get(Path(path).suffix, of_state)(path, data)
 
         def read(folder: Path) -> tuple | None:
             path = folder / where
@@ -164,39 +144,8 @@ class Flux:
             [weights] = [each for each in folder.rglob("*") if each.suffix in (".safetensors", ".gguf")]
             assert bits * sum(map(math.prod, self.shapes.values())) / 8 <= weights.stat().st_size
 
-        return Reader(name, files, weight=20, read=read, check=check, **ways(*damages))
-
-
-def of_weights(path: str, data: bytes) -> Iterator[Way]:
-    header, content = header_of(data)
-    names = sorted(header.keys() - {"__metadata__"})
-    yield described, lambda recipe: {path: damaged_safetensors(data, recipe)}
-    yield st.tuples(st.sampled_from(names), byte_edits), lambda drawn: {path: with_numbers(data, *drawn)}
-    first = len(data) - len(content)
-    ranges = [(first + start, first + stop) for start, stop in (header[name]["data_offsets"] for name in names)]
-    if texts := [(start, stop) for start, stop in ranges if data[start : start + 2] == b'{"']:  # stored as tensors
-        yield byte_edits, lambda edits: {path: edited(data, edits, texts)}
-    if known := sorted(header["__metadata__"]):
-        strategy = st.tuples(st.sampled_from(known), document_edits)
-        yield strategy, lambda drawn: {path: damaged_metadata(data, *drawn)}
-
-    def renamed(drawn: tuple) -> Files:
-        name, ending = drawn
-        other = f"{name.rpartition('.')[0]}.{ending}"
-        return {path: with_header({other if each == name else each: entry for each, entry in header.items()}, content)}
-
-    endings = sorted({name.rpartition(".")[2] for name in names})
-    yield st.tuples(st.sampled_from(names), st.sampled_from(endings)), renamed
-
-
-def of_config(path: str, data: bytes) -> Iterator[Way]:
-    yield document_edits, lambda edits: {path: to_json(changed(json.loads(data), edits))}
-    yield byte_edits, lambda edits: {path: edited(data, edits)}
-
-
-def of_state(path: str, data: bytes) -> Iterator[Way]:
-    yield byte_edits, lambda edits: {path: edited(data, edits)}
-    yield pickle_edits, lambda edits: {path: with_pickle(data, lambda pickle: repickled(pickle, edits))}
+        given = ways(*of_gguf(where, files[where])) if reader == "gguf" else damages(files)
+        return Reader(name, files, weight=20, read=read, check=check, **given)
 
 
 def with_what_is_only_read(sound: bytes) -> bytes:

@@ -16,9 +16,8 @@ from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import read_sweep
 
 from .mutations import constant, to_yaml, with_pickle
-from .of_artifacts import graph_with
 from .of_checkpoints import weights_file
-from .of_records import PLAN, TIMING, a_record
+from .of_runs import PLAN, TIMING, a_record, graph_with
 
 pytestmark = pytest.mark.commit
 
