@@ -106,7 +106,7 @@ def archives() -> Reader:
             assert {str(PurePosixPath(each.name)): archive.extractfile(each).read() for each in files} == found
 
     recipes = st.tuples(st.integers(0, 1), byte_edits, st.booleans(), st.sampled_from([0, 0, 0, 1, 2]))
-    return Reader("archive", {"a.nemo": plain}, recipes, mutate, contents, check, weight=20)
+    return Reader("archive", {"a.nemo": plain}, recipes, mutate, contents, check)
 
 
 def weights_file() -> bytes:
@@ -175,7 +175,7 @@ def nemo(scratch: Path) -> Reader:
     inside = damages(members, packed)
     whole = (byte_edits, lambda edits: {"a.nemo": edited(sound, edits, hot)})
     ways_in = ways(whole, (inside["recipes"], inside["mutate"]))
-    return Reader("nemo", {"a.nemo": sound}, read=opened, check=check, weight=7, quick=10, **ways_in)
+    return Reader("nemo", {"a.nemo": sound}, read=opened, check=check, weight=5, **ways_in)
 
 
 def safetensors() -> Reader:
@@ -263,4 +263,4 @@ def of_folders(name: str, writers: Mapping[str, Callable], opened: Callable[...,
 
     read_by_us = {path: data for path, data in files.items() if path.endswith((".json", ".safetensors"))}
     sound = files | {"damaged": f"{min(writers)}/{INDEX}".encode()}
-    return Reader(name, sound, read=read, check=check, weight=12, quick=25, **damages(read_by_us, marked))
+    return Reader(name, sound, read=read, check=check, weight=12, **damages(read_by_us, marked))

@@ -145,7 +145,7 @@ class Flux:
             assert bits * sum(map(math.prod, self.shapes.values())) / 8 <= weights.stat().st_size
 
         given = ways(*of_gguf(where, files[where])) if reader == "gguf" else damages(files)
-        return Reader(name, files, weight=20, read=read, check=check, **given)
+        return Reader(name, files, read=read, check=check, **given)
 
 
 def with_what_is_only_read(sound: bytes) -> bytes:

@@ -92,7 +92,7 @@ def prompts() -> Reader:
     def read(folder: Path) -> list[list[str]]:
         return [read_prompts(folder / name) for name in files]
 
-    return Reader("prompts", files, st.tuples(st.sampled_from(sorted(files)), byte_edits), mutate, read, check, 20)
+    return Reader("prompts", files, st.tuples(st.sampled_from(sorted(files)), byte_edits), mutate, read, check)
 
 
 def statistics(scratch: Path) -> Reader:
@@ -129,7 +129,7 @@ def statistics(scratch: Path) -> Reader:
         return {name: digest(tensor) for name, tensor in packed(folder).items()}
 
     sound = loaded(entries.folder)
-    return Reader("statistics", files, read=loaded, check=check, weight=20, **damages(files, signed))
+    return Reader("statistics", files, read=loaded, check=check, **damages(files, signed))
 
 
 def noise() -> Reader:
@@ -159,7 +159,7 @@ def noise() -> Reader:
         assert digest(torch.from_numpy(array.astype("<f4"))) == found[1]
 
     return Reader("noise", files, st.tuples(st.sampled_from(sorted(files)), either, described, byte_edits), mutate,
-                  loaded, check, weight=20)  # fmt: skip
+                  loaded, check)  # fmt: skip
 
 
 def lora() -> Reader:
@@ -190,7 +190,7 @@ def lora() -> Reader:
         assert all(shapes[component][name] == shape for component, name, _, shape, _ in found)
 
     files = {"a.safetensors": sound}
-    return Reader("lora", files, read=read_all, check=check, weight=20, **damages(files))
+    return Reader("lora", files, read=read_all, check=check, **damages(files))
 
 
 def images() -> Reader:
@@ -209,7 +209,7 @@ def images() -> Reader:
     def check(folder: Path, found: list[tuple]) -> None:
         assert [shape for _, shape, _ in found] == [(3, 128, 64, 3), (3, 128, 64)]
 
-    return Reader("images", files, read=loaded, check=check, weight=20, **damages(files))
+    return Reader("images", files, read=loaded, check=check, **damages(files))
 
 
 def external(name: str, location: str) -> TensorProto:
@@ -259,7 +259,7 @@ def onnx_graph() -> Reader:
     recipes = st.one_of(
         *[st.tuples(st.just("bytes"), byte_edits)] * 3, st.tuples(st.just("locations"), st.tuples(LARGE, LARGE))
     )
-    return Reader("onnx", files, recipes, mutate, lambda folder: onnx_files(folder / "a.onnx"), check, weight=20)
+    return Reader("onnx", files, recipes, mutate, lambda folder: onnx_files(folder / "a.onnx"), check)
 
 
 def plan_record() -> Reader:
@@ -294,7 +294,7 @@ def plan_record() -> Reader:
         st.tuples(st.just("header"), byte_edits), st.tuples(st.just("bytes"), byte_edits),
         *[st.tuples(st.just("node"), document_edits)] * 2,
     )  # fmt: skip
-    return Reader("plan", files, recipes, mutate, told, check, weight=20)
+    return Reader("plan", files, recipes, mutate, told, check)
 
 
 def cache_entry() -> Reader:
@@ -323,7 +323,7 @@ def cache_entry() -> Reader:
         st.sampled_from(sorted(files)),
         st.one_of(st.tuples(st.just("bytes"), byte_edits), *[st.tuples(st.just("node"), document_edits)] * 2),
     )
-    return Reader("cache", files, recipes, mutate, names, check, weight=20)
+    return Reader("cache", files, recipes, mutate, names, check)
 
 
 def a_record(decibels: float, speedup: float) -> dict:
@@ -410,7 +410,7 @@ def records() -> Reader:
             assert all(value is None or type(value) in (int, float) and math.isfinite(value) for value in values)
         assert all(line.isprintable() for text in (*found[1], found[2]) for line in text.split("\n"))
 
-    return Reader("records", RECORD_FILES, read=shown, check=check, weight=20, **damages(RECORD_FILES))
+    return Reader("records", RECORD_FILES, read=shown, check=check, **damages(RECORD_FILES))
 
 
 def report() -> Reader:
@@ -429,7 +429,7 @@ def report() -> Reader:
     def check(folder: Path, page: str) -> None:
         assert "<script>alert" not in page and page.count("<script") == 2
 
-    return Reader("report", files, read=made, check=check, weight=1, quick=3, writes=True, **damages(files))
+    return Reader("report", files, read=made, check=check, weight=1, writes=True, **damages(files))
 
 
 def configuration() -> Reader:

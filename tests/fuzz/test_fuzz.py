@@ -55,11 +55,11 @@ def outcomes(readers, tmp_path, monkeypatch) -> Callable:
     return make
 
 
-@pytest.mark.parametrize("times", [0.4, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("times", [0.8, pytest.param(8, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")  # of libraries, about damaged input
 def test_damage_is_refused_or_harmless(readers, name, outcomes, times):
-    inputs = round(times * readers[name].quick)
+    inputs = round(times * readers[name].weight)
     one, found = outcomes(name, max_examples=inputs, derandomize=True, phases=[Phase.generate])
     one()
     assert set(found) <= {REFUSED, SAME, OTHER} and (REFUSED in found or inputs < 5)

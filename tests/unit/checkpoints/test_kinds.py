@@ -122,40 +122,26 @@ def test_t5s_vocabulary_may_come_as_sentencepieces_model_alone(tmp_path):
     assert ids[-1] == 1 and tokenizer.decode(ids[:-1]) == "a red cat"
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    folder = tmp_path / "theirs"
+def test_a_pipelines_files_are_copied_and_links_to_files_but_no_folder_pipe_or_device(tmp_path):
+    """Links to files are of a hub's snapshots; a home, or a folder around the pipeline's, would be copied for ever."""
+    folder, home, out = (tmp_path / name for name in ("theirs", "home", "out"))
+    home.mkdir()
+    (home / "secret.json").write_text("secret")
     for name in ("unet/config.json", "unet/a.safetensors", "vae/config.json", "vae/a.safetensors", "vae/run.py",
                  "notes/private.txt", "safety/config.json", "blob"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     index = {"_class_name": "Pipeline", "unet": ["d", "U"], "vae": ["d", "V"], "safety": ABSENT,
              "loop": ["d", "L"], "home": ["d", "H"], "..": ["d", "X"]}  # fmt: skip
-    return SimpleNamespace(path=folder, index=index, components={})
-
-
-def copied(checkpoint, tmp_path) -> set[str]:
-    out = tmp_path / "out"
-    write_pipeline_without(checkpoint, {"unet"}, out / "result")
-    assert [path.name for path in out.iterdir()] == ["result"]
-    return {str(path.relative_to(out / "result")) for path in out.rglob("*") if not path.is_dir()}
-
-
-def test_what_a_pipeline_reads_is_copied_without_the_weights_of_some_networks(checkpoint, tmp_path):
     expected = {"model_index.json", "unet/config.json", "vae/config.json", "vae/a.safetensors"}
-    assert copied(checkpoint, tmp_path) == expected
-
-
-def test_links_to_files_are_followed_and_no_link_to_a_folder_a_pipe_or_a_device_is(checkpoint, tmp_path):
-    """A hub's snapshots are links to files; a link to a home, or to a folder around it, would be copied for ever."""
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "secret.json").write_text("secret")
-    for name, target in (("vae/b.safetensors", "../blob"), ("loop", "."), ("home", home), ("vae/deep", home),
-                         ("vae/z.json", "/dev/zero")):  # fmt: skip
-        (checkpoint.path / name).symlink_to(target)
-    os.mkfifo(checkpoint.path / "vae/pipe.json")
-    found = copied(checkpoint, tmp_path)
-    expected = {"model_index.json", "unet/config.json", "vae/config.json", "vae/a.safetensors", "vae/b.safetensors"}
-    assert found == expected
-    assert (tmp_path / "out/result/vae/b.safetensors").read_text() == "blob"
+    links = {"vae/b.safetensors": "../blob", "loop": ".", "home": home, "vae/deep": home, "vae/z.json": "/dev/zero"}
+    for number in range(2):
+        write_pipeline_without(SimpleNamespace(path=folder, index=index, components={}), {"unet"}, out / str(number))
+        assert {path.name for path in out.iterdir()} == {str(each) for each in range(number + 1)}
+        files = {str(path.relative_to(out / str(number))) for path in (out / str(number)).rglob("*") if path.is_file()}
+        assert files == expected | ({"vae/b.safetensors"} if number else set())
+        if number == 0:
+            os.mkfifo(folder / "vae/pipe.json")
+            for name, target in links.items():
+                (folder / name).symlink_to(target)
+    assert (out / "1/vae/b.safetensors").read_text() == "blob"
