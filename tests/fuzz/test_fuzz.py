@@ -20,7 +20,7 @@ NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "observed", "prompts", "statistics", "records", "report",
     "config", "onnx", "noise", "lora", "images", "plan", "cache", "gguf", "comfyui", "diffusers_bfl", "diffusers_sdnq",
     "diffusers_torchao", "autoround", "modelopt", "modelopt_hf", "vllm_int8", "sglang_fp8", "nunchaku_lite",
-    "nunchaku", "nunchaku_nvfp4", "bnb_nf4", "bnb_int8", "quanto", "sdnq_with_zero_points", "torchao_with_inputs",
+    "nunchaku", "nunchaku_nvfp4", "bnb_nf4", "bnb_int8", "quanto", "sdnq_with_zero_points", "torchao_nvfp4",
     "autoround_asymmetric", "quark", "quark_with_branch",
 )  # fmt: skip
 LEARNT = read_corpus(CORPUS)

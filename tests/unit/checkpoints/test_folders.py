@@ -289,7 +289,6 @@ DIFFUSERS, TRANSFORMERS = (f"{module.__name__} {module.__version__}" for module 
 PIPELINES = "model.family is pixart, expected PixArtSigmaPipeline or PixArtAlphaPipeline ... ; "
 MISSING = "what this class adds is missing in pixart: use model=diffusers"
 NO_CLASS = f"it is no class of {DIFFUSERS}: name the class of the same networks there"
-NOT_THERE = "does not have; expected one of its pipelines"
 OF_MODULES = [
     ["canary", "Payload"], ["builtins", "eval"], ["diffusers", "utils"], ["diffusers", "os.system"],
     ["diffusers", "__builtins__"], ["diffusers", "logging"], ["diffusers.utils", "logging"],
@@ -313,9 +312,10 @@ CLASSES = [
         *each(INDEX, "_class_name", [None, 3], "names the pipeline '{}'"),
         *each(INDEX, "_class_name", ["MyPipeline"], f"is a '{{}}', which {DIFFUSERS} does not have"),
         *each(INDEX, "_class_name", ["Wan9Pipeline"], f"(the folder was saved by {DIFFUSERS}), so install a version"),
-        *each(INDEX, "_class_name", ["os.system", "__class__", "__builtins__", "utils", "", "x" * 10_000], NOT_THERE),
-        *each(INDEX, "_class_name", ["AutoencoderKL", "DiffusionPipeline", "AutoPipelineForText2Image"], NOT_THERE),
-        *each(INDEX, "_class_name", ["FluxModularPipeline"], NOT_THERE),
+        *each(INDEX, "_class_name", [
+            "os.system", "__class__", "__builtins__", "utils", "", "x" * 10_000, "AutoencoderKL", "DiffusionPipeline",
+            "AutoPipelineForText2Image", "FluxModularPipeline",
+        ], "does not have; expected one of its pipelines"),
         *each(INDEX, "_class_name", ["StableAudioPipeline", "AudioLDM2Pipeline", "MusicLDMPipeline"],
               "is a {}, which makes audio, expected a pipeline of images or video"),
         *each(INDEX, "_class_name", ["ShapEPipeline"], "which makes 3D"),
@@ -368,6 +368,14 @@ CLASSES = [
         (VAE, {"block_out_channels": [8] * 20_000, "down_block_types": ["DownEncoderBlock2D"] * 20_000},
          "more than any network has"),
     ),
+    *of(
+        OPENERS,
+        *((INDEX, {name: found}, "which needs note_seq; pip install note_seq") for name, found in {
+            "_class_name": "SpectrogramPipeline", "transformer": ["diffusers", "SpectrogramPipeline"],
+            "scheduler": ["diffusers", "SpectrogramPipeline"],
+        }.items()),
+        kind=ResourceError,
+    ),
 ]  # fmt: skip
 
 
@@ -381,6 +389,8 @@ def test_no_other_class_is_imported_or_made_nor_a_network_without_end(
 ):
     monkeypatch.setattr(diffusers_pipeline, "network", never)
     monkeypatch.setattr(opening, "network_of", never)
+    without_packages = type("StandIn", (), {"_backends": ["torch", "note_seq"]})
+    monkeypatch.setattr(diffusers, "SpectrogramPipeline", without_packages, raising=False)
     sentence = refusal(opener, damaged(file, damage), kind)
     assert all(piece in sentence for piece in said.split(" ... "))
 
@@ -487,14 +497,6 @@ DAMAGES = [
 def test_a_damaged_folder_is_refused_in_a_sentence(damaged, nothing_runs, opener, kind, file, damage, said):
     sentence = refusal(opener, damaged(file, damage), kind)
     assert all(piece in sentence for piece in said.split(" ... "))
-
-
-@pytest.mark.parametrize("name", ["_class_name", "transformer", "scheduler"])
-def test_a_class_whose_packages_are_missing_names_them(damaged, monkeypatch, opener, name):
-    stand_in = type("StandIn", (), {"_backends": ["torch", "note_seq"]})
-    monkeypatch.setattr(diffusers, "SpectrogramPipeline", stand_in, raising=False)
-    path = damaged(INDEX, {name: "SpectrogramPipeline" if name[0] == "_" else ["diffusers", "SpectrogramPipeline"]})
-    assert "which needs note_seq; pip install note_seq" in refusal(opener, path, ResourceError)
 
 
 def test_a_folder_that_is_none_is_refused_before_anything_is_imported(tmp_path):
