@@ -368,14 +368,6 @@ CLASSES = [
         (VAE, {"block_out_channels": [8] * 20_000, "down_block_types": ["DownEncoderBlock2D"] * 20_000},
          "more than any network has"),
     ),
-    *of(
-        OPENERS,
-        *((INDEX, {name: found}, "which needs note_seq; pip install note_seq") for name, found in {
-            "_class_name": "SpectrogramPipeline", "transformer": ["diffusers", "SpectrogramPipeline"],
-            "scheduler": ["diffusers", "SpectrogramPipeline"],
-        }.items()),
-        kind=ResourceError,
-    ),
 ]  # fmt: skip
 
 
@@ -389,8 +381,6 @@ def test_no_other_class_is_imported_or_made_nor_a_network_without_end(
 ):
     monkeypatch.setattr(diffusers_pipeline, "network", never)
     monkeypatch.setattr(opening, "network_of", never)
-    without_packages = type("StandIn", (), {"_backends": ["torch", "note_seq"]})
-    monkeypatch.setattr(diffusers, "SpectrogramPipeline", without_packages, raising=False)
     sentence = refusal(opener, damaged(file, damage), kind)
     assert all(piece in sentence for piece in said.split(" ... "))
 
@@ -413,6 +403,14 @@ RANGES = [  # values of entries that a family's folder may not have
     (TEXT, "is_decoder", ["no"]), (TOKENIZER, "extra_ids", [10**8, -1, "x"]),
 ]  # fmt: skip
 DAMAGES = [
+    *of(
+        OPENERS,
+        *((INDEX, {name: found}, "which needs note_seq; pip install note_seq") for name, found in {
+            "_class_name": "SpectrogramPipeline", "transformer": ["diffusers", "SpectrogramPipeline"],
+            "scheduler": ["diffusers", "SpectrogramPipeline"],
+        }.items()),
+        kind=ResourceError,
+    ),
     *of(
         OPENERS,
         *((file, STRANGE, f"{file}: frobnicated is 3, neither used by ") for file in (
@@ -494,7 +492,11 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("opener", "kind", "file", "damage", "said"), DAMAGES, ids=shown)
-def test_a_damaged_folder_is_refused_in_a_sentence(damaged, nothing_runs, opener, kind, file, damage, said):
+def test_a_damaged_folder_is_refused_in_a_sentence(
+    damaged, monkeypatch, nothing_runs, opener, kind, file, damage, said
+):
+    without_packages = type("StandIn", (), {"_backends": ["torch", "note_seq"]})
+    monkeypatch.setattr(diffusers, "SpectrogramPipeline", without_packages, raising=False)
     sentence = refusal(opener, damaged(file, damage), kind)
     assert all(piece in sentence for piece in said.split(" ... "))
 
