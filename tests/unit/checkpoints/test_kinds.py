@@ -136,11 +136,10 @@ def test_a_pipelines_files_are_copied_and_links_to_files_but_no_folder_pipe_or_d
     expected = {"model_index.json", "unet/config.json", "vae/config.json", "vae/a.safetensors"}
     links = {"vae/b.safetensors": "../blob", "loop": ".", "home": home, "vae/deep": home, "vae/z.json": "/dev/zero"}
     for number in range(2):
-        write_pipeline_without(SimpleNamespace(path=folder, index=index, components={}), {"unet"}, out / str(number))
+        result = out / str(number)
+        write_pipeline_without(SimpleNamespace(path=folder, index=index, components={}), {"unet"}, result)
         assert {path.name for path in out.iterdir()} == {str(each) for each in range(number + 1)}
-        files = {
-            str(path.relative_to(out / str(number))) for path in (out / str(number)).rglob("*") if not path.is_dir()
-        }
+        files = {str(path.relative_to(result)) for path in result.rglob("*") if not path.is_dir()}
         assert files == expected | ({"vae/b.safetensors"} if number else set())
         if number == 0:
             os.mkfifo(folder / "vae/pipe.json")
