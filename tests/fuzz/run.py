@@ -31,7 +31,7 @@ from hypothesis import seed as seeded
 
 from sd_quant.process import mapped_bytes, peak_memory_bytes, reset_peak
 
-from .harness import OTHER, REFUSED, SAME, SECONDS, Place, Reader, Wrong, outcome
+from .harness import OTHER, REFUSED, SAME, Place, Reader, Wrong, outcome
 from .readers import make_readers
 
 CHUNK = 250  # inputs to a child
@@ -66,8 +66,8 @@ def run(wanted: argparse.Namespace, draw: Draw = drawn, keep: Callable[[Reader, 
     warnings.simplefilter("ignore")  # they quote the inputs
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         readers = {reader.name: reader for reader in make_readers(Path(scratch) / "made")}
-        if replayed := getattr(wanted, "replay", None):
-            return replay(readers, replayed, Path(scratch))
+        if wanted.replay:
+            return replay(readers, wanted.replay, Path(scratch))
         chosen = [readers[name] for name in wanted.reader or readers]
         start = time.monotonic()
         tallies = fuzz(chosen, wanted, Path(scratch), draw, keep)
@@ -118,7 +118,7 @@ def run_chunk(reader: Reader, count: int, root: Path, wanted: argparse.Namespace
     os.close(sending)
     buffer, ended = b"", False
     while not ended:
-        ready, _, _ = select.select([receiving], [], [], 60 + SECONDS)
+        ready, _, _ = select.select([receiving], [], [], 60 + wanted.seconds)
         if not ready:
             os.kill(child, signal.SIGKILL)
             break
@@ -152,7 +152,7 @@ def in_child(reader: Reader, count: int, root: Path, sending: int, wanted: argpa
 
     def read_one(recipe: object) -> None:
         number = next(numbers)
-        told = tried(place, recipe, keep, f"{root.name}-{number}", getattr(wanted, "seconds", SECONDS))
+        told = tried(place, recipe, keep, f"{root.name}-{number}", wanted.seconds)
         os.write(sending, json.dumps(told).encode() + b"\n")
         if number + 1 == count:
             os._exit(0)  # libFuzzer counts bytes of which Hypothesis made no input too
@@ -160,7 +160,7 @@ def in_child(reader: Reader, count: int, root: Path, sending: int, wanted: argpa
     draw(read_one)
 
 
-def tried(place: Place, recipe: object, keep: Path, name: str, limit: float = SECONDS) -> tuple[str, float, int]:
+def tried(place: Place, recipe: object, keep: Path, name: str, limit: float) -> tuple[str, float, int]:
     """Returns the outcome of an input, its seconds and its bytes of memory. A failure is kept under the name."""
     place.put(recipe)
     reset_peak()
