@@ -47,19 +47,13 @@ def of_fuzzing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reader", action="append", help="only this one; may be repeated")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "sd_quant_fuzz", help="for failures")
-
-
-def of_fuzz(parser: argparse.ArgumentParser) -> None:
-    of_fuzzing(parser)
     parser.add_argument("--replay", type=Path, help="a folder of --keep, to be read again")
     parser.add_argument("--seconds", type=float, default=10, help="of the processor, that one input may take")
 
 
 def of_learning(parser: argparse.ArgumentParser) -> None:
     of_fuzzing(parser)
-    parser.add_argument("--workers", type=int, default=2, help="readers at a time")
     parser.add_argument("--corpus", type=Path, default=HERE / "fuzz/corpus.json")
-    parser.add_argument("--child", nargs=2, metavar=("READER", "FOLDER"), help=argparse.SUPPRESS)
 
 
 def of_pairs(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +68,7 @@ def of_programs(parser: argparse.ArgumentParser) -> None:
 
 TOOLS = {
     "mutations": Tool("tests.mutations.run", "Which test notices which deliberate fault.", of_mutations),
-    "fuzz": Tool("tests.fuzz.run", "Many damaged and hostile inputs to every reader of files.", of_fuzz),
+    "fuzz": Tool("tests.fuzz.run", "Many damaged and hostile inputs to every reader of files.", of_fuzzing),
     "learn": Tool("tests.fuzz.learn", "The same, and inputs that lead somewhere new are changed again.", of_learning),
     "faults": Tool("tests.faults.run", "Every command killed, starved, raced and put into hard places.", of_faults),
     "pairs": Tool("tests.pairs.run", "Every knob at the ends of its range, in all pairs.", of_pairs),

@@ -33,7 +33,7 @@ class Reader:
     """``files`` are sound; ``mutate`` makes of a drawn recipe those that differ, None for one that is missing.
 
     ``read`` returns what was read, in a form that compares; ``check`` raises AssertionError when the files do not say
-    that. ``weight`` is its part of a run's inputs, ``quick`` how many the test-suite tries.
+    that. ``weight`` is its part of a run's inputs; the test-suite tries nearly as many.
     """
 
     name: str
@@ -42,8 +42,7 @@ class Reader:
     mutate: Callable[[Any], dict[str, bytes]]
     read: Callable[[Path], Any]
     check: Callable[[Path, Any], None] = lambda folder, found: None
-    weight: int = 10
-    quick: int = 40
+    weight: int = 20
     writes: bool = False  # into the input's own folder
 
 

@@ -5,18 +5,23 @@ list of them can be shrunk. The road not taken is a fuzzer that a compiler instr
 and what they call is not built here.
 """
 
+import hashlib
 import io
 import json
 import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
+import torch
 import yaml
 from hypothesis import strategies as st
+
+from sd_quant.files.tensors import Readable
 
 LARGE = st.integers(0, 2**32 - 1)  # modulo what there is to choose from
 EXTREMES = (0, 1, -1, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
@@ -270,3 +275,138 @@ def with_pickle(archive: bytes, change: Callable[[bytes], bytes]) -> bytes:
             content = source.read(entry)
             written.writestr(entry.filename, change(content) if entry.filename.endswith("data.pkl") else content)
     return target.getvalue()
+
+
+# Files, and readers whose input is damaged in several ways
+
+Files = dict[str, bytes]
+Way = tuple[st.SearchStrategy, Callable[[Any], Files]]
+
+
+def ways(*given: Way) -> dict[str, Any]:
+    """A reader's ``recipes`` and ``mutate`` of strategies, each with what makes files of its values.
+
+    One that stands here twice is taken twice as often.
+    """
+    recipes = st.one_of(*(st.tuples(st.just(number), strategy) for number, (strategy, _) in enumerate(given)))
+    return {"recipes": recipes, "mutate": lambda recipe: given[recipe[0]][1](recipe[1])}
+
+
+def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
+    """Returns a digest of a tensor of any dtype, NaN included."""
+    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(content).hexdigest()
+
+
+def digests(tensors: Mapping[str, Readable]) -> dict[str, tuple]:
+    return {name: digest(tensor.read()) for name, tensor in tensors.items()}
+
+
+def header_of(data: bytes) -> tuple[dict, bytes]:
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def with_header(header: Any, content: bytes) -> bytes:
+    text = to_json(header)
+    return struct.pack("<Q", len(text)) + text + content
+
+
+def with_numbers(data: bytes, name: str, edits: list) -> bytes:
+    """With other bytes in a tensor, as many."""
+    header, content = header_of(data)
+    first = len(data) - len(content)
+    start, stop = (first + each for each in header[name]["data_offsets"])
+    piece = edited(data[start:stop], edits)[: stop - start].ljust(stop - start, b"\xff")
+    return data[:start] + piece + data[stop:]
+
+
+def decisive_header(data: bytes) -> list[tuple[int, int]]:
+    return [(0, 8), (8, 8 + int.from_bytes(data[:8], "little"))]
+
+
+described = st.one_of(st.tuples(st.just("bytes"), byte_edits), st.tuples(st.just("header"), document_edits))
+
+
+def damaged_safetensors(data: bytes, recipe: tuple) -> bytes:
+    kind, edits = recipe
+    if kind == "bytes":
+        return edited(data, edits, decisive_header(data))
+    header, content = header_of(data)
+    return with_header(changed(header, edits), content)
+
+
+def damaged_metadata(data: bytes, key: str, edits: list) -> bytes:
+    """With another document, or text that is none, in one entry of the header's metadata."""
+    header, content = header_of(data)
+    known = header["__metadata__"]
+    document = json.loads(known[key]) if known[key].startswith(("{", "[")) else known[key]
+    known[key] = to_json(changed(document, edits)).decode("utf-8", "replace")
+    return with_header(header, content)
+
+
+def decisive(archive: bytes) -> list[tuple[int, int]]:
+    """Where a zip file of torch.save has its pickle, and its directory."""
+    start = archive.index(b"\x80\x02")
+    directory = archive.index(b"PK\x01\x02")
+    return [(0, 64), (start, archive.index(b"PK", start)), (directory, len(archive))]
+
+
+either = st.one_of(st.tuples(st.just("bytes"), byte_edits), st.tuples(st.just("pickle"), pickle_edits))
+
+
+def damaged_weights(archive: bytes, recipe: tuple) -> bytes:
+    kind, edits = recipe
+    if kind == "bytes":
+        return edited(archive, edits, decisive(archive))
+    return with_pickle(archive, partial(repickled, edits=edits))
+
+
+def damages_of(path: str, data: bytes) -> Iterator[Way]:
+    """The ways in which a file of its kind is damaged."""
+    suffix = path.rpartition(".")[2]
+    if suffix == "safetensors":
+        yield from damages_of_safetensors(path, data)
+    elif suffix in ("pt", "pth", "ckpt"):
+        yield either, lambda recipe: {path: damaged_weights(data, recipe)}
+    elif suffix in ("json", "yaml"):
+        read, write, values = (
+            (json.loads, to_json, VALUES) if suffix == "json" else (yaml.safe_load, to_yaml, YAML_VALUES)
+        )
+        document = read(data)
+        yield byte_edits, lambda edits: {path: edited(data, edits)}
+        yield from [(document_edits, lambda edits: {path: write(changed(document, edits, values))})] * 2
+    else:
+        yield byte_edits, lambda edits: {path: edited(data, edits, [(0, 64)])}
+
+
+def damages_of_safetensors(path: str, data: bytes) -> Iterator[Way]:
+    """Of the header, of numbers, texts that are stored as tensors, documents of the metadata, and names."""
+    header, content = header_of(data)
+    names, known = sorted(header.keys() - {"__metadata__"}), sorted(header.get("__metadata__", ()))
+    yield described, lambda recipe: {path: damaged_safetensors(data, recipe)}
+    yield st.tuples(st.sampled_from(names), byte_edits), lambda drawn: {path: with_numbers(data, *drawn)}
+    first = len(data) - len(content)
+    ranges = [(first + start, first + stop) for start, stop in (header[name]["data_offsets"] for name in names)]
+    if texts := [(start, stop) for start, stop in ranges if data[start : start + 2] == b'{"']:
+        yield byte_edits, lambda edits: {path: edited(data, edits, texts)}
+    if known:
+        strategy = st.tuples(st.sampled_from(known), document_edits)
+        yield strategy, lambda drawn: {path: damaged_metadata(data, *drawn)}
+
+    def renamed(drawn: tuple) -> Files:
+        name, ending = drawn
+        other = f"{name.rpartition('.')[0]}.{ending}"
+        return {path: with_header({other if each == name else each: entry for each, entry in header.items()}, content)}
+
+    endings = sorted({name.rpartition(".")[2] for name in names})
+    yield st.tuples(st.sampled_from(names), st.sampled_from(endings)), renamed
+
+
+def damages(files: Files, put: Callable[[Files], Files] = lambda files: files) -> dict[str, Any]:
+    """A reader's ``recipes`` and ``mutate`` of all its files; ``put`` makes of a damaged one what is laid out."""
+
+    def within(strategy: st.SearchStrategy, damage: Callable[[Any], Files]) -> Way:
+        return strategy, lambda drawn: put(damage(drawn))
+
+    return ways(*(within(*way) for path, data in files.items() for way in damages_of(path, data)))

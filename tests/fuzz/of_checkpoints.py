@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import io
-import json
 import math
 import tarfile
 from collections.abc import Callable, Collection, Mapping
@@ -31,8 +30,20 @@ from sd_quant.observed.opening import components_of, open_networks, open_other, 
 from .. import small_nemo, zoo
 from ..zoo.families import TINY
 from .harness import Reader
-from .mutations import LARGE, YAML_VALUES, byte_edits, changed, document_edits, edited, to_json, to_yaml
-from .shared import Files, damaged_safetensors, damaged_weights, decisive, described, digest, digests, either, ways
+from .mutations import (
+    Files,
+    byte_edits,
+    damaged_safetensors,
+    damaged_weights,
+    damages,
+    decisive,
+    described,
+    digest,
+    digests,
+    edited,
+    either,
+    ways,
+)
 
 
 def tar_of(members: Mapping[str, bytes], form: int, mtime: float = 0) -> bytes:
@@ -95,7 +106,7 @@ def archives() -> Reader:
             assert {str(PurePosixPath(each.name)): archive.extractfile(each).read() for each in files} == found
 
     recipes = st.tuples(st.integers(0, 1), byte_edits, st.booleans(), st.sampled_from([0, 0, 0, 1, 2]))
-    return Reader("archive", {"a.nemo": plain}, recipes, mutate, contents, check, weight=20)
+    return Reader("archive", {"a.nemo": plain}, recipes, mutate, contents, check)
 
 
 def weights_file() -> bytes:
@@ -142,9 +153,6 @@ def nemo(scratch: Path) -> Reader:
     begin = sound.index(b"PK")
     hot = [*headers, (512, headers[1][0]), *((begin + start, begin + stop) for start, stop in decisive(stored))]
 
-    def having(name: str, content: bytes) -> Files:
-        return {"a.nemo": tar_of(members | {name: content}, tarfile.GNU_FORMAT)}
-
     def opened(folder: Path) -> tuple:
         checkpoint = open_nemo(folder / "a.nemo")
         for source in checkpoint.components.values():
@@ -161,14 +169,13 @@ def nemo(scratch: Path) -> Reader:
                 assert tensor.read().isfinite().all() and tensor.dtype.is_floating_point
             assert size_of(source.tensors.values()) <= (folder / "a.nemo").stat().st_size
 
-    config_name = "model_config.yaml"
-    damages = ways(
-        (byte_edits, lambda edits: {"a.nemo": edited(sound, edits, hot)}),
-        (document_edits, lambda edits: having(config_name, to_yaml(changed(config, edits, YAML_VALUES)))),
-        (byte_edits, lambda edits: having(config_name, edited(members[config_name], edits))),
-        (either, lambda recipe: having("model_weights.ckpt", damaged_weights(stored, recipe))),
-    )
-    return Reader("nemo", {"a.nemo": sound}, read=opened, check=check, weight=7, quick=10, **damages)
+    def packed(files: Files) -> Files:
+        return {"a.nemo": tar_of(members | files, tarfile.GNU_FORMAT)}
+
+    inside = damages(members, packed)
+    whole = (byte_edits, lambda edits: {"a.nemo": edited(sound, edits, hot)})
+    ways_in = ways(whole, (inside["recipes"], inside["mutate"]))
+    return Reader("nemo", {"a.nemo": sound}, read=opened, check=check, weight=5, **ways_in)
 
 
 def safetensors() -> Reader:
@@ -241,16 +248,8 @@ def of_folders(name: str, writers: Mapping[str, Callable], opened: Callable[...,
     paths = [path for kind in writers for path in sorted((scratch / kind).rglob("*")) if path.is_file()]
     files = {str(path.relative_to(scratch)): path.read_bytes() for path in paths}
 
-    def damaging(suffix: str, edits: st.SearchStrategy, damage: Callable[..., bytes]) -> tuple:
-        """``damage`` gets a file, what was drawn for it, and another file."""
-
-        def mutate(drawn: tuple) -> Files:
-            kind, number, recipe = drawn
-            names = [name for name in files if name.startswith(f"{kind}/") and name.endswith(suffix)]
-            name, other = names[number % len(names)], names[number // 7 % len(names)]
-            return {"damaged": name.encode(), name: damage(files[name], recipe, files[other])}
-
-        return st.tuples(st.sampled_from(sorted(writers)), LARGE, edits), mutate
+    def marked(damaged: Files) -> Files:
+        return {"damaged": min(damaged).encode()} | damaged
 
     def read(folder: Path) -> tuple:
         kind, damaged = Path((folder / "damaged").read_text()).parts[:2]
@@ -262,10 +261,6 @@ def of_folders(name: str, writers: Mapping[str, Callable], opened: Callable[...,
         total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in found[0].values())
         assert total <= sum(path.stat().st_size for path in (folder / kind).rglob("*.safetensors"))
 
-    damages = ways(
-        damaging(".safetensors", described, lambda data, recipe, other: damaged_safetensors(data, recipe)),
-        damaging(".json", byte_edits, lambda data, edits, other: edited(data, edits, other=other)),
-        damaging(".json", document_edits, lambda data, edits, other: to_json(changed(json.loads(data), edits))),
-    )
+    read_by_us = {path: data for path, data in files.items() if path.endswith((".json", ".safetensors"))}
     sound = files | {"damaged": f"{min(writers)}/{INDEX}".encode()}
-    return Reader(name, sound, read=read, check=check, weight=12, quick=25, **damages)
+    return Reader(name, sound, read=read, check=check, weight=12, **damages(read_by_us, marked))

@@ -33,18 +33,7 @@ from ..unit.interchange.conftest import INT4_ROWS, PER_ROW_FP8, PLAIN, ROTATED, 
 from ..unit.tiny import TOKENS, Tiny
 from ..zoo.families import TINY, redraw
 from .harness import Reader
-from .mutations import byte_edits, changed, document_edits, edited, pickle_edits, repickled, to_json, with_pickle
-from .shared import (
-    Files,
-    damaged_metadata,
-    damaged_safetensors,
-    described,
-    digest,
-    header_of,
-    ways,
-    with_header,
-    with_numbers,
-)
+from .mutations import Files, Way, byte_edits, damages, digest, edited, to_json, ways
 
 CONFIG, FOLDER = "config.json", "transformer"
 ALONE = PLAIN | {"activation": None}
@@ -57,6 +46,7 @@ WRITTEN = {  # by reader: the target that writes it, and what its layers have in
     "diffusers_sdnq": ("diffusers_sdnq", [("int4", ALONE | {"rank": 0.1}), ("int8", ALONE), ("fp8", ALONE)]),
     "diffusers_torchao": ("diffusers_torchao", [
         ("int8", ROTATED), ("int8", ALONE | {"per_channel": True}), ("fp8", PER_ROW_FP8),
+        ("int8", {"per_channel": False, "smoothing": "modelopt"}),
     ]),
     "autoround": ("diffusers_autoround", [("int4", ALONE), ("int8", ALONE | {"per_channel": False})]),
     "modelopt": ("diffusers_modelopt", [("int8", {"smoothing": "modelopt"})]),
@@ -68,7 +58,6 @@ WRITTEN = {  # by reader: the target that writes it, and what its layers have in
     "nunchaku_nvfp4": ("nunchaku", [("nvfp4", PLAIN | {"rank": 0.125})]),
 }  # fmt: skip
 Tensors = dict[str, Tensor]
-Way = tuple[st.SearchStrategy, Callable[[Any], Files]]
 
 
 def denoisers(scratch: Path) -> list[Reader]:
@@ -131,15 +120,7 @@ class Flux:
         return {f"{FOLDER}/diffusion_pytorch_model.safetensors": tensors, f"{FOLDER}/{CONFIG}": config}
 
     def reader(self, name: str, reader: str, files: Files, where: str) -> Reader:
-        """Damaged are the weights' header, texts and numbers, the config's document, and ModelOpt's state."""
         decodes = reader != "gguf" or find_spec("gguf") is not None
-        damages: list[Way] = []
-        for path, data in files.items():
-            if path.endswith(".safetensors"):
-                damages += list(of_weights(path, data)) * 2
-            else:
-                kinds = {".json": of_config, ".gguf": of_gguf}
-                damages += kinds.get(Path(path).suffix, of_state)(path, data)
 
         def read(folder: Path) -> tuple | None:
             path = folder / where
@@ -164,39 +145,8 @@ class Flux:
             [weights] = [each for each in folder.rglob("*") if each.suffix in (".safetensors", ".gguf")]
             assert bits * sum(map(math.prod, self.shapes.values())) / 8 <= weights.stat().st_size
 
-        return Reader(name, files, weight=20, read=read, check=check, **ways(*damages))
-
-
-def of_weights(path: str, data: bytes) -> Iterator[Way]:
-    header, content = header_of(data)
-    names = sorted(header.keys() - {"__metadata__"})
-    yield described, lambda recipe: {path: damaged_safetensors(data, recipe)}
-    yield st.tuples(st.sampled_from(names), byte_edits), lambda drawn: {path: with_numbers(data, *drawn)}
-    first = len(data) - len(content)
-    ranges = [(first + start, first + stop) for start, stop in (header[name]["data_offsets"] for name in names)]
-    if texts := [(start, stop) for start, stop in ranges if data[start : start + 2] == b'{"']:  # stored as tensors
-        yield byte_edits, lambda edits: {path: edited(data, edits, texts)}
-    if known := sorted(header["__metadata__"]):
-        strategy = st.tuples(st.sampled_from(known), document_edits)
-        yield strategy, lambda drawn: {path: damaged_metadata(data, *drawn)}
-
-    def renamed(drawn: tuple) -> Files:
-        name, ending = drawn
-        other = f"{name.rpartition('.')[0]}.{ending}"
-        return {path: with_header({other if each == name else each: entry for each, entry in header.items()}, content)}
-
-    endings = sorted({name.rpartition(".")[2] for name in names})
-    yield st.tuples(st.sampled_from(names), st.sampled_from(endings)), renamed
-
-
-def of_config(path: str, data: bytes) -> Iterator[Way]:
-    yield document_edits, lambda edits: {path: to_json(changed(json.loads(data), edits))}
-    yield byte_edits, lambda edits: {path: edited(data, edits)}
-
-
-def of_state(path: str, data: bytes) -> Iterator[Way]:
-    yield byte_edits, lambda edits: {path: edited(data, edits)}
-    yield pickle_edits, lambda edits: {path: with_pickle(data, lambda pickle: repickled(pickle, edits))}
+        given = ways(*of_gguf(where, files[where])) if reader == "gguf" else damages(files)
+        return Reader(name, files, read=read, check=check, **given)
 
 
 def with_what_is_only_read(sound: bytes) -> bytes:
@@ -290,7 +240,7 @@ def by_hand(flux: Flux) -> dict[str, tuple[str, tuple]]:
         "bnb_int8": (bnb, (of_both(int8), {"quant_method": "bitsandbytes", **in_8_bits})),
         "quanto": ("diffusers_quanto", (of_both(int4), {"quant_method": "quanto", "weights_dtype": "int4"})),
         "sdnq_with_zero_points": ("diffusers_sdnq", sdnq(flux.layers)),
-        "torchao_with_inputs": ("diffusers_torchao", torchao(flux.shapes)),
+        "torchao_nvfp4": ("diffusers_torchao", torchao(flux.shapes)),
         "autoround_asymmetric": ("diffusers_autoround", autoround()),
         "quark": ("diffusers_quark", quark({"weight": STATIC, "input_tensors": STATIC}, in_words(MLP, 512, 128) | {
             f"{Q}.weight": codes(128, 128, dtype=torch.int8),
@@ -372,42 +322,20 @@ def sdnq(layers: Collection[str]) -> tuple[Tensors, dict]:
 
 
 def torchao(parameters: Collection[str]) -> tuple[Tensors, dict, dict[str, str]]:
-    """Codes with static inputs and a factor in front, and NVFP4 in tiles with inputs."""
-
-    def tagged(kind: str, data: Any) -> dict:
-        return {"_type": kind, "_data": data}
-
-    inputs = tagged("QuantizeTensorToInt8Kwargs", {
-        "granularity": tagged("PerTensor", {}), "mapping_type": tagged("MappingType", "SYMMETRIC"),
-        "reduce_range": False,
-    })  # fmt: skip
+    """NVFP4 in tiles, with inputs."""
     blocks = {"block_size": 16, "is_swizzled_scales": False, "use_triton_kernel": False}
-    kinds = {
-        Q: tagged("Int8Tensor", {
-            "act_quant_kwargs": inputs, "reduce_range": False, "block_size": [1, 128],
-            "dtype": tagged("torch.dtype", "bfloat16"),
-        }),
-        OUT: tagged("NVFP4Tensor", blocks | {
-            "orig_dtype": tagged("torch.dtype", "float32"), "is_swizzled_scales": True,
-            "act_quant_kwargs": tagged("QuantizeTensorToNVFP4Kwargs", blocks | {"use_dynamic_per_tensor_scale": True}),
-        }),
-    }  # fmt: skip
+    inputs = {"_type": "QuantizeTensorToNVFP4Kwargs", "_data": blocks | {"use_dynamic_per_tensor_scale": True}}
     pieces = {
-        Q: {
-            "qdata": codes(128, 128, dtype=torch.int8), "scale": some(128, 1),
-            "zero_point": torch.zeros(128, 1, dtype=torch.int8), "act_quant_scale": torch.full((1, 1), 0.1),
-            "act_pre_scale": some(128),
-        },
-        OUT: {
-            "qdata": codes(128, 320), "per_tensor_scale": torch.tensor(0.01),
-            "scale": some(32, 160).to(torch.float8_e4m3fn),
-        },
+        "qdata": codes(128, 320), "per_tensor_scale": torch.tensor(0.01),
+        "scale": some(32, 160).to(torch.float8_e4m3fn),
     }  # fmt: skip
     told: dict[str, Any] = {parameter: {"_type": "Tensor"} for parameter in parameters}
-    told |= {f"{name}.weight": {**kind, "_tensor_data_names": list(pieces[name])} for name, kind in kinds.items()}
+    told[f"{OUT}.weight"] = {"_type": "NVFP4Tensor", "_tensor_data_names": list(pieces), "_data": blocks | {
+        "orig_dtype": {"_type": "torch.dtype", "_data": "float32"}, "is_swizzled_scales": True,
+        "act_quant_kwargs": inputs,
+    }}  # fmt: skip
     metadata = {name: json.dumps(entry) for name, entry in told.items()} | {"tensor_names": json.dumps(list(told))}
-    tensors = {f"{name}._weight_{piece}": each for name, own in pieces.items() for piece, each in own.items()}
-    return tensors, {"quant_method": "torchao"}, metadata
+    return {f"{OUT}._weight_{piece}": each for piece, each in pieces.items()}, {"quant_method": "torchao"}, metadata
 
 
 def autoround() -> tuple[Tensors, dict]:

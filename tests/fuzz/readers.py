@@ -2,20 +2,18 @@
 
 from pathlib import Path
 
+from . import of_checkpoints, of_runs
 from .harness import Reader
-from .of_artifacts import cache_entry, onnx_graph, plan_record
-from .of_checkpoints import archives, nemo, observed, pipeline, safetensors, weights
 from .of_denoisers import denoisers
-from .of_images import images, lora, noise
-from .of_prompts_and_statistics import prompts, statistics
-from .of_records import configuration, records, report
 
 
 def make_readers(scratch: Path) -> list[Reader]:
     """With their sound inputs made below ``scratch``."""
     scratch.mkdir(parents=True, exist_ok=True)
     return [
-        archives(), weights(), nemo(scratch), safetensors(), pipeline(scratch), observed(scratch / "observed"),
-        prompts(), statistics(scratch), records(), report(), configuration(), onnx_graph(), noise(), lora(), images(),
-        plan_record(), cache_entry(), *denoisers(scratch / "denoisers"),
+        of_checkpoints.archives(), of_checkpoints.weights(), of_checkpoints.nemo(scratch), of_checkpoints.safetensors(),
+        of_checkpoints.pipeline(scratch), of_checkpoints.observed(scratch / "observed"), of_runs.prompts(),
+        of_runs.statistics(scratch), of_runs.records(), of_runs.report(), of_runs.configuration(),
+        of_runs.onnx_graph(), of_runs.noise(), of_runs.lora(), of_runs.images(), of_runs.plan_record(),
+        of_runs.cache_entry(), *denoisers(scratch / "denoisers"),
     ]  # fmt: skip

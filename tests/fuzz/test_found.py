@@ -16,9 +16,8 @@ from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import read_sweep
 
 from .mutations import constant, to_yaml, with_pickle
-from .of_artifacts import graph_with
 from .of_checkpoints import weights_file
-from .of_records import PLAN, TIMING, a_record
+from .of_runs import PLAN, TIMING, a_record, graph_with
 
 pytestmark = pytest.mark.commit
 
@@ -34,15 +33,6 @@ def quickly(refuse) -> str:
     assert time.process_time() - start < QUICK
     assert str(refusal.value).isprintable() and len(str(refusal.value)) <= LONGEST
     return str(refusal.value)
-
-
-def put(value: object, document: dict, place: tuple[str, ...]) -> dict:
-    """The document itself, with the value at the place."""
-    holder = document
-    for name in place[:-1]:
-        holder = holder[name]
-    holder[place[-1]] = value
-    return document
 
 
 @pytest.mark.parametrize(
@@ -81,8 +71,8 @@ def test_a_graph_whose_offset_is_no_number_is_refused(tmp_path):
 
 
 def test_a_stage_without_a_time_and_a_name_without_utf8_are_shown(tmp_path):
-    record = put("\ud800", a_record(30.0, 2.0), ("knobs", "infer", "engine")) | {"status": None}
-    record["stages"]["export"] = {"seconds": None}
+    record = a_record(30.0, 2.0) | {"status": None}
+    record["knobs"]["infer"]["engine"], record["stages"]["export"] = "\ud800", {"seconds": None}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     assert rebuild(tmp_path).is_file() and run_table(record).startswith("unfinished")
 

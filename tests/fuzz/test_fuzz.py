@@ -20,7 +20,7 @@ NAMES = (
     "archive", "weights", "nemo", "safetensors", "pipeline", "observed", "prompts", "statistics", "records", "report",
     "config", "onnx", "noise", "lora", "images", "plan", "cache", "gguf", "comfyui", "diffusers_bfl", "diffusers_sdnq",
     "diffusers_torchao", "autoround", "modelopt", "modelopt_hf", "vllm_int8", "sglang_fp8", "nunchaku_lite",
-    "nunchaku", "nunchaku_nvfp4", "bnb_nf4", "bnb_int8", "quanto", "sdnq_with_zero_points", "torchao_with_inputs",
+    "nunchaku", "nunchaku_nvfp4", "bnb_nf4", "bnb_int8", "quanto", "sdnq_with_zero_points", "torchao_nvfp4",
     "autoround_asymmetric", "quark", "quark_with_branch",
 )  # fmt: skip
 LEARNT = read_corpus(CORPUS)
@@ -55,11 +55,11 @@ def outcomes(readers, tmp_path, monkeypatch) -> Callable:
     return make
 
 
-@pytest.mark.parametrize("times", [0.4, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("times", [0.8, pytest.param(8, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")  # of libraries, about damaged input
 def test_damage_is_refused_or_harmless(readers, name, outcomes, times):
-    inputs = round(times * readers[name].quick)
+    inputs = round(times * readers[name].weight)
     one, found = outcomes(name, max_examples=inputs, derandomize=True, phases=[Phase.generate])
     one()
     assert set(found) <= {REFUSED, SAME, OTHER} and (REFUSED in found or inputs < 5)

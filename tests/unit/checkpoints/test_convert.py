@@ -78,13 +78,6 @@ def mixed(tmp_path_factory, theirs_as_nemo) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory, mixed) -> Path:
-    path = tmp_path_factory.mktemp("ours")  # an empty folder is filled
-    convert(mixed, path)
-    return path
-
-
 @pytest.fixture
 def folder(tmp_path, theirs) -> Path:
     """A copy of theirs."""
@@ -277,8 +270,10 @@ def test_an_index_points_to_files_of_its_folder_that_share_no_tensor(folder):
     assert "in two shards" in refusal(folder)
 
 
-def test_what_is_kept_for_nemo_replaces_no_weight_and_describes_the_same_networks(tmp_path, ours):
-    path = Path(shutil.copytree(ours, tmp_path / "folder"))
+def test_what_is_kept_for_nemo_replaces_no_weight_and_describes_the_same_networks(tmp_path, mixed):
+    path = tmp_path / "folder"
+    path.mkdir()  # an empty folder is filled
+    convert(mixed, path)
     key = nemo_keys.PREFIX["unet"] + "out.0.weight"
     safetensors.torch.save_file({key: torch.ones(32)}, path / "nemo/unused.safetensors")
     assert f"1 unknown: {key}" in refusal(path)

@@ -1,17 +1,25 @@
-"""What is opened for a path and a family, of which parts, and what is copied of a pipeline's folder or refused."""
+"""What is opened for a path, a family and another autoencoder, of which parts, and what of a folder is copied."""
 
+import copy
 import json
 import os
 import shutil
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
+import torch
+from diffusers import StableDiffusionXLPipeline
 from sentencepiece import SentencePieceTrainer
 
+from sd_quant.checkpoints.convert import convert
 from sd_quant.checkpoints.diffusers_pipeline import ABSENT
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
-from sd_quant.errors import ArtifactError, ConfigError
+from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
+from sd_quant.files.checks import check_finite
+from sd_quant.names.nemo import PREFIX, locations
+from tests.networks import assert_same
 
 from ...zoo.families import TINY, VARIANTS
 from ..tiny import tiny  # noqa: F401 a fixture
@@ -122,40 +130,124 @@ def test_t5s_vocabulary_may_come_as_sentencepieces_model_alone(tmp_path):
     assert ids[-1] == 1 and tokenizer.decode(ids[:-1]) == "a red cat"
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    folder = tmp_path / "theirs"
+def test_a_pipelines_files_are_copied_and_links_to_files_but_no_folder_pipe_or_device(tmp_path):
+    """Links to files are of a hub's snapshots; a home, or a folder around the pipeline's, would be copied for ever."""
+    folder, home, out = (tmp_path / name for name in ("theirs", "home", "out"))
+    home.mkdir()
+    (home / "secret.json").write_text("secret")
     for name in ("unet/config.json", "unet/a.safetensors", "vae/config.json", "vae/a.safetensors", "vae/run.py",
                  "notes/private.txt", "safety/config.json", "blob"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     index = {"_class_name": "Pipeline", "unet": ["d", "U"], "vae": ["d", "V"], "safety": ABSENT,
              "loop": ["d", "L"], "home": ["d", "H"], "..": ["d", "X"]}  # fmt: skip
-    return SimpleNamespace(path=folder, index=index, components={})
-
-
-def copied(checkpoint, tmp_path) -> set[str]:
-    out = tmp_path / "out"
-    write_pipeline_without(checkpoint, {"unet"}, out / "result")
-    assert [path.name for path in out.iterdir()] == ["result"]
-    return {str(path.relative_to(out / "result")) for path in out.rglob("*") if not path.is_dir()}
-
-
-def test_what_a_pipeline_reads_is_copied_without_the_weights_of_some_networks(checkpoint, tmp_path):
     expected = {"model_index.json", "unet/config.json", "vae/config.json", "vae/a.safetensors"}
-    assert copied(checkpoint, tmp_path) == expected
+    links = {"vae/b.safetensors": "../blob", "loop": ".", "home": home, "vae/deep": home, "vae/z.json": "/dev/zero"}
+    for number in range(2):
+        result = out / str(number)
+        write_pipeline_without(SimpleNamespace(path=folder, index=index, components={}), {"unet"}, result)
+        assert {path.name for path in out.iterdir()} == {str(each) for each in range(number + 1)}
+        files = {str(path.relative_to(result)) for path in result.rglob("*") if not path.is_dir()}
+        assert files == expected | ({"vae/b.safetensors"} if number else set())
+        if number == 0:
+            os.mkfifo(folder / "vae/pipe.json")
+            for name, target in links.items():
+                (folder / name).symlink_to(target)
+    assert (out / "1/vae/b.safetensors").read_text() == "blob"
 
 
-def test_links_to_files_are_followed_and_no_link_to_a_folder_a_pipe_or_a_device_is(checkpoint, tmp_path):
-    """A hub's snapshots are links to files; a link to a home, or to a folder around it, would be copied for ever."""
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "secret.json").write_text("secret")
-    for name, target in (("vae/b.safetensors", "../blob"), ("loop", "."), ("home", home), ("vae/deep", home),
-                         ("vae/z.json", "/dev/zero")):  # fmt: skip
-        (checkpoint.path / name).symlink_to(target)
-    os.mkfifo(checkpoint.path / "vae/pipe.json")
-    found = copied(checkpoint, tmp_path)
-    expected = {"model_index.json", "unet/config.json", "vae/config.json", "vae/a.safetensors", "vae/b.safetensors"}
-    assert found == expected
-    assert (tmp_path / "out/result/vae/b.safetensors").read_text() == "blob"
+# Another autoencoder in place of a checkpoint's
+
+
+@pytest.fixture(scope="module")
+def vae(tiny_modules):
+    """Another one of the same sizes, which does not overflow in fp16."""
+    other = copy.deepcopy(tiny_modules["vae"])
+    other.register_to_config(force_upcast=False)
+    torch.manual_seed(1)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return other
+
+
+@pytest.fixture
+def vae_folder(vae, tmp_path):
+    vae.save_pretrained(tmp_path / "vae")
+    return tmp_path / "vae"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny_nemo, tmp_path_factory):
+    place = tmp_path_factory.mktemp("kinds")
+    convert(tiny_nemo, place / "folder")
+    convert(tiny_nemo, place / "a.safetensors")
+    return {"nemo": tiny_nemo, "folder": place / "folder", "single": place / "a.safetensors"}
+
+
+def authors(state):
+    """The tensors by Stability AI's names."""
+    places = locations("vae", state)
+    return {place.key.removeprefix(PREFIX["vae"]): place.layout.tensor([state[name]]).contiguous()
+            for name, place in places.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["nemo", "folder", "single"])
+def test_a_folder_takes_the_place_of_any_checkpoints_and_is_handed_on(checkpoints, kind, vae, vae_folder, tmp_path):
+    checkpoint = opened(checkpoints[kind], vae=vae_folder)
+    assert_same(dict(checkpoint.components["vae"]), vae.state_dict())
+    assert not checkpoint.build()["vae"].config.force_upcast
+    for without in ((), ("vae",)):
+        target = tmp_path / f"handed{len(without)}"
+        write_pipeline_without(checkpoint, {"unet", *without}, target)
+        assert json.loads((target / "vae/config.json").read_text())["force_upcast"] is False
+        assert any((target / "vae").glob("*.safetensors")) != bool(without)
+    write_pipeline_without(checkpoint, (), tmp_path / "whole")
+    assert_same(StableDiffusionXLPipeline.from_pretrained(tmp_path / "whole").vae.state_dict(), vae.state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["", "first_stage_model.", "vae."])
+def test_a_single_file_has_diffusers_names_or_the_authors(checkpoints, vae, tmp_path, prefix):
+    state, path = vae.state_dict(), tmp_path / "vae.safetensors"
+    for names in (state, authors(state)):
+        training = [f"{prefix}loss.logvar", f"{prefix}model_ema.decay", *(["model.out.bias"] if prefix else [])]
+        beside = {name: torch.zeros(1) for name in training}
+        safetensors.torch.save_file({prefix + name: each for name, each in names.items()} | beside, path)
+        assert_same(dict(opened(checkpoints["nemo"], vae=path).components["vae"]), state)
+
+
+def written(folder, tensors):
+    safetensors.torch.save_file(tensors, folder / "a.safetensors")
+    return folder / "a.safetensors"
+
+
+def damaged(**tensors):
+    return lambda vae, folder: written(folder, authors(vae.state_dict()) | tensors)
+
+
+def entry(**entries):
+    def change(vae, folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+        return folder
+
+    return change
+
+
+@pytest.mark.parametrize("damage, kind, said", [
+    (entry(_class_name="AutoencoderTiny"), ConfigError, "is of AutoencoderTiny, expected AutoencoderKL; give one of"),
+    (entry(scaling_factor=0.5), ConfigError, "whose scaling_factor is 0.5, expected 0.13025, with which the denoiser"),
+    (entry(latent_channels=8), ArtifactError, "misshapen"),
+    (entry(latents_mean=[0.0] * 4), ConfigError, r"whose latents_mean is \[0.0, .*expected None"),
+    (entry(of_a_newer_version=1), ArtifactError, "of_a_newer_version is 1, neither used by AutoencoderKL"),
+    (damaged(**{"decoder.conv_in.weight": torch.zeros(3)}), ArtifactError, "1 misshapen: decoder.conv_in.weight"),
+    (damaged(**{"decoder.mid.attn_1.q.weight": torch.zeros(3)}), ArtifactError, "attentions.0.to_q.weight"),
+    (damaged(**{"decoder.up.9.x": torch.zeros(3)}), ArtifactError, "1 unknown: decoder.up.9.x"),
+    (damaged(**{"decoder.conv_in.bias": torch.full((64,), torch.nan)}), ArtifactError, "'decoder.conv_in.bias' of the"),
+    (lambda vae, folder: written(folder, {"lora_unet_x.lora_up.weight": torch.zeros(3)}), ConfigError,
+     "a.safetensors, which holds no autoencoder; give a file or"),
+])  # fmt: skip
+def test_anything_else_is_refused_in_one_sentence(checkpoints, vae, vae_folder, damage, kind, said):
+    path = damage(vae, vae_folder)
+    with pytest.raises(SdQuantError, match=said) as refusal:
+        check_finite(opened(checkpoints["nemo"], vae=path).components["vae"])
+    assert type(refusal.value) is kind and str(vae_folder.parent) in str(refusal.value)

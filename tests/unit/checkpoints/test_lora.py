@@ -4,7 +4,6 @@ import json
 import pickle
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import diffusers
@@ -250,28 +249,6 @@ def test_every_parameter_by_its_authors_name_is_changed_as_diffusers_converts_it
         assert torch.equal(found, old[name]) == stored_otherwise, name
 
 
-PIXART = {  # authors' names, for which diffusers has no converter
-    "blocks.1.attn.qkv": [f"transformer_blocks.1.attn1.to_{each}" for each in "qkv"],
-    "blocks.0.cross_attn.kv_linear": [f"transformer_blocks.0.attn2.to_{each}" for each in "kv"],
-    "blocks.1.mlp.fc1": ["transformer_blocks.1.ff.net.0.proj"], "final_layer.linear": ["proj_out"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("write", [kohya(), dotted("diffusion_model.", "lora_A", "lora_B")])
-def test_the_layers_of_pixart_as_its_authors_name_them(folder_of, tmp_path, write):
-    before = build_module(opened(folder_of("pixart"), "pixart"), "transformer")
-    factors = {}
-    for name, parts in PIXART.items():
-        rows, columns = torch.cat([before.get_parameter(f"{part}.weight") for part in parts]).shape
-        factors[name] = (drawn(RANK, columns), drawn(rows, RANK) * 0.02)
-    save_file(tensors := write(factors), tmp_path / "style.safetensors")
-    scale = ALPHA / RANK if any(name.endswith("alpha") for name in tensors) else 1.0
-    after = build_module(opened(folder_of("pixart"), "pixart", (tmp_path / "style.safetensors", 1.0)), "transformer")
-    for name, parts in PIXART.items():
-        moved = [after.get_parameter(f"{part}.weight") - before.get_parameter(f"{part}.weight") for part in parts]
-        assert torch.allclose(torch.cat(moved).double(), delta_of(factors[name], scale), rtol=0, atol=1e-6)
-
-
 def test_encoders_by_the_numbers_of_trainers_and_the_names_of_comfyui(folder_of):
     for family, t5 in {"sd3": "text_encoder_3", "flux": "text_encoder_2", "pixart": "text_encoder"}.items():
         components = opened(folder_of(family), family).components
@@ -435,46 +412,45 @@ def test_a_lora_of_another_family_is_refused_with_what_it_says_of_itself(folder_
         opened(folder_of("flux"), "flux", (changed(style, renamed("text_encoder.", "unet.")), 1.0))
 
 
+CONFIG = "lora_adapter_metadata"
+ALPHA_8 = '{"unet.lora_alpha": 8, '
+
+
 @pytest.mark.parametrize(
-    ("metadata", "expected"),
+    ("entry", "value", "expected"),
     [
-        ("[1]", "is no object of JSON"),
-        ("{", "is no object of JSON"),
-        ('{"unet.lora_alpha": "8"}', "lora_alpha is '8', expected a number"),
-        ('{"unet.r": 4}', "lora_alpha is missing"),
-        ('{"unet.lora_alpha": 8, "unet.use_dora": true}', "use_dora in its config and no magnitudes of 'down_blocks"),
-        ('{"unet.lora_alpha": 8, "unet.init_lora_weights": "pissa"}', "init_lora_weights='pissa'.*more than a LoRA"),
-        ('{"unet.lora_alpha": 8, "unet.peft_type": "LOHA", "unet.r": 4}', r"has peft_type='LOHA', which"),
-        ('{"unet.lora_alpha": 8, "unet.alpha_pattern": {"(a+)+b": 1}}', r"config has \(a\+\)\+b, which"),
-        ('{"unet.lora_alpha": 8, "unet.alpha_pattern": {"(a": 1}}', "a pattern in its config that is none"),
-        ('{"unet.lora_alpha": 8, "unet.alpha_pattern": {"to_q": []}}', "alpha_pattern.to_q is"),
+        (CONFIG, "[1]", "is no object of JSON"),
+        (CONFIG, "{", "is no object of JSON"),
+        (CONFIG, '{"unet.lora_alpha": "8"}', "lora_alpha is '8', expected a number"),
+        (CONFIG, '{"unet.r": 4}', "lora_alpha is missing"),
+        (CONFIG, ALPHA_8 + '"unet.use_dora": true}', "use_dora in its config and no magnitudes of 'down_blocks"),
+        (CONFIG, ALPHA_8 + '"unet.init_lora_weights": "pissa"}', "init_lora_weights='pissa'.*more than a LoRA"),
+        (CONFIG, ALPHA_8 + '"unet.peft_type": "LOHA", "unet.r": 4}', r"has peft_type='LOHA', which"),
+        (CONFIG, ALPHA_8 + '"unet.alpha_pattern": {"(a+)+b": 1}}', r"config has \(a\+\)\+b, which"),
+        (CONFIG, ALPHA_8 + '"unet.alpha_pattern": {"(a": 1}}', "a pattern in its config that is none"),
+        (CONFIG, ALPHA_8 + '"unet.alpha_pattern": {"to_q": []}}', "alpha_pattern.to_q is"),
+        ("ss_base_model_version", "sd_v2_v", "1 entries of metadata say that it is not for sd15: sd_v2_v; it says"),
+        ("modelspec.architecture", "stable-diffusion-xl-v1-base/lora", "not for sd15: stable-diffusion-xl-v1-base"),
+        ("network_alpha", "8", "1 entries of metadata give a scale, which diffusers would not read: network_alpha=8"),
     ],
 )
-def test_metadata_that_is_none(sd15, style, metadata, expected):
+def test_metadata_that_are_damaged_or_say_something_else_are_refused(sd15, style, entry, value, expected):
     with pytest.raises((ArtifactError, ConfigError), match=expected):
-        sd15((changed(style, dict, lora_adapter_metadata=metadata), 1.0))
+        sd15((changed(style, dict, **{entry: value}), 1.0))
 
 
-SAME = {"unet.lora_alpha": 8, "unet.use_rslora": True, "unet.alpha_pattern": {r"^down_blocks\.0.*to_(q|k)": RANK**0.5}}
-
-
-@pytest.mark.parametrize(
-    ("metadata", "expected"),
-    [
-        ({"ss_base_model_version": "sd_v2_v"}, r"1 entries of metadata say that it is not for sd15: sd_v2_v; it says"),
-        ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, "not for sd15: stable-diffusion-xl-v1-base"),
-        ({"network_alpha": "8"}, "1 entries of metadata give a scale, which diffusers would not read: network_alpha=8"),
-        ({"modelspec.architecture": "stable-diffusion-v1/lora", "ss_network_alpha": "8", "ss_v2": "False"}, None),
-        ({"ss_base_model_version": "my_merge"}, None),
-        ({"lora_adapter_metadata": json.dumps(SAME)}, None),
-    ],
-)
-def test_what_else_metadata_says_is_without_effect_or_refused(sd15, style, metadata, expected):
+def test_other_metadata_are_without_effect(sd15, style):
     """kohya's alpha is folded into the factors where no tensor has it."""
     plain = sd15((style, 1.0)).components["unet"][f"{ODD}.weight"]
-    changed(style, dict, **metadata)
-    with nullcontext() if expected is None else pytest.raises(ConfigError, match=expected):
-        assert torch.allclose(sd15((style, 1.0)).components["unet"][f"{ODD}.weight"], plain, rtol=0, atol=1e-6)
+    patterns = {r"^down_blocks\.0.*to_(q|k)": RANK**0.5}
+    same = {"unet.lora_alpha": 8, "unet.use_rslora": True, "unet.alpha_pattern": patterns}
+    for metadata in (
+        {"modelspec.architecture": "stable-diffusion-v1/lora", "ss_network_alpha": "8", "ss_v2": "False"},
+        {"ss_base_model_version": "my_merge"},
+        {CONFIG: json.dumps(same)},
+    ):
+        found = sd15((changed(style, dict, **metadata), 1.0)).components["unet"][f"{ODD}.weight"]
+        assert torch.allclose(found, plain, rtol=0, atol=1e-6)
 
 
 def test_the_words_of_bundled_embeddings_are_named(sd15, style, caplog):

@@ -122,11 +122,22 @@ def test_what_is_not_computed_with_is_refused_by_name_and_value(name, value, mes
         checked({"model": having(BASE, name, value)})
 
 
-@pytest.mark.parametrize("entries", [{"linear_end": 0.9}, {"linear_start": "x"}, {"num_timesteps": 1.5}, []])
-def test_noise_without_end_is_refused(tmp_path, entries):
-    config = having(BASE, "denoiser_config.discretization_config", entries)
-    with pytest.raises(ArtifactError, match="discretization_config"):
-        described_networks(tmp_path, config, CLIP_L, OPEN_CLIP_BIGG)
+NOISE, NO_SDXL = "denoiser_config.discretization_config", "does not describe an SDXL"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        *((NOISE, each, "discretization_config") for each in (
+            {"linear_end": 0.9}, {"linear_start": "x"}, {"num_timesteps": 1.5}, [],
+        )),
+        ("unet_config.num_res_blocks", 10**9, NO_SDXL), ("unet_config.channel_mult", [1] * 1000, NO_SDXL),
+        ("first_stage_config.ddconfig", None, NO_SDXL), ("conditioner_config.emb_models", [], NO_SDXL),
+    ],
+)  # fmt: skip
+def test_networks_and_noise_without_end_are_refused(tmp_path, name, value, said):
+    with pytest.raises(ArtifactError, match=said):
+        described_networks(tmp_path, having(BASE, name, value), CLIP_L, OPEN_CLIP_BIGG)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

@@ -133,19 +133,6 @@ def test_it_has_77_tokens_and_its_own_sampler_unless_nemos_are_asked_for(single,
 
 
 @commit
-@pytest.mark.parametrize("said, prediction", [("v", "v_prediction"), ("epsilon", "epsilon"), ("rf", None)])
-def test_metadata_say_what_is_predicted_and_marks_go_before(marked, said, prediction):
-    stated = {"modelspec.prediction_type": said}
-    if prediction is None:
-        with pytest.raises(ArtifactError, match="modelspec.prediction_type in its metadata is 'rf', expected epsilon"):
-            open_single_file(marked({}, **stated))
-        return
-    assert noise_config(open_single_file(marked({}, **stated)).model_config)["prediction_type"] == prediction
-    with_mark = open_single_file(marked({"v_pred": torch.empty(0)}, **stated))
-    assert noise_config(with_mark.model_config)["prediction_type"] == "v_prediction"
-
-
-@commit
 def test_edms_noise_levels_are_followed_and_no_archive_states_them(marked, tmp_path):
     levels = {"edm_vpred.sigma_max": torch.tensor(120.0), "edm_vpred.sigma_min": torch.tensor(0.002)}
     path = marked(levels)
@@ -165,9 +152,13 @@ def test_edms_noise_levels_are_followed_and_no_archive_states_them(marked, tmp_p
 def test_a_description_in_metadata_is_untrusted(marked):
     mute = json.dumps(sdxl_base_config() | {"denoiser_config": {}})
     texts = {"[": "is not plain YAML", "7": "holds a int", "{}": "does not describe an SDXL", mute: "does not say what"}
-    for text, said in texts.items():
+    prediction = "modelspec.prediction_type"
+    for entry, text, said in (
+        *((DESCRIPTION, *row) for row in texts.items()),
+        (prediction, "rf", f"{prediction} in its metadata is 'rf', expected epsilon"),
+    ):
         with pytest.raises(ArtifactError, match=said):
-            open_single_file(marked({}, **{DESCRIPTION: text}))
+            open_single_file(marked({}, **{entry: text}))
 
 
 SGM = "model.diffusion_model."
@@ -184,11 +175,15 @@ KNOWN = {  # beside the networks, in merges and in what trainers save
 
 
 @commit
-@pytest.mark.parametrize("marks, prediction, zero", [
-    ((), "epsilon", False), ((f"{SGM}v_pred",), "v_prediction", False), (("v_pred", "ztsnr"), "v_prediction", True)
+@pytest.mark.parametrize("marks, said, prediction, zero", [  # marks go before what metadata say
+    ((), "epsilon", "epsilon", False), ((f"{SGM}v_pred",), "epsilon", "v_prediction", False),
+    ((), "v", "v_prediction", False), (("v_pred", "ztsnr"), None, "v_prediction", True),
 ])  # fmt: skip
-def test_marks_are_followed_and_what_training_keeps_is_left_out(marked, single, tmp_path, marks, prediction, zero):
-    path, target = marked(KNOWN | dict.fromkeys(marks, MARK)), tmp_path / "a.nemo"
+def test_marks_and_metadata_are_followed_and_what_training_keeps_is_left_out(
+    marked, single, tmp_path, marks, said, prediction, zero
+):
+    stated = {"modelspec.prediction_type": said} if said else {}
+    path, target = marked(KNOWN | dict.fromkeys(marks, MARK), **stated), tmp_path / "a.nemo"
     checkpoint = open_single_file(path)
     noise = noise_config(checkpoint.model_config)
     assert (noise["prediction_type"], noise["rescale_betas_zero_snr"]) == (prediction, zero)
