@@ -13,6 +13,7 @@ from sd_quant.report.levers import (
     lever_cells,
     lever_tables,
 )
+from sd_quant.report.record import parsed
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import timed_alone
 from tests.nested import with_values
@@ -37,7 +38,7 @@ def record(own: float = 36, controls=(30, 28), bits: float = 37, calls: float = 
         "reason": None if controls else "the recipe saves no step's time of full precision",
     }  # fmt: skip
     changes = {"fidelity": scores(own), "latency.openvino.image.1.quantized.calls_share": 0.7}
-    return with_values(record_of(own, 1.5, 0.6), changes) | {"levers": levers}
+    return parsed(with_values(record_of(own, 1.5, 0.6), changes) | {"levers": levers})
 
 
 def cells_of(record: dict) -> dict[str, str]:
@@ -69,7 +70,7 @@ def test_independent_errors_add_in_squares():
     (both,) = expected_of_both([37.0], [44.0])
     found = interaction(record(own=both - 1))
     assert found.value == pytest.approx(-1, abs=0.02) and found.high < 0
-    assert interaction(record() | {"fidelity": {}}) is None
+    assert interaction(parsed(record() | {"fidelity": {}})) is None
 
 
 def test_time_is_told_apart_by_what_saved_it():

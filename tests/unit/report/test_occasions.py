@@ -14,7 +14,7 @@ from .sweeps import QUIET, record_of, report_of
 
 pytestmark = pytest.mark.commit
 
-MACHINE = {"cpu": "a processor", "usable_cores": 2, "threads": 2}
+MACHINE = {"cpu": "a processor", "cpu_int8": [], "usable_cores": 2, "threads": 2, "gpus": [], "memory_bytes": 2**34}
 ROUNDS, REST, RATIO = 40, 0.5, 1.4
 FULL = {"cpu_copy_gb_per_second": 10.0, "cpu_int8_tops": 2.0, "cpu_fp32_tflops": None}
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from sd_quant.report.recommendation import front, options_of, reaches, recommend
+from sd_quant.report.record import parsed
 from sd_quant.report.rule import Rule, rule_of
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.timing import Timed
@@ -39,7 +40,7 @@ def job(name, psnr, speedup, *, seed=0, apart=0.3, noise=0.002, block="block 0",
         "latency": {"openvino": {"image": {"1": image}}} if speedup else {},
         "inputs": {"checkpoint": {"sha256": "0123"}},
     } | record
-    return Job(name, None, {}, status, None, content if status == "done" else None, timed=timed)
+    return Job(name, None, {}, status, None, parsed(content if status == "done" else None), timed=timed)
 
 
 def recommended(*jobs: Job, **verdict):

@@ -15,7 +15,7 @@ from sd_quant.files import write_json
 from sd_quant.places import HOME
 from sd_quant.report import record as records
 from sd_quant.report.provenance import fingerprint, git_state
-from sd_quant.report.record import RECORD, read_record, record_schema
+from sd_quant.report.record import RECORD, parsed, read_record, record_schema
 
 from .sweeps import latency_of
 
@@ -91,6 +91,13 @@ def test_no_record_is_a_value_error(tmp_path, text):
     (tmp_path / RECORD).write_text(text)
     with pytest.raises(ValueError):
         read_record(tmp_path)
+
+
+def test_a_reader_finds_none_or_an_empty_part_where_a_record_has_nothing():
+    record = parsed({"levers": None, "prompts": None, "latency": {"torch": {"reason": "busy"}}, "more": {"a": None}})
+    assert record == {"latency": {"torch": {"reason": "busy"}}, "more": {"a": None}}
+    assert not record["levers"] and record["levers"]["twin"]["psnr"]["mean"] is record["seconds"] is None
+    assert record["prompts"] == record["latency"]["torch"]["unet"]["2"]["rounds"]["openings"] == []
 
 
 def test_what_is_quoted_is_one_short_line():
