@@ -25,6 +25,7 @@ from sd_quant.report.gate import (
     untransformed,
 )  # fmt: skip
 from sd_quant.report.gate_output import json_of, text_of, write_gate, xml_of
+from sd_quant.report.record import parsed
 from tests.nested import with_values
 
 from .sweeps import record_of
@@ -45,7 +46,8 @@ def run_of(count: int = 64, decibels: float = 37.0, lpips: float = 0.004, speedu
     record["degenerate"] = []
     record["fidelity"]["psnr"]["values"] = spread(decibels, count, 1.5)
     record["fidelity"]["lpips"]["values"] = spread(lpips, count, 0.001)
-    return Run(Path("run"), with_values(record, {name.replace("__", "."): value for name, value in changes.items()}))
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    return Run(Path("run"), parsed(with_values(record, changes)))
 
 
 def outcomes(gate) -> dict[str, str]:

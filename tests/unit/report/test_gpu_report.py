@@ -10,6 +10,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.places import HOME
 from sd_quant.report.gpu_report import MOST_BYTES, SCHEMA, read_report, row_of, without_names
 from sd_quant.report.recommendation import recommend
+from sd_quant.report.record import parsed
 from sd_quant.report.summary import read_sweep
 from sd_quant.report.warnings import warnings_of_run
 from tests.nested import with_values
@@ -143,6 +144,6 @@ def test_int8_on_hopper_is_told_to_be_fp8_and_is_not_recommended(tmp_path, chang
     engine = record["knobs"]["infer"]["engine"]
     record["latency"][engine] = record["latency"].pop("openvino")
     (folder / "metrics.json").write_text(json.dumps(record))
-    assert (f"FORMAT: {TAKE_FP8}." in warnings_of_run(record, [engine], [])) is told
+    assert (f"FORMAT: {TAKE_FP8}." in warnings_of_run(parsed(record), [engine], [])) is told
     recommended = recommend(read_sweep(folder))
     assert (TAKE_FP8 in recommended.sentence) is told and (recommended.job is None) is told
