@@ -109,13 +109,6 @@ def test_what_fails_leaves_its_share_of_the_error_to_the_others():
     assert all(each.bad(each.at(levels[each.knob])) for each in estimates) and levels["0.005"] == 1 - 0.05 / 4
 
 
-def test_more_prompts_are_of_the_interval_that_decides():
-    bars = BARS | {"min_psnr": 36.5}
-    more, alone = (decide(run_of(16, 36.0), None, each).verdicts[0].more for each in (bars, {"min_psnr": 36.5}))
-    found = [decide(run_of(16 + 2 * (n // 2), 36.0), None, bars).verdicts[0].verdict for n in (alone, more + 2)]
-    assert more > alone and found[0] != FAILED and found[1] == FAILED
-
-
 def test_the_unit_is_the_prompt_and_one_prompt_tells_nothing():
     prompts = [f"prompt {index // 16}" for index in range(64)]
     run = run_of(prompts=prompts)

@@ -11,14 +11,13 @@ from sd_quant.report.levers import (
     expected_of_both,
     interaction,
     lever_cells,
-    lever_tables,
 )
 from sd_quant.report.record import parsed
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import timed_alone
 from tests.nested import with_values
 
-from .sweeps import record_of, timing
+from .sweeps import record_of
 
 pytestmark = pytest.mark.commit
 
@@ -80,15 +79,6 @@ def test_time_is_told_apart_by_what_saved_it():
     assert cells["speed-up"] == f"{1.5 / (0.35 + 0.5):.2f}x" and cells["calls"] == "14"
     assert cells["schedule"] == "ccrccr" and cells["beyond it"].startswith("-0.")
     assert "against it" in run_table(record()) and "bits and other" not in run_table(record() | {"levers": None})
-
-
-def test_calls_that_are_saved_count_in_a_sweeps_shared_rounds(timed):
-    subjects = timing({"level=1": 2.0})["blocks"][0]["subjects"]
-    sweep = timed({}, subjects=[{**subjects[0], "jobs": ["level=1", "level=2"], "shares": {"level=2": 0.5}}])
-    first, second, *_ = sweep.rows
-    assert first["image_speedup"] == pytest.approx(1.5 / 1.0, rel=1e-3)
-    assert second["image_speedup"] == pytest.approx(1.5 / 0.75, rel=1e-3)
-    assert lever_tables(sweep) == []
 
 
 @pytest.mark.parametrize(
