@@ -237,7 +237,8 @@ def _fit(record: Record) -> list[Table | list[str]]:
 def handed_over_table(entries: Mapping[str, HandedOver]) -> Table:
     """Build the table of exports to other tools: layers, PSNR with its 95 % interval, bytes of the larger files."""
     rows = []
-    for target, entry in names(entries).items():
+    known: Mapping[str, HandedOver] = parsed(entries, dict[str, HandedOver])  # from a record, or not written yet
+    for target, entry in names(known).items():
         parts: dict[str, HandedPart] = {"": entry, **names(entry["parts"])}
         layers = [f"{part} {each['quantized']} of {each['of']}".lstrip() for part, each in parts.items()]
         psnr = [psnr_text(entry["fidelity"]), psnr_text(entry["text"])]

@@ -168,7 +168,7 @@ def test_what_was_handed_over_has_an_interval(changes, place, cells):
     psnr = {"psnr": {"values": [30.0, None, 32.0, 37.0]}}
     entry = {"quantized": 95, "of": 150, "bytes": {"a": 2**20, "b": None}, "fidelity": psnr} | changes
     shown = f"33.0 ± {mean_interval([30.0, 32.0, 37.0]).reach:.1f} dB"
-    [row] = handed_over_table(parsed({"hand_over": {"gguf": entry}})["hand_over"]).rows
+    [row] = handed_over_table({"gguf": entry}).rows
     assert row[place] == ([each.format(shown) for each in cells] if isinstance(cells, list) else cells)
     assert "gguf" in run_table(record() | {"hand_over": {"gguf": entry}})
 
