@@ -39,7 +39,7 @@ from sd_quant.places import LONGEST_NAME, folder_name, input_path
 from sd_quant.progress import Work, duration, each
 from sd_quant.quantization.recipe import unheeded_knobs
 from sd_quant.report.published import read_published
-from sd_quant.report.record import DONE, RECORD, at
+from sd_quant.report.record import DONE, RECORD
 from sd_quant.report.summary import FAILED, FAILURE, RECOMMENDATION, SWEEP, UNFINISHED, Sweep, is_running, read_plan
 from sd_quant.text import counted, one_line
 
@@ -321,7 +321,7 @@ def job_line(sweep: Sweep, number: int) -> str:
 
 def left(sweep: Sweep) -> str:
     """Estimate the time of the remaining jobs by the median of those that are done; empty before the first."""
-    seconds = [job.record["seconds"] for job in sweep.own if at(job.record, "seconds")]
+    seconds = [job.record["seconds"] for job in sweep.own if job.record["seconds"]]
     waiting = len(sweep.own) - len(seconds) + jobs_in_all(sweep) - len(sweep.names)
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 

@@ -8,11 +8,10 @@ Alternative not taken: a single score of both, because how much a smaller model 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from sd_quant.report.readings import psnr_text
+from sd_quant.report.readings import names, psnr_text
 from sd_quant.report.recommendation import capped, closer, joined
-from sd_quant.report.record import CANDIDATE, DONE, at
+from sd_quant.report.record import CANDIDATE, DONE, Judged, JudgedPart, at
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH, Table, between, figure, table_of_texts
 from sd_quant.text import counted
@@ -29,15 +28,11 @@ CONTENTS = (
     "processor alone. The error of the network is that of one call's output, relative to its norm. PSNR by its text is "
     "what the text as its tool passes it changes of full precision; files are judged with full precision's text."
 )
-
-
 CONTENTS_TITLES = [
     "candidate", "made by", "verdict", "bits a weight", "MiB", "layers quantized", "inputs", "error of the network",
     "its own library", "agrees with our reading", "a call, ms", "over torch in full precision", "PSNR by its text",
 ]  # fmt: skip
-HURTING_TITLES = [
-    "candidate", "layer", "role", "format", "error of its output", "error of the network with it alone",
-]  # fmt: skip
+HURTING_TITLES = ["candidate", "layer", "role", "format", "error of its output", "error of the network with it alone"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +66,10 @@ def standings(sweep: Sweep) -> list[Standing]:
     """Return the Standing of each finished job and checkpoint that has images and a size, the smallest first."""
     found = []
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
-        images, judged = capped(job.record, IDENTICAL_DB), at(job.record, "judged")
+        images, judged = capped(job.record["fidelity"], IDENTICAL_DB), job.record["judged"]
         if row["status"] == DONE and images and row["denoiser_bits"]:
-            kind = tuple(frozenset(at(judged, name) or {}) for name in ("formats", "inputs"))
-            found.append(Standing(name_of(job), row["denoiser_bits"], images, at(judged, "loras"), kind))
+            kind = (frozenset(judged["formats"]), frozenset(judged["inputs"]))
+            found.append(Standing(name_of(job), row["denoiser_bits"], images, judged["loras"], kind))
     return sorted(found, key=lambda each: (each.bits, -statistics.fmean(each.images)))
 
 
@@ -112,7 +107,7 @@ def judgement(sweep: Sweep) -> str:
     if tied:
         count = counted(len(everyone[0].images), "image")
         sentences.append(f"On {count} not to be told apart from a smaller one: {joined(tied)}.")
-    texts = {psnr_text(at(job.record, "judged"), "text") for job in sweep.jobs} - {DASH}
+    texts = {psnr_text(job.record["judged"]["text"]) for job in sweep.jobs} - {DASH}
     for text in sorted(texts):  # one, as full precision is one
         sentences.append(f"All that is of quantization alone; the text as its tool passes it has {text} by itself.")
     return " ".join([*sentences, *lora_sentences(everyone, confidence)])
@@ -138,16 +133,16 @@ def lora_sentences(everyone: Sequence[Standing], together: float) -> list[str]:
 
 def candidate_tables(sweep: Sweep) -> list[Table]:
     """Return a table of the candidates' contents and one of their worst layers; no tables without candidates."""
-    judged = {job.name: (job, at(job.record, "judged")) for job in sweep.jobs if at(job.record, "judged")}
+    judged = {job.name: (job, job.record["judged"]) for job in sweep.jobs if job.record["judged"]}
     if not judged:
         return []
     verdict = [f"{judgement(sweep)} ({rule(sweep)}.)"] if sweep.own else []  # else the page begins with it
     said = {name: words for name, (_, words) in verdicts(standings(sweep), confidence_of(sweep)).items()}
     hurting = [
-        [name_of(job), *(str(at(layer, key)) for key in ("name", "role", "format")),
-         *(figure(at(layer, f"{key}_error"), "{:.2g} %", 100) for key in ("output", "network"))]
+        [name_of(job), *map(str, (layer["name"], layer["role"], layer["format"])),
+         *(figure(error, "{:.2g} %", 100) for error in (layer["output_error"], layer["network_error"]))]
         for job, entry in judged.values()
-        for layer in (at(entry, "hurting") or [])[:WORST]
+        for layer in entry["hurting"][:WORST]
     ]  # fmt: skip
     layers = f"The {WORST} worst of each candidate, on inputs of the full-precision network. All layers stand in "
     return [
@@ -165,38 +160,36 @@ def name_of(job: Job) -> str:
     return str(job.varied.get(CANDIDATE, job.name))
 
 
-def contents_of(job: Job, entry: Mapping[str, Any], verdicts: Mapping[str, str]) -> list[str]:
-    runtime = at(entry, "runtime") or {}
-    agreement = at(runtime, "agreement", "values") or []
+def contents_of(job: Job, entry: Judged, verdicts: Mapping[str, str]) -> list[str]:
+    runtime, agreement = entry["runtime"], entry["runtime"]["agreement"]["values"]
     known = [value for value in agreement if value is not None]
     agrees = f"{statistics.fmean(known):.1f} dB" if known else "identical" if agreement else DASH
-    ends, reason = at(runtime, "speedup_interval") or [], at(runtime, "reason")
+    ends, reason = runtime["speedup_interval"], runtime["reason"]
     low, high = ends if len(ends) == 2 else (None, None)
-    parts = [f"{part} {quantized_of(each)}" for part, each in (at(entry, "parts") or {}).items()]
-    loras = [f"LoRAs {at(entry, 'loras')}"] if at(entry, "loras") else []
+    parts = [f"{part} {quantized_of(each)}" for part, each in names(entry["parts"]).items()]
+    loras = [f"LoRAs {entry['loras']}"] if entry["loras"] else []
     return [
         name_of(job),
-        str(at(entry, "maker")),
+        str(entry["maker"]),
         verdicts.get(name_of(job), DASH),
-        figure(at(entry, "bits"), "{:.2f}"),
-        figure(at(entry, "stored_bytes"), "{:,.1f}", 2**-20),
+        figure(entry["bits"], "{:.2f}"),
+        figure(entry["stored_bytes"], "{:,.1f}", 2**-20),
         "; ".join([quantized_of(entry), *parts, *loras]),
-        lowered(at(entry, "inputs")) or HIGH_PRECISION,
-        figure(at(entry, "network_error"), "{:.2g} %", 100),
-        f"{DASH} ({reason})" if reason else at(runtime, "name") or DASH,
+        lowered(entry["inputs"]) or HIGH_PRECISION,
+        figure(entry["network_error"], "{:.2g} %", 100),
+        f"{DASH} ({reason})" if reason else runtime["name"] or DASH,
         agrees,
-        figure(at(runtime, "ms"), "{:,.1f}"),
-        figure(at(runtime, "speedup"), "{:.2f}x" + between(low, high, "{:.2f}")),
-        psnr_text(entry, "text"),
+        figure(runtime["ms"], "{:,.1f}"),
+        figure(runtime["speedup"], "{:.2f}x" + between(low, high, "{:.2f}")),
+        psnr_text(entry["text"]),
     ]
 
 
-def quantized_of(entry: Any) -> str:
+def quantized_of(entry: JudgedPart) -> str:
     """Format how many layers of the denoiser, or of another part, are quantized, as ``90 Q4_0 of 100``."""
-    formats = at(entry, "formats") or {}
-    return f"{lowered(formats) or 'none'} of {sum(filter(None, formats.values()))}"
+    return f"{lowered(entry['formats']) or 'none'} of {sum(filter(None, entry['formats'].values()))}"
 
 
-def lowered(counts: Mapping[str, int] | None) -> str:
+def lowered(counts: Mapping[str, int]) -> str:
     """Format the numbers of layers by format as ``90 Q4_0, 5 Q8_0``, without layers in high precision."""
-    return ", ".join(f"{count} {name}" for name, count in (counts or {}).items() if name != HIGH_PRECISION)
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if name != HIGH_PRECISION)

@@ -12,7 +12,7 @@ from PIL import Image
 from sd_quant.files import read_regular
 from sd_quant.metrics import SCORES, Against, Score, scores_against
 from sd_quant.report.readings import are_identical, degenerate_of, score_of
-from sd_quant.report.record import VARIANTS, at
+from sd_quant.report.record import VARIANTS
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH
 from sd_quant.text import printable
@@ -32,7 +32,7 @@ def gallery(sweep: Sweep, badges: Mapping[str | None, str], best: str | None) ->
     done, names = sweep.done, sweep.recipes
     jobs_of: dict[tuple[int, str], list[tuple[int, Job]]] = {}  # a prompt's place and text -> recipes that drew it
     for recipe, job in enumerate(done):
-        for index, prompt in enumerate(at(job.record, "prompts") or []):
+        for index, prompt in enumerate(job.record["prompts"]):
             jobs_of.setdefault((index, str(prompt)), []).append((recipe, job))
 
     def closeness(item: tuple[tuple[int, str], list[tuple[int, Job]]]) -> float:
@@ -97,7 +97,7 @@ def for_page(content: bytes) -> dict:
 
 def score(job: Job, measure: Score, index: int) -> float | None:
     """Return the score ``measure`` of one image; None where it is missing or infinite (PSNR of identical images)."""
-    values = score_of(job.record, measure).values
+    values = score_of(job.record["fidelity"], measure).values
     return values[index] if index < len(values) else None
 
 

@@ -27,7 +27,7 @@ from sd_quant.files import refusing
 from sd_quant.metrics import Against, Score, scores_against
 from sd_quant.metrics.intervals import FEWEST_ROUNDS, Interval, exactly, means_of_groups, t_quantile
 from sd_quant.report.readings import degenerate_images, degenerate_of, number_at, psnr_of_images, score_of
-from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, at, read_record, weights_sha256
+from sd_quant.report.record import ABSENT, DONE, IMAGE, RECORD, VARIANTS, Record, at, read_record, weights_sha256
 from sd_quant.report.summary import machine_of, timed_alone, workload
 from sd_quant.report.table import DASH, between
 from sd_quant.report.timing import Timed, log_speedup_over
@@ -49,7 +49,7 @@ OF_CALLS = ("control ", "infer.table", "argument ")  # begin the names of other 
 
 class Run(NamedTuple):
     folder: Path
-    record: Mapping[str, Any]
+    record: Record
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ def read_run(knob: str, folder: Path) -> Run:
     """Read a run. Raises ConfigError, naming ``knob``, unless it is finished, ArtifactError for a damaged record."""
     with refusing(f"{folder / RECORD} is damaged", ValueError, OSError, advice=AGAIN):
         record = read_record(folder)
-    if record is None or at(record, "status") != DONE:
+    if record is None or record["status"] != DONE:
         raise ConfigError(f"{knob} is {folder}, which has no {RECORD} of a finished run, expected the folder of one")
-    run, prompts = Run(folder, record), record.get("prompts") or []
+    run, prompts = Run(folder, record), record["prompts"]
     for key, score in OF_IMAGES.items():
-        if (count := len(score_of(record, score).values)) not in (0, len(prompts)):
+        if (count := len(score_of(record["fidelity"], score).values)) not in (0, len(prompts)):
             raise damaged(run, f"fidelity.{key} has {count} values for {len(prompts)} images")
     return run
 
@@ -135,11 +135,11 @@ def without_figure(run: Run, knob: str, figure: str, expected: str) -> ConfigErr
 
 def image_values(run: Run, score: Score, knob: str) -> list[float | None]:
     """Return each image's score (PSNR inf if identical). Raises ConfigError, naming ``knob``, without scores."""
-    values = score_of(run.record, score).values
+    values = score_of(run.record["fidelity"], score).values
     if not values:
         made = "a run that made images: run quantize with infer.prompts"
         raise without_figure(run, knob, f"{score.title} of images", made)
-    return psnr_of_images(run.record) if score.key == "psnr" else values
+    return psnr_of_images(run.record["fidelity"]) if score.key == "psnr" else values
 
 
 def rounds_of(run: Run, knob: str) -> Timed | str:
@@ -148,20 +148,20 @@ def rounds_of(run: Run, knob: str) -> Timed | str:
     if timed is not None and timed.rest is not None:
         return timed
     engine, _, _, batch = workload(run.record)
-    reason = number_at(run.record, "latency", engine, IMAGE, str(batch), "speedup").reason
-    if not reason or reason == ABSENT or at(run.record, "simulated"):
+    reason = number_at(run.record["latency"], engine, IMAGE, str(batch), "speedup").reason
+    if not reason or reason == ABSENT or run.record["simulated"]:
         rounds = "a run with timed rounds of an engine that executes the recipe (infer=)"
         raise without_figure(run, knob, "speed-up of an image", rounds)
     return reason
 
 
-def reference_of(record: Mapping[str, Any]) -> dict[str, Any]:
+def reference_of(record: Record) -> dict[str, Any]:
     """Return all that determines full precision's images (prompts, weights, knobs, input files), by name."""
-    facts = {"prompts": record.get("prompts"), "weights": weights_sha256(record)}
+    facts = {"prompts": record["prompts"], "weights": weights_sha256(record)}
     for section, names in REFERENCE.items():
-        facts |= {f"{section}.{name}": at(record, "knobs", section, name) for name in names}
-    names = *FILES, *(name for name in at(record, "inputs") or () if name.startswith(OF_CALLS))
-    files = {name: at(record, "inputs", name, "sha256") or at(record, "knobs", "infer", name) for name in names}
+        facts |= {f"{section}.{name}": at(record["knobs"], section, name) for name in names}
+    names = *FILES, *(name for name in record["inputs"] if name.startswith(OF_CALLS))
+    files = {name: at(record["inputs"], name, "sha256") or at(record["knobs"]["infer"], name) for name in names}
     return facts | {f"infer.{name}": value for name, value in files.items()}
 
 
@@ -275,7 +275,7 @@ def estimate_of_relative_speedup(run: Run, baseline: Run, margin: float) -> Esti
     """Estimate a run's speed-up divided by the baseline's. Raises ConfigError without timings, or on two machines."""
     both: list[Any] = [rounds_of(each, "speedup_margin") for each in (run, baseline)]
     timed, other = both
-    one, another = (machine_of(at(each.record, "environment", "machine") or {}) for each in (run, baseline))
+    one, another = (machine_of(each.record["environment"]["machine"]) for each in (run, baseline))
     if one != another:
         raise ConfigError(
             f"speedup_margin is given, and run was timed on {one or 'an unknown machine'}, the baseline on "
@@ -401,12 +401,12 @@ def verdict_of_worst(run: Run, score: Score, bar: float, share: float, confidenc
 
 def verdict_of_degenerate(run: Run) -> Verdict:
     """Fail a run with any degenerate (broken) image. Raises ArtifactError if the record names an image it lacks."""
-    count, words = len(run.record.get("prompts") or []), degenerate_of(run.record)
+    count, words = len(run.record["prompts"]), degenerate_of(run.record)
     without = Verdict(
         "degenerate", "degenerate images", DASH, "none", UNTOLD, {"bar": 0, "count": count},
         "the record does not say; make the run again",
     )  # fmt: skip
-    if at(run.record, "degenerate") is None:
+    if run.record.get("degenerate") is None:
         return without
     if unknown := [index for index in words if index not in range(count)]:
         raise damaged(run, f"degenerate names image {unknown[0]} of {count}")

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from sd_quant.engines import COMPILED
 from sd_quant.errors import ArtifactError
 from sd_quant.metrics.intervals import Interval, ratio_interval, recorded
-from sd_quant.report.record import DONE, at
+from sd_quant.report.record import DONE, Record, at, parsed
 from sd_quant.text import one_line
 
 SCHEMA = "sd-quant gpu report 1"
@@ -177,47 +177,46 @@ def first_of(error: ValidationError) -> str:
     return f"{one_line(where, 100)}: {one_line(found['msg'].removeprefix('Value error, '), 200)}"
 
 
-def row_of(record: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the figures of a ``Row`` from the record of a run on ``engine``."""
-    part, samples = at(record, "denoiser", "part"), at(record, "denoiser", "samples_per_image")
-    latency, knobs = at(record, "latency", engine), at(record, "knobs", "infer") or {}
-    timed = at(latency, part, str(samples))
-    compiled = at(record, "latency", COMPILED, part, str(samples), "full_precision")
-    if engine == COMPILED:  # whose unquantized engine is the compiled baseline
-        compiled = at(timed, "full_precision")
-    full, quantized = at(timed, "full_precision"), at(timed, "quantized")
-    plans, parity = at(record, "plans") or {}, at(record, "parity") or {}
+def row_of(made: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return the figures of a ``Row`` from the record ``made`` of a run on ``engine``."""
+    record: Record = parsed(made)
+    part, samples = record["denoiser"]["part"], record["denoiser"]["samples_per_image"]
+    latency, knobs, plan = record["latency"], record["knobs"]["infer"], record["plans"][part]
+    timed = latency[engine][part][str(samples)]
+    full, quantized = timed["full_precision"], timed["quantized"]
+    # the unquantized engine of torch_compiled is the compiled baseline
+    compiled = full if engine == COMPILED else latency[COMPILED][part][str(samples)]["full_precision"]
     return {
         "ended": DONE,
         "denoiser": {
             "samples": samples,
-            "compiled_ms": at(compiled, "p50_ms"),
-            "full_precision_ms": at(full, "p50_ms"),
-            "quantized_ms": at(quantized, "p50_ms"),
-            "over_compiled": over(compiled, quantized, at(timed, "rounds", "openings") or []),
-            "over_full_precision": as_speedup(recorded(at(timed, "speedup"), at(timed, "speedup_interval"))),
+            "compiled_ms": compiled["p50_ms"],
+            "full_precision_ms": full["p50_ms"],
+            "quantized_ms": quantized["p50_ms"],
+            "over_compiled": over(compiled, quantized, timed["rounds"]["openings"]),
+            "over_full_precision": as_speedup(recorded(at(timed, "speedup"), timed["speedup_interval"])),
         },
-        "image_ms": at(latency, "image", "1", "quantized", "p50_ms"),
-        "steps": knobs.get("steps"),
-        "size": [knobs.get("width"), knobs.get("height")],
-        "psnr_db": at(record, "fidelity", "psnr", "mean"),
-        "executed": at(record, "executed", "count"),
-        "layers": at(record, "executed", "of"),
+        "image_ms": latency[engine]["image"]["1"]["quantized"]["p50_ms"],
+        "steps": at(knobs, "steps"),
+        "size": [at(knobs, "width"), at(knobs, "height")],
+        "psnr_db": record["fidelity"]["psnr"]["mean"],
+        "executed": record["executed"]["count"],
+        "layers": record["executed"]["of"],
         "parity": [
             {"what": f"{name} with torch", **{key: entry[key] for key in ("relative_error", "tolerance")}}
-            for name, entry in parity.items()
+            for name, entry in record["parity"].items()
             if at(entry, "relative_error") is not None
         ],
-        "plan_bytes": at(plans, part, "bytes"),
-        "plan_seconds": at(plans, part, "seconds"),
-        "peak_cuda_memory_bytes": cuda if isinstance(cuda := record.get("peak_cuda_memory_bytes"), int) else None,
-        "seconds": record.get("seconds"),
+        "plan_bytes": at(plan, "bytes"),
+        "plan_seconds": at(plan, "seconds"),
+        "peak_cuda_memory_bytes": cuda if isinstance(cuda := record["peak_cuda_memory_bytes"], int) else None,
+        "seconds": record["seconds"],
     }
 
 
 def over(slower: Any, faster: Any, openings: Sequence[int]) -> dict[str, float | None] | None:
     """Return the speed-up of ``faster`` over ``slower``; None if rounds differ. ``openings``: rounds by opening."""
-    a, b = (at(each, "samples_ms") or [] for each in (slower, faster))
+    a, b = slower["samples_ms"], faster["samples_ms"]
     return as_speedup(ratio_interval(a, b, openings)) if a and len(a) == len(b) else None
 
 

@@ -6,14 +6,13 @@ squares, so both should have -10 log10 of the sum of their mean squared errors; 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from sd_quant.metrics.intervals import Interval, mean_interval, recorded
 from sd_quant.report.candidates import IDENTICAL_DB
 from sd_quant.report.recommendation import capped, closer
-from sd_quant.report.record import at
+from sd_quant.report.record import Control, Fidelity, PreciseChosen, Record
 from sd_quant.report.summary import Sweep
 from sd_quant.report.table import DASH, Table, figure, plus_minus, table_of_texts
 from sd_quant.report.timing import Timed
@@ -35,16 +34,15 @@ TITLES = [
 ]  # fmt: skip
 
 
-def decibels(scores: Any) -> Sequence[float]:
+def decibels(scores: Fidelity) -> Sequence[float]:
     """Return the PSNR of each image in dB from a record's ``scores``; an empty tuple if any image has no PSNR."""
-    return capped({"fidelity": scores}, IDENTICAL_DB) if at(scores, "psnr", "values") else ()
+    return capped(scores, IDENTICAL_DB) if scores["psnr"]["values"] else ()
 
 
-def against_control(record: Any) -> tuple[str, Interval, Mapping[str, Any]] | None:
+def against_control(record: Record) -> tuple[str, Interval, Control] | None:
     """Return BEATS, LOSES or UNTOLD, the PSNR gain over the better control, and that control; None without controls."""
-    own = decibels(at(record, "fidelity"))
-    controls = at(record, "levers", "controls") or []
-    controls = [each for each in controls if len(decibels(at(each, "fidelity"))) == len(own)]
+    own = decibels(record["fidelity"])
+    controls = [each for each in record["levers"]["controls"] if len(decibels(each["fidelity"])) == len(own)]
     if not controls or not own:
         return None
     confidence = 1 - 0.05 / len(controls)
@@ -60,10 +58,10 @@ def expected_of_both(bits: Sequence[float], calls: Sequence[float]) -> list[floa
     return [-10 * math.log10(10 ** (-a / 10) + 10 ** (-b / 10)) for a, b in zip(bits, calls, strict=True)]
 
 
-def interaction(record: Any) -> Interval | None:
+def interaction(record: Record) -> Interval | None:
     """Return measured less expected PSNR of quantization and saved calls together, in dB; None without values."""
-    own = decibels(at(record, "fidelity"))
-    bits, calls = (decibels(at(record, "levers", name)) for name in ("bits_alone", "calls_alone"))
+    own, levers = decibels(record["fidelity"]), record["levers"]
+    bits, calls = decibels(levers["bits_alone"]), decibels(levers["calls_alone"])
     if not own or not len(own) == len(bits) == len(calls):
         return None
     return closer(own, expected_of_both(bits, calls))
@@ -74,40 +72,40 @@ def mean_text(values: Sequence[float] | None) -> str:
     return plus_minus(mean_interval(values) if values else None, "{:.1f}")
 
 
-def lever_cells(name: str, record: Any, timed: Timed | None) -> list[str]:
+def lever_cells(name: str, record: Record, timed: Timed | None) -> list[str]:
     """Return a job's row of the table of levers, as texts in the order of TITLES."""
-    levers = at(record, "levers")
-    bits, calls = (decibels(at(levers, each)) for each in ("bits_alone", "calls_alone"))
-    half, until = at(levers, "half_calls"), at(levers, "guidance_until")
-    made = [at(levers, "schedule"), at(levers, "sampler"), until and f"guided until {until:g}"]
+    levers = record["levers"]
+    bits, calls = decibels(levers["bits_alone"]), decibels(levers["calls_alone"])
+    half, until = levers["half_calls"], levers["guidance_until"]
+    made = [levers["schedule"], levers["sampler"], until and f"guided until {until:g}"]
     speedups: list[float | None] = [None, None, None]  # by all, by bits alone, by calls alone
     if timed is not None:
         by_all, by_bits = timed.image_speedup(), replace(timed, share=1.0).image_speedup()
         speedups[:2] = [each and each.value for each in (by_all, by_bits)]
         speedups[2] = None if timed.rest is None else (1 + timed.rest) / (timed.share + timed.rest)
-    control = [str(at(levers, "reason") or DASH)] * 2
+    control = [str(levers["reason"] or DASH)] * 2
     if judged := against_control(record):
         verdict, gain, better = judged
-        sampler = f", {better['sampler']}" if better.get("sampler") else ""
+        sampler = f", {better['sampler']}" if better["sampler"] else ""
         control = [f"{better['steps']} steps{sampler}: {mean_text(decibels(better['fidelity']))} dB"]
         control.append(f"{verdict} ({plus_minus(gain, '{:+.1f}')} dB)")
     return [
         name,
-        f"{at(levers, 'calls')}" + (f", {half} of them halves" if half else ""),
-        " ".join(filter(None, made)) or f"{at(levers, 'steps')} steps",
+        f"{levers['calls']}" + (f", {half} of them halves" if half else ""),
+        " ".join(filter(None, made)) or f"{levers['steps']} steps",
         *(figure(each, "{:.2f}x") for each in speedups),
-        mean_text(decibels(at(record, "fidelity"))),
-        mean_text(decibels(at(levers, "twin"))),
+        mean_text(decibels(record["fidelity"])),
+        mean_text(decibels(levers["twin"])),
         *control,
         mean_text(bits),
         mean_text(calls),
         mean_text(expected_of_both(bits, calls) if len(bits) == len(calls) else None),
         plus_minus(interaction(record), "{:+.1f}"),
-        precise_cell(at(levers, "precise")),
+        precise_cell(levers["precise"]),
     ]
 
 
-def precise_cell(chosen: Any) -> str:
+def precise_cell(chosen: PreciseChosen) -> str:
     """Format a trial of unquantized inputs in some denoising steps: gain, time, why refused; a dash without trial."""
     if not chosen:
         return DASH
@@ -120,5 +118,5 @@ def precise_cell(chosen: Any) -> str:
 
 def lever_tables(sweep: Sweep) -> list[Table]:
     """Return the table of all jobs with levers in a list; an empty list without such jobs."""
-    rows = [lever_cells(job.name, job.record, job.timed) for job in sweep.done if at(job.record, "levers")]
+    rows = [lever_cells(job.name, job.record, job.timed) for job in sweep.done if job.record["levers"]]
     return [table_of_texts(TITLES, rows, "Bits and other levers", CAPTION)] if rows else []

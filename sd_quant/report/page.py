@@ -28,7 +28,7 @@ from sd_quant.report.gallery import gallery
 from sd_quant.report.plots import much_the_worst
 from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, fidelity_db, unquantized_row
 from sd_quant.report.recommendation import figures as figures_of
-from sd_quant.report.record import DONE, at, read_object
+from sd_quant.report.record import DONE, Record, at, read_object
 from sd_quant.report.rule import rule_of
 from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, known_columns, machine_of
 from sd_quant.report.table import Column, Table, knob_value
@@ -118,10 +118,10 @@ def figures_in_words(advice: Recommendation, sweep: Sweep) -> str:
 def suggestions(sweep: Sweep, advice: Recommendation) -> list[tuple[str, str]]:
     """Return (text, command) to try a layer in floating point, if one layer's error stands out in the best recipe."""
     for job in sweep.own:
-        if job.status == DONE and advice.best in (None, job.name) and not at(job.record, "knobs", "keep"):
+        if job.status == DONE and advice.best in (None, job.name) and not at(job.record["knobs"], "keep"):
             if not (worst := much_the_worst(job)):
                 return []
-            given = [each for each in map(str, at(job.record, "overrides") or []) if not each.startswith("keep=")]
+            given = [each for each in map(str, job.record["overrides"]) if not each.startswith("keep=")]
             text = (
                 "One layer is much the worst: the output of {} has an error of {:.2g} %, the next {:.2g} %. To try "
                 "whether a layer in floating point helps, this keeps the one whose quantization costs the denoiser's "
@@ -149,19 +149,19 @@ def distinct(values: Iterable[Any]) -> str:
 
 
 def model_name(sweep: Sweep) -> str:
-    paths = (at(job.record, "knobs", "model", "path") or "" for job in sweep.jobs)
+    paths = (job.record["knobs"]["model"]["path"] or "" for job in sweep.jobs)
     return distinct(Path(str(path)).stem for path in paths) or sweep.directory.absolute().name
 
 
 def facts(sweep: Sweep) -> list[tuple[str, str]]:
     """Return facts on the sweep (checkpoint, engine, machine, date, ...) by name; where jobs differ, all values."""
     done = [job.record for job in sweep.done]
-    engines = ((at(record, "knobs", "infer", "engine"), at(record, "environment", "versions")) for record in done)
-    calibrated = ((at(record, "knobs", knob) for knob in ("calib_size", "n_steps")) for record in done)
+    engines = ((record["knobs"]["infer"]["engine"], record["environment"]["versions"]) for record in done)
+    calibrated = ((at(record["knobs"], knob) for knob in ("calib_size", "n_steps")) for record in done)
     return [
         ("checkpoint", distinct(map(weights_of, done))),
-        ("engine", distinct(f"{engine} {at(known, engine) or ''}".rstrip() for engine, known in engines if engine)),
-        ("machine", distinct(machine_of(at(record, "environment", "machine") or {}) for record in done)),
+        ("engine", distinct(f"{engine} {known[engine] or ''}".rstrip() for engine, known in engines if engine)),
+        ("machine", distinct(machine_of(record["environment"]["machine"]) for record in done)),
         ("intervals of speed-ups", distinct(map(occasions_of, conditions_of(sweep).values()))),
         ("date", started(sweep)),
         ("images", distinct(filter(None, map(images_of, done)))),
@@ -171,9 +171,9 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
     ]
 
 
-def images_of(record: Any) -> str | None:
+def images_of(record: Record) -> str | None:
     """Format number, size and steps of a job's images, and the input images if they do not start from noise."""
-    infer = at(record, "knobs", "infer")
+    infer: Mapping[str, Any] = record["knobs"]["infer"]
     if not infer or not {"width", "height", "steps"} <= set(infer):
         return None
     sizes = infer.get("sizes") or [f"{infer['width']}x{infer['height']}"]
@@ -181,12 +181,12 @@ def images_of(record: Any) -> str | None:
     files = [f"{kind} {Path(str(infer[kind])).name}" for kind in ("image", "mask") if infer.get(kind)]
     files += [f"control {Path(str(each)).name}" for each in infer.get("control") or ()]
     start = f", from {' and '.join(files)}" if files else ""
-    return f"{len(record.get('prompts') or [])}, {size}, {infer['steps']} steps{start}"
+    return f"{len(record['prompts'])}, {size}, {infer['steps']} steps{start}"
 
 
-def weights_of(record: Any) -> str:
+def weights_of(record: Record) -> str:
     """Join the file names of the checkpoint, a replaced autoencoder, fused LoRAs and ControlNets by `` + ``."""
-    model = at(record, "knobs", "model")
+    model = record["knobs"]["model"]
     lists = [each for name in ("loras", "controlnets") if isinstance(each := at(model, name), list)]
     files = (at(model, "path"), at(model, "vae"), *(file for each in lists for file in each))
     return " + ".join(Path(str(each)).name for each in files if each)

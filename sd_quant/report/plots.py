@@ -22,7 +22,7 @@ from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
 from sd_quant.quantization.percentile import QUARTILES
 from sd_quant.report.drawing import ACCENT, BAND, COLOURS, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
-from sd_quant.report.readings import WORKING, held, names, number_at, score_of
+from sd_quant.report.readings import WORKING, held, number_at, score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, unquantized_row
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
 from sd_quant.report.score_tables import floor_lines, words_of
@@ -131,13 +131,13 @@ def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
     files, memory = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
     for job in jobs[:MOST_BARS]:
         whole, own = dict[str, float](), dict[str, float]()
-        for part in names(job.record, "sizes_bytes"):
-            full, quantized = (number_at(job.record, "sizes_bytes", part, f"onnx_{each}").value for each in VARIANTS)
+        for part, files_of in job.record["sizes_bytes"].items():
+            full, quantized = (number_at(files_of, f"onnx_{each}").value for each in VARIANTS)
             if full is not None:
                 whole[part], own[part] = full, full if quantized is None else quantized
         for name, sizes, variant in zip((UNQUANTIZED, labels[job.name]), (whole, own), VARIANTS, strict=True):
             files.setdefault(name, sizes)
-            memory.setdefault(name, held(job.record, variant))
+            memory.setdefault(name, held(job.record["memory"], variant))
     several = dict.fromkeys(part for bar in files.values() for part in bar)
     if len(several) < 2:
         return None
@@ -252,8 +252,8 @@ def trajectory(jobs: Sequence[Job], labels: Mapping[str, str], best: str | None)
 
     Lines are named at their ends; with more lines than colours, only the best recipe's, the highest and the lowest.
     """
-    ratios = {job.name: np.array(score_of(job.record, SCORES["latent_sqnr_db"]).values, float) for job in jobs}
-    ratios = {name: values for name, values in ratios.items() if np.isfinite(values).any()}
+    found = {job.name: score_of(job.record["fidelity"], SCORES["latent_sqnr_db"]).values for job in jobs}
+    ratios = {name: each for name, values in found.items() if np.isfinite(each := np.array(values, float)).any()}
     if not ratios:
         return None
     figure = new_figure()

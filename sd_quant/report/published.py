@@ -18,7 +18,7 @@ from sd_quant.files import read_regular, refusing
 from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.report.readings import slower
-from sd_quant.report.record import at
+from sd_quant.report.record import Record, at
 from sd_quant.report.summary import SWEEP, Row, Sweep
 from sd_quant.report.table import Table, figure, table_of_texts
 
@@ -73,7 +73,7 @@ def read_figure(figure: Any) -> float | dict[str, float]:
 
 def published_tables(sweep: Sweep) -> list[Table]:
     """Return two tables for each format and baseline that has figures. Raises ArtifactError for damaged figures."""
-    by_format: dict[str, list[tuple[Row, Mapping[str, Any]]]] = {}
+    by_format: dict[str, list[tuple[Row, Record]]] = {}
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         if row["image_ms"] is not None:
             by_format.setdefault(formats_of(job.record), []).append((row, job.record))
@@ -90,35 +90,33 @@ def published_tables(sweep: Sweep) -> list[Table]:
             continue
         lines = [line(row, record, baseline, figures_of(theirs, record)) for row, record in jobs]
         heading, own = f"{title.capitalize()} against {fmt} engine", [f"{title}, ms", f"{fmt} engine, ms", "speed-up"]
-        columns, caption = (
-            ["batch", *own, *(f"{theirs['title']}: {each}" for each in own)],
-            caption_of(theirs, jobs[0][1]),
-        )
+        columns = ["batch", *own, *(f"{theirs['title']}: {each}" for each in own)]
+        caption = caption_of(theirs, jobs[0][1])
         tables.append(table_of_texts(columns[:OWN], [cells[:OWN] for cells in lines], heading, f"{MEDIANS}."))
         tables.append(table_of_texts(columns, lines, f"{heading}, beside {theirs['title']}", caption))
     return tables
 
 
-def formats_of(record: Mapping[str, Any]) -> str:
+def formats_of(record: Record) -> str:
     """Return the weight formats of a job as they are named in headings, such as INT8."""
-    names = {at(record, "knobs", "enable", layer, "weight") for layer in ("conv", "linear")} - {None}
+    names = {at(record["knobs"], "enable", layer, "weight") for layer in ("conv", "linear")} - {None}
     return " and ".join(sorted(name.upper() for name in names)) or "quantized"
 
 
-def figures_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, float]:
+def figures_of(theirs: Mapping[str, Any], record: Record) -> dict[str, float]:
     """Return the published figures, of ``theirs``, for a job's batch size and number format."""
-    figures, fmt = at(theirs, "batches", str(at(record, "knobs", "infer", "batch_size"))) or {}, formats_of(record)
+    figures, fmt = theirs["batches"].get(str(record["knobs"]["infer"]["batch_size"])) or {}, formats_of(record)
     own = {name: figure.get(fmt) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
     return {name: figure for name, figure in own.items() if figure is not None}
 
 
-def line(row: Row, record: Mapping[str, Any], baseline: str, theirs: Mapping[str, float]) -> list[str]:
+def line(row: Row, record: Record, baseline: str, theirs: Mapping[str, float]) -> list[str]:
     ours = {name: row[OURS[name]] for name in (baseline, "quantized")}
     own, published = (cells(medians, baseline) for medians in (ours, theirs))
     note = " (slower)" if ours[baseline] and slower(ours[baseline] / ours["quantized"]) else ""
     low, high = (row.get(f"{INTERVALS.get(baseline)}_{end}") for end in ("low", "high"))
     half = f" ± {(high - low) / 2:.3f}" if low is not None and high is not None else ""
-    return [str(at(record, "knobs", "infer", "batch_size")), *own[:2], own[2] + half + note, *published]
+    return [str(record["knobs"]["infer"]["batch_size"]), *own[:2], own[2] + half + note, *published]
 
 
 def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
@@ -127,13 +125,13 @@ def cells(medians: Mapping[str, Any], baseline: str) -> list[str]:
     return [figure(base, "{:,.2f}"), figure(quantized, "{:,.2f}"), speedup]
 
 
-def caption_of(theirs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+def caption_of(theirs: Mapping[str, Any], record: Record) -> str:
     """Return a caption that compares the conditions of the job ``record`` and of the published figures, ``theirs``."""
-    infer, machine = at(record, "knobs", "infer") or {}, at(record, "environment", "machine") or {}
-    engine, baseline = infer.get("engine"), "fp16" if machine.get("gpus") else "fp32"
+    infer, machine = record["knobs"]["infer"], record["environment"]["machine"]
+    engine, baseline = infer["engine"], "fp16" if machine["gpus"] else "fp32"
     ours = {
-        "machine": ", ".join(machine.get("gpus") or []) or f"{machine.get('cpu')}, {machine.get('usable_cores')} cores",
-        "engine": f"{engine} {at(record, 'environment', 'versions', engine)}",
+        "machine": ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['usable_cores']} cores",
+        "engine": f"{engine} {record['environment']['versions'][engine]}",
         "precision": f"{baseline} beside {formats_of(record)}",
         "steps": infer.get("steps"),
         "resolution": f"{infer.get('width')}x{infer.get('height')}",

@@ -3,17 +3,18 @@
 import math
 from collections.abc import Mapping
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.gpu import better_format
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.intervals import Interval, recorded
-from sd_quant.report.record import ABSENT, VARIANTS, at
+from sd_quant.report.record import ABSENT, VARIANTS, Fidelity, ImageScores, PartMemories, Record, at
 from sd_quant.report.table import DASH, plus_minus
 
 IDENTICAL_SSIM = 1 - 1e-6
 WORKING = "opening or calling one"
+P = TypeVar("P")
 
 
 class Number(NamedTuple):
@@ -23,13 +24,11 @@ class Number(NamedTuple):
     reason: str | None = None
 
 
-def number_at(record: Any, *keys: str) -> Number:
-    """Read the number at nested ``keys``; a missing one has the ``reason`` recorded in its place, or ABSENT."""
-    node = record
-    for depth, key in enumerate(keys):
+def number_at(node: Any, *keys: str) -> Number:
+    """Read the number at nested ``keys``: where the way to a missing one ends stands its ``reason``, else ABSENT."""
+    for key in keys:
         if (inner := at(node, key)) is None:
-            reason = at(node, "reason") if depth else None  # the run's own reason is not a number's
-            return Number(None, reason or ABSENT)
+            return Number(None, at(node, "reason") or ABSENT)
         node = inner
     return Number(node.get("value"), node.get("reason")) if isinstance(node, Mapping) else Number(node)
 
@@ -50,34 +49,33 @@ class LatencyPair(NamedTuple):
     reach: float | None  # the larger distance from the recorded speed-up to an end of its interval
 
 
-def latency_of(record: Any, engine: str, part: str, batch: str | int) -> LatencyPair:
+def latency_of(record: Record, engine: str, part: str, batch: str | int) -> LatencyPair:
     """Read the latencies of ``engine`` for a call of ``part`` with ``batch`` samples, or for ``batch`` whole images."""
-    place = ("latency", engine, part, str(batch))
-    full_precision, quantized = (number_at(record, *place, variant, "p50_ms") for variant in VARIANTS)
-    own = number_at(record, *place, "speedup")
+    place = (record["latency"], engine, part, str(batch))
+    full_precision, quantized = (number_at(*place, variant, "p50_ms") for variant in VARIANTS)
+    own = number_at(*place, "speedup")
     speedup = quotient(full_precision, quantized) if own.value is None else own
-    ends = at(record, *place, "speedup_interval")
+    ends = record["latency"][engine][part][str(batch)]["speedup_interval"]
     reach = None if own.value is None else recorded(own.value, ends).reach
     return LatencyPair(full_precision, quantized, speedup, reach)
 
 
-def degenerate_of(record: Any) -> dict[Any, str]:
+def degenerate_of(record: Record) -> dict[Any, str]:
     """Return the degenerate (broken) images of a record as phrases by image index."""
-    entries = at(record, "degenerate") or []
-    return {at(each, "index"): f"image {at(each, 'index')} is {at(each, 'reason')}" for each in entries}
+    return {each["index"]: f"image {each['index']} is {each['reason']}" for each in record["degenerate"]}
 
 
-def degenerate_images(record: Any, most: int = 3) -> str:
+def degenerate_images(record: Record, most: int = 3) -> str:
     """Describe the first ``most`` degenerate images of a record and count the rest; empty if no image is degenerate."""
     words = [*degenerate_of(record).values()]
     return "; ".join(words[:most] + [f"{len(words) - most} more images are degenerate"] * (len(words) > most))
 
 
-def better_format_of(record: Any) -> str | None:
+def better_format_of(record: Record) -> str | None:
     """Name a number format that is faster than the run's on the run's GPU, and why; None if no better one is known."""
-    runtime = RUNTIMES.get(str(at(record, "knobs", "infer", "engine")))
-    capabilities, enabled = at(record, "environment", "machine", "compute_capabilities"), at(record, "knobs", "enable")
-    if runtime is None or runtime.device == "cpu" or not capabilities or not at(record, "knobs", "quant_level"):
+    runtime, knobs = RUNTIMES.get(str(record["knobs"]["infer"]["engine"])), record["knobs"]
+    capabilities, enabled = record["environment"]["machine"]["compute_capabilities"], at(knobs, "enable")
+    if runtime is None or runtime.device == "cpu" or not capabilities or not at(knobs, "quant_level"):
         return None
     return better_format(capabilities[0], [str(at(pair, "activation")) for pair in (enabled or {}).values()])
 
@@ -95,23 +93,23 @@ class PartBytes(NamedTuple):
     peak: float  # while it was opened or called
 
 
-def memory_of(record: Any, variant: str) -> dict[str, PartBytes | None]:
+def memory_of(memory: Mapping[str, PartMemories], variant: str) -> dict[str, PartBytes | None]:
     """Return engine memory by part in ``variant``, None if unknown; an unquantized part's is equal in both variants."""
     found: dict[str, PartBytes | None] = {}
-    for part in names(record, "memory"):
-        both = at(record, "memory", part)
-        entry = both.get(variant, both.get(VARIANTS[0]))
-        figures = [at(entry, f"{name}_bytes") for name in ("opened", "opening_peak", "call_peak")]
+    for part in names(memory):
+        whole, own = memory[part]["full_precision"], memory[part]["quantized"]
+        entry = own if variant == VARIANTS[1] and variant in memory[part] else whole
+        figures = [entry["opened_bytes"], entry["opening_peak_bytes"], entry["call_peak_bytes"]]
         found[part] = None if None in figures else PartBytes(figures[0], max(figures))
     return found
 
 
-def held(record: Any, variant: str) -> dict[str, float]:
+def held(memory: Mapping[str, PartMemories], variant: str) -> dict[str, float]:
     """Return bytes by part with all engines open, and under WORKING the most that opening or calling one adds.
 
     Derived from measurements of each part alone, without the process and its libraries; empty if a part is unknown.
     """
-    parts = memory_of(record, variant)
+    parts = memory_of(memory, variant)
     if not parts or None in parts.values():
         return {}
     beyond = max(each.peak - each.opened for each in parts.values())
@@ -126,19 +124,19 @@ class Scored(NamedTuple):
     values: list[float | None]
 
 
-def score_of(record: Any, score: Score) -> Scored:
-    """Read the fidelity of the quantized variant to full precision by ``score``."""
-    entry = at(record, "fidelity", score.key)
+def score_of(fidelity: Fidelity, score: Score) -> Scored:
+    """Read the fidelity to full precision by ``score``."""
+    entry = at(fidelity, score.key)
     if score.against is Against.IMAGES:
-        mean = number_at(record, "fidelity", score.key, "mean")
-        worst = number_at(record, "fidelity", score.key, "min" if score.more_is_better else "max")
+        mean = number_at(fidelity, score.key, "mean")
+        worst = number_at(fidelity, score.key, "min" if score.more_is_better else "max")
         left_out = mean if mean.value is None else Number(mean.value, at(entry, "reason"))
         return Scored(left_out, worst, at(entry, "values") or [])
     if isinstance(entry, list):
         last = entry[-1] if entry else None
-        reason = at(record, "fidelity", score.reason_key) if last is None else None
+        reason = at(fidelity, score.reason_key) if last is None else None
         return Scored(Number(last, reason), Number(None), entry)
-    return Scored(number_at(record, "fidelity", score.key), Number(None), [])
+    return Scored(number_at(fidelity, score.key), Number(None), [])
 
 
 def are_identical(psnr: float | None, ssim: float | None) -> bool:
@@ -146,24 +144,24 @@ def are_identical(psnr: float | None, ssim: float | None) -> bool:
     return psnr is None and ssim is not None and ssim > IDENTICAL_SSIM
 
 
-def psnr_of_images(record: Any) -> list[float | None]:
+def psnr_of_images(fidelity: Fidelity) -> list[float | None]:
     """Return the PSNR of each image in dB; infinite for an image equal to full precision's, None if unknown."""
-    psnr, ssim = (score_of(record, SCORES[name]).values for name in ("psnr", "ssim"))
+    psnr, ssim = (score_of(fidelity, SCORES[name]).values for name in ("psnr", "ssim"))
     return [math.inf if are_identical(*each) else each[0] for each in zip(psnr, ssim or repeat(None), strict=False)]
 
 
-def interval_of(record: Any, score: Score) -> Interval | None:
+def interval_of(fidelity: Fidelity, score: Score) -> Interval | None:
     """Compute a score's mean with its interval over the images; None if any image has no value or no image exists."""
-    values = score_of(record, score).values
+    values = score_of(fidelity, score).values
     return None if None in values else score.mean(values)
 
 
-def names(record: Any, *keys: str) -> list[str]:
-    """Return the keys at nested ``keys`` whose values are dictionaries, such as engines, parts or batch sizes."""
-    return [name for name, inner in (at(record, *keys) or {}).items() if isinstance(inner, Mapping)]
+def names(part: Mapping[str, P]) -> dict[str, P]:
+    """Return by name the parts in a part of a record, such as engines or batch sizes, without a reason beside them."""
+    return {name: inner for name, inner in part.items() if isinstance(inner, Mapping)}
 
 
-def psnr_text(entry: Any, key: str) -> str:
-    """Format the mean PSNR of the scores at ``key`` as ``34.8 ± 1.2 dB`` (95 %), or a dash if unknown."""
-    mean = SCORES["psnr"].mean(at(entry, key, "psnr", "values") or [])
+def psnr_text(scores: Mapping[str, ImageScores]) -> str:
+    """Format the mean PSNR as ``34.8 ± 1.2 dB`` (95 %), or a dash if unknown."""
+    mean = SCORES["psnr"].mean(scores["psnr"]["values"])
     return f"{plus_minus(mean, '{:.1f}')} dB" if mean else DASH

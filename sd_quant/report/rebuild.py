@@ -11,7 +11,6 @@ from sd_quant.report.levers import lever_tables
 from sd_quant.report.page import write_report
 from sd_quant.report.plots import figures, write_plots
 from sd_quant.report.published import published_tables
-from sd_quant.report.record import at
 from sd_quant.report.run_table import HANDED_OVER, handed_over_table
 from sd_quant.report.score_tables import category_tables, floor_tables, score_tables
 from sd_quant.report.shipped import recommendation_of, write_recommendation
@@ -49,7 +48,7 @@ def vote_page(sweep: Sweep) -> Path | None:
 
 def handed_over_tables(sweep: Sweep) -> list[Table]:
     """Return a table of the jobs' exports to other tools in a list; an empty list without exports."""
-    lines = [[job.name, *cells] for job in sweep.jobs for cells in handed_over_table(at(job.record, "hand_over")).rows]
+    lines = [[job.name, *cells] for job in sweep.jobs for cells in handed_over_table(job.record["hand_over"]).rows]
     caption = (
         "PSNR of what each tool computes of its file, simulated, and of full precision with the text as the tool has "
         "it, with the mean's interval at 95 %. The README beside each result says what is lost and how to open it."

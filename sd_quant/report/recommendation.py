@@ -23,7 +23,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
 
 from sd_quant.metrics import SCORES
 from sd_quant.metrics.intervals import Interval, mean_interval, sum_of
@@ -35,7 +34,7 @@ from sd_quant.report.readings import (
     psnr_of_images,
     score_of,
 )
-from sd_quant.report.record import DONE, at
+from sd_quant.report.record import DONE, Fidelity
 from sd_quant.report.rule import FEWEST_IMAGES, Rule, rule_of
 from sd_quant.report.summary import Row, Sweep, interval_columns, scores_of
 from sd_quant.report.table import between
@@ -97,11 +96,11 @@ def options_of(sweep: Sweep, rule: Rule) -> list[Option]:
     """Return the finished recipes of a sweep that have both images and a latency."""
     found = []
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
-        images = capped(job.record, rule.enough_db)
+        images = capped(job.record["fidelity"], rule.enough_db)
         if row["status"] == DONE and images and row["image_speedup"] and fidelity_db(row) is not None:
             timed = job.timed if job.timed is not None and job.timed.rest is not None else None
-            psnr, broken = tuple(filter(math.isfinite, capped(job.record, math.inf))), degenerate_images(job.record)
-            better, name = better_format_of(job.record), sweep.recipes[job.name]
+            psnr = tuple(filter(math.isfinite, capped(job.record["fidelity"], math.inf)))
+            broken, better, name = degenerate_images(job.record), better_format_of(job.record), sweep.recipes[job.name]
             found.append(Option(row, images, timed, row["image_speedup"], psnr, broken, better, name))
     return found
 
@@ -123,7 +122,7 @@ def wanted_speedup(option: Option, rule: Rule) -> float | None:
     """Return the speed-up that a recipe needs for the target; None without a target or an unquantized latency."""
     if rule.image_ms is None:
         return rule.speedup
-    unquantized = at(option.row, "image_full_precision_ms") if option.timed is None else option.timed.image_ms
+    unquantized = option.row.get("image_full_precision_ms") if option.timed is None else option.timed.image_ms
     return unquantized / rule.image_ms if unquantized else None
 
 
@@ -140,10 +139,10 @@ def reaches(option: Option, rule: Rule) -> bool | None:
     return True if speedup.low >= wanted else False if speedup.high < wanted else None
 
 
-def capped(record: Any, enough: float) -> tuple[float, ...]:
+def capped(fidelity: Fidelity, enough: float) -> tuple[float, ...]:
     """Return each image's PSNR in dB, at most ``enough``; the mean alone if nothing else is recorded; () if unknown."""
-    psnr, ssim = (score_of(record, SCORES[name]).value.value for name in ("psnr", "ssim"))
-    values = psnr_of_images(record) or [math.inf if are_identical(psnr, ssim) else psnr]
+    psnr, ssim = (score_of(fidelity, SCORES[name]).value.value for name in ("psnr", "ssim"))
+    values = psnr_of_images(fidelity) or [math.inf if are_identical(psnr, ssim) else psnr]
     return () if None in values else tuple(min(value, enough) for value in values)
 
 
@@ -324,8 +323,7 @@ def unquantized_row(sweep: Sweep) -> Row | None:
     jobs, table = [job for job, _ in done if not job.judged], [row for job, row in done if not job.judged]
     if len({(row["checkpoint"], row["timed_on"]) for row in table}) != 1:
         return None
-    of_jobs = (at(job.record, "fidelity_unquantized_engine") for job in jobs)
-    images = {"fidelity": next(filter(None, of_jobs), None)}
+    images = next(filter(None, (job.record["fidelity_unquantized_engine"] for job in jobs)), {})
     denoiser_ms, image_ms, size = (
         median(row[column] for row in table)
         for column in ("denoiser_full_precision_ms", "image_full_precision_ms", "denoiser_onnx_full_precision_bytes")

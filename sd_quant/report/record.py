@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Lt
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, is_typeddict
 
 from sd_quant.errors import SdQuantError
 from sd_quant.files import digest, read_regular, write_json
@@ -66,7 +67,7 @@ class ByScore:
 Finite = Annotated[float, Gt(-LARGEST), Lt(LARGEST)]
 Positive = Annotated[float, Gt(1 / LARGEST), Lt(LARGEST)]  # something is divided by it
 Count = Annotated[int, Gt(-LARGEST), Lt(LARGEST)]
-Fidelity = Annotated[dict[str, Any], ByScore()]
+Fidelity = Annotated[dict[str, "ImageScores"], ByScore()]
 
 
 class Explained(TypedDict, total=False):
@@ -497,12 +498,39 @@ def write_record(record: Record | InferRecord, directory: Path, shape: Any = Rec
 # Reading
 
 
-def read_record(directory: Path) -> dict[str, Any] | None:
+def read_record(directory: Path) -> Record | None:
     """Read ``metrics.json`` in ``directory``, None if missing. Raises ValueError if damaged, OSError if unreadable."""
-    record = read_object(directory / RECORD)
-    if record is not None:
-        check_shape(record, Record, RECORD)
-    return record
+    if (record := read_object(directory / RECORD)) is None:
+        return None
+    check_shape(record, Record, RECORD)
+    return parsed(record)
+
+
+class Part(dict):
+    """A part of a record, in which a missing name gives None, or an empty part or list where ``Record`` has one."""
+
+    def __init__(self, content: Mapping[str, Any], shape: Any) -> None:
+        self.shape = shape
+        both = ((name, each, parsed(each, type_in(shape, name))) for name, each in content.items())
+        super().__init__((name, value) for name, each, value in both if each is not None or value is None)
+
+    def __missing__(self, name: str) -> Any:
+        return parsed(None, type_in(self.shape, name))
+
+
+@cache
+def type_in(shape: Any, name: str) -> Any:
+    return get_type_hints(shape).get(name) if is_typeddict(shape) else get_args(shape)[1]
+
+
+def parsed(value: Any, shape: Any = Record) -> Any:
+    """Return a value of the type ``shape`` as a ``Part`` or a list of parts; None gives an empty one."""
+    if get_origin(shape) in (Union, UnionType):
+        shape = get_args(shape)[0]  # before null and ``Explained``
+    if get_origin(shape) is list and isinstance(value, list | None):
+        return [parsed(each, get_args(shape)[0]) for each in value or []]
+    is_part = get_origin(shape) is dict or is_typeddict(shape)
+    return Part(value or {}, shape) if is_part and isinstance(value, Mapping | None) else value
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -613,7 +641,7 @@ def why(error: Exception) -> str:
 
 
 def at(record: Any, *keys: Any) -> Any:
-    """Return the value at nested ``keys``, or None if a key or dictionary is missing."""
+    """Return the value at nested ``keys``, or None; for other files, and for what ``Record`` leaves open."""
     for key in keys:
         record = record.get(key) if isinstance(record, Mapping) else None
     return record
@@ -622,10 +650,8 @@ def at(record: Any, *keys: Any) -> Any:
 def base_sha256(made: Mapping[str, Any]) -> str | None:
     """Return the hash of weights without LoRAs: the checkpoint's, or one over it and any given ControlNets and VAE."""
     inputs = at(made, "inputs") or {}
-    own, names = (
-        at(inputs, "checkpoint", "sha256"),
-        [each for each in inputs if each == VAE or each.startswith(CONTROLNET)],
-    )
+    own = at(inputs, "checkpoint", "sha256")
+    names = [each for each in inputs if each == VAE or each.startswith(CONTROLNET)]
     others = [each for name in names for each in (name, at(inputs, name, "sha256"))]
     return digest(json.dumps([own, *others])) if own and others else own
 

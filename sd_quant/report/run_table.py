@@ -25,7 +25,7 @@ from sd_quant.report.readings import (
     quotient,
     score_of,
 )
-from sd_quant.report.record import IMAGE, TORCH, VARIANTS, at
+from sd_quant.report.record import IMAGE, TORCH, VARIANTS, HandedOver, HandedPart, Record, at, parsed
 from sd_quant.report.score_tables import asked, difference_text, floor_table
 from sd_quant.report.summary import timed_alone, workload
 from sd_quant.report.table import CLAUSES, DASH, WORDS, Table, as_text, folded, plus_minus, table_of_texts
@@ -36,10 +36,11 @@ from sd_quant.text import printable
 HANDED_OVER = ["handed over", "layers", "PSNR by quantization", "PSNR by its text", "size"]
 
 
-def run_table(record: Mapping[str, Any]) -> str:
+def run_table(found: Mapping[str, Any]) -> str:
     """Format the summary of any record, a failed run's too, as plain text that ends with a newline."""
+    record: Record = parsed(found)
     reasons, floor = list[str](), floor_table(record)
-    engines = [name for name in names(record, "latency") if name not in baselines_of(record)]
+    engines = [name for name in names(record["latency"]) if name not in baselines_of(record)]
     sections: list[Table | list[str]] = [
         _heading(record),
         warnings_of_run(record, engines, baselines_of(record)),
@@ -56,7 +57,7 @@ def run_table(record: Mapping[str, Any]) -> str:
         [*floor.notes],
         _moved(record),
         *_fit(record),
-        handed_over_table(record.get("hand_over")),
+        handed_over_table(record["hand_over"]),
         _costs(record),
         [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)],
     ]
@@ -64,25 +65,25 @@ def run_table(record: Mapping[str, Any]) -> str:
     return "\n\n".join("\n".join(map(printable, lines)) for lines in texts if lines) + "\n"
 
 
-def _heading(record: Mapping[str, Any]) -> list[str]:
-    knobs, status = record.get("knobs") or {}, record.get("status") or "unfinished"
-    named = [f"{name}={knobs[name]}" for name in ("format", "quant_level", "alpha", "percentile") if name in knobs]
-    return ["  ".join([f"{status}: {record['reason']}" if record.get("reason") else status, *named])]
+def _heading(record: Record) -> list[str]:
+    knobs, status, reason = record["knobs"], record["status"] or "unfinished", at(record, "reason")
+    named = [f"{name}={at(knobs, name)}" for name in ("format", "quant_level", "alpha", "percentile") if name in knobs]
+    return ["  ".join([f"{status}: {reason}" if reason else status, *named])]
 
 
-def _part_names(record: Mapping[str, Any]) -> list[str]:
+def _part_names(record: Record) -> list[str]:
     """Return the names of the parts for which the record has sizes or latencies."""
-    places = [("sizes_bytes",), *(("latency", engine) for engine in names(record, "latency"))]
-    found = dict.fromkeys(part for place in places for part in at(record, *place) or ())
+    places = [record["sizes_bytes"], *(record["latency"][engine] for engine in names(record["latency"]))]
+    found = dict.fromkeys(part for place in places for part in place)
     return [part for part in found if part not in (IMAGE, "reason", "value")]
 
 
-def _sizes(record: Mapping[str, Any], reasons: list[str]) -> Table:
+def _sizes(record: Record, reasons: list[str]) -> Table:
     rows, parts, files = [], _part_names(record), ("onnx_full_precision", "onnx_quantized", "plan")
-    found = {part: [number_at(record, "sizes_bytes", part, file) for file in files] for part in parts}
+    found = {part: [number_at(record["sizes_bytes"], part, file) for file in files] for part in parts}
     plans = any(plan.value for *_, plan in found.values())
     for part, (full, quantized, plan) in found.items():
-        if kept := at(record, "plans", part, "attention"):
+        if kept := record["plans"][part]["attention"]:
             plan = Number(plan.value, f"attention is in high precision: {kept}")
         cells = [_cell(full, _bytes, reasons), _cell(quantized, _bytes, reasons)]
         cells.append(_cell(quotient(full, quantized), _times, reasons))
@@ -91,13 +92,14 @@ def _sizes(record: Mapping[str, Any], reasons: list[str]) -> Table:
     return table_of_texts(titles, rows)
 
 
-def _memory(record: Mapping[str, Any]) -> Table:
+def _memory(record: Record) -> Table:
     """Build the table of engine memory by part, and of the memory that follows for all parts open and one at a time."""
-    known = [memory_of(record, variant) for variant in VARIANTS]
+    memory = record["memory"]
+    known = [memory_of(memory, variant) for variant in VARIANTS]
     peaks = [[each and each.peak for each in parts.values()] for parts in known]
     figures: dict[str, Sequence[float | None]] = dict(zip(known[0], zip(*peaks, strict=True), strict=True))
     if figures:
-        figures["all parts open at once, derived"] = [sum(held(record, each).values()) or None for each in VARIANTS]
+        figures["all parts open at once, derived"] = [sum(held(memory, each).values()) or None for each in VARIANTS]
         figures["one at a time, derived"] = [None if None in each else max(each) for each in peaks]
     rows = [
         [title, *(DASH if each is None else _bytes(each) for each in both),
@@ -107,11 +109,11 @@ def _memory(record: Mapping[str, Any]) -> Table:
     return table_of_texts(["peak memory of a part's engine", "full precision", "quantized", "smaller"], rows)
 
 
-def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
-    rows, calls = [], at(record, "denoiser", "calls") or {}
+def _parts(record: Record, engine: str, reasons: list[str]) -> Table:
+    rows, calls = [], record["denoiser"]["calls"]
     for part in _part_names(record):
         title = f"{part}, {calls[part]:g} of {sum(calls.values()):g} calls" if part in calls else part
-        for batch in names(record, "latency", engine, part) or [""]:
+        for batch in names(record["latency"][engine][part]) or [""]:
             full, quantized, speedup, reach = latency_of(record, engine, part, batch)
             rows.append([
                 title, batch or DASH, _cell(full, _milliseconds, reasons), _cell(quantized, _milliseconds, reasons),
@@ -120,9 +122,9 @@ def _parts(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
     return table_of_texts([f"one call, {engine}, median", "batch", "full precision", "quantized", "speed-up"], rows)
 
 
-def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
+def _image(record: Record, engine: str, reasons: list[str]) -> Table:
     rows, baselines = [], baselines_of(record)
-    for batch in names(record, "latency", engine, IMAGE) or ["1"]:
+    for batch in names(record["latency"][engine][IMAGE]) or ["1"]:
         known = [latency_of(record, name, IMAGE, batch).full_precision for name in baselines]
         for name, milliseconds in zip(baselines, known, strict=True):
             cell = _cell(milliseconds, _milliseconds, reasons)
@@ -139,68 +141,69 @@ def _image(record: Mapping[str, Any], engine: str, reasons: list[str]) -> Table:
     return table_of_texts(["prompt to image, median", "batch", "latency", *compared, "vs full precision"], rows)
 
 
-def _intervals(record: Mapping[str, Any]) -> list[str]:
+def _intervals(record: Record) -> list[str]:
     """Return wrapped lines that say whether the intervals of speed-ups also hold for other hours."""
     engine, part, samples, _ = workload(record)
-    words = occasions_of(at(record, "latency", engine, part, str(samples), "rounds"))
+    words = occasions_of(record["latency"][engine][part][str(samples)]["rounds"])
     return folded(re.findall(WORDS, f"± of speed-ups: {words}")) if words else []
 
 
-def baselines_of(record: Mapping[str, Any]) -> list[str]:
+def baselines_of(record: Record) -> list[str]:
     """Return the baselines of a record: torch and, where it was timed as a baseline, compiled torch."""
-    compiled = COMPILED in names(record, "latency") and at(record, "knobs", "infer", "engine") != COMPILED
+    compiled = COMPILED in names(record["latency"]) and record["knobs"]["infer"]["engine"] != COMPILED
     return [TORCH, *([COMPILED] if compiled else [])]
 
 
-def _fidelity(record: Mapping[str, Any], reasons: list[str]) -> Table:
+def _fidelity(record: Record, reasons: list[str]) -> Table:
     rows = []
     for score in fidelity_scores():
-        value, worst, _ = score_of(record, score)
+        value, worst, _ = score_of(record["fidelity"], score)
         of_images = score.against is Against.IMAGES
-        mean = interval_of(record, score) if of_images else None
+        mean = interval_of(record["fidelity"], score) if of_images else None
         show = partial(score.text, reach=None if mean is None else mean.reach)
         title = score.title if of_images else f"{score.title}, last step"
         rows.append([title, _cell(value, show, reasons), _cell(worst, score.text, reasons) if of_images else ""])
     return table_of_texts(["fidelity to full precision", "mean ± at 95 %", "worst"], rows)
 
 
-def _named_scores(record: Mapping[str, Any], reasons: list[str]) -> Table:
+def _named_scores(record: Record, reasons: list[str]) -> Table:
     """Build the table of the requested scores (CLIP score, FID, ...), with their differences from full precision."""
     rows = []
     for score in asked(record):
-        both = [number_at(record, "text_scores", variant, score.key) for variant in VARIANTS]
+        both = [number_at(record["text_scores"], variant, score.key) for variant in VARIANTS]
         cells = [_cell(each, score.text, reasons) for each in both]
         rows.append([score.title, *cells, difference_text(score, record)])
     return table_of_texts(["scores asked for", "full precision", "quantized", "difference [95 % interval]"], rows)
 
 
-def _video(record: Mapping[str, Any]) -> Table | list[str]:
+def _video(record: Record) -> Table | list[str]:
     """Build the table of a video's PSNR, flicker and change from frame to frame, against full precision."""
-    if not (video := record.get("video")):
+    if not (video := record["video"]):
         return []
-    of_frames = [number_at(video, "psnr", name).value for name in ("mean", "min")]
+    of_frames = (video["psnr"]["mean"], video["psnr"]["min"])
     rows = [["PSNR, dB", *("identical" if each is None else f"{each:.2f}" for each in of_frames)]]
-    for title, key, form in (
-        ("flicker, levels of 255", "flicker", "{:.2f}"), ("change, of full precision's", "change", "{:.3f}")
-    ):  # fmt: skip
-        mean = video[key]["mean"]
-        rows.append([title, plus_minus(None if mean is None else recorded(mean, video[key]["interval"]), form), ""])
+    for title, of, form in (
+        ("flicker, levels of 255", video["flicker"], "{:.2f}"),
+        ("change, of full precision's", video["change"], "{:.3f}"),
+    ):
+        mean = None if of["mean"] is None else recorded(of["mean"], of["interval"])
+        rows.append([title, plus_minus(mean, form), ""])
     return table_of_texts([f"{video['frames']} frames of a video", "mean ± at 95 %", "worst"], rows)
 
 
-def _levers(record: Mapping[str, Any]) -> Table | list[str]:
-    if not at(record, "levers"):
+def _levers(record: Record) -> Table | list[str]:
+    if not record["levers"]:
         return []
     cells = lever_cells("", record, timed_alone("", record))
     return table_of_texts(["bits and other levers", ""], list(zip(TITLES[1:], cells[1:], strict=True)))
 
 
-def _moved(record: Mapping[str, Any]) -> Table:
+def _moved(record: Record) -> Table:
     """Build the table of output errors of quantized parts other than the denoiser."""
     keys, rows = ("relative_error", "cosine", "worst", "first_token"), []
-    for part in names(record, "parts"):
-        for output in names(record, "parts", part, "outputs"):
-            values = [number_at(record, "parts", part, "outputs", output, key).value for key in keys]
+    for part, quantized in names(record["parts"]).items():
+        for output, moved in names(quantized["outputs"]).items():
+            values = [at(moved, key) for key in keys]
             rows.append([f"{part}, {output}", *("" if value is None else f"{value:.5f}" for value in values)])
     titles = ["quantized part, output", "relative error", "cosine of tokens", "worst token", "first token"]
     return table_of_texts(titles, rows)
@@ -209,19 +212,15 @@ def _moved(record: Mapping[str, Any]) -> Table:
 RESIDENT = {"all": ", all parts in memory", "one": ", one part in memory at a time", None: " of weights"}
 
 
-def _fit(record: Mapping[str, Any]) -> list[Table | list[str]]:
+def _fit(record: Record) -> list[Table | list[str]]:
     """Return a table of each part's formats as chosen by the knob ``fit`` or a budget, and the PSNR of all choices."""
-    entry = at(record, "sensitivity", "limit") or {}
+    entry = at(record["sensitivity"], "limit") or {}
     candidates, whole = entry.get("candidates") or {}, entry.get("unquantized_bytes") or {}
     if (chosen := candidates.get(entry.get("taken"))) is None:
         return []
+    formats = {part: [f"{n} {name}" for name, n in each.items()] for part, each in chosen["formats"].items()}
     rows = [
-        [
-            part,
-            _bytes(whole[part]),
-            _bytes(size),
-            ", ".join(f"{n} {name}" for name, n in chosen["formats"][part].items()),
-        ]
+        [part, _bytes(whole[part]), _bytes(size), ", ".join(formats[part])]
         for part, size in chosen["weight_bytes"].items()
     ]
     limit = f"fit in {_bytes(entry['limit_bytes'])}{RESIDENT[entry['resident']]}"
@@ -235,23 +234,24 @@ def _fit(record: Mapping[str, Any]) -> list[Table | list[str]]:
     return [table_of_texts([limit, "weights", "chosen", "layers in each format"], rows), lines]
 
 
-def handed_over_table(entries: Mapping[str, Any] | None) -> Table:
+def handed_over_table(entries: Mapping[str, HandedOver]) -> Table:
     """Build the table of exports to other tools: layers, PSNR with its 95 % interval, bytes of the larger files."""
     rows = []
-    for target, entry in (entries or {}).items():
-        parts = {"": entry, **(at(entry, "parts") or {})}
-        layers = [f"{part} {at(each, 'quantized')} of {at(each, 'of')}".lstrip() for part, each in parts.items()]
-        psnr = [psnr_text(entry, key) for key in ("fidelity", "text")]
-        rows.append([target, ", ".join(layers), *psnr, _bytes(sum(filter(None, (at(entry, "bytes") or {}).values())))])
+    known: Mapping[str, HandedOver] = parsed(entries, dict[str, HandedOver])  # from a record, or not written yet
+    for target, entry in names(known).items():
+        parts: dict[str, HandedPart] = {"": entry, **names(entry["parts"])}
+        layers = [f"{part} {each['quantized']} of {each['of']}".lstrip() for part, each in parts.items()]
+        psnr = [psnr_text(entry["fidelity"]), psnr_text(entry["text"])]
+        rows.append([target, ", ".join(layers), *psnr, _bytes(sum(filter(None, entry["bytes"].values())))])
     return table_of_texts(HANDED_OVER, rows)
 
 
-def _costs(record: Mapping[str, Any]) -> list[str]:
-    peak, whole = (number_at(record, name).value for name in ("peak_memory_bytes", "seconds"))
+def _costs(record: Record) -> list[str]:
+    peak, whole = number_at(record["peak_memory_bytes"]).value, record["seconds"]
     costs = [f"peak memory {_bytes(peak)}"] if peak else []
     costs += [f"{whole:.1f} s in all"] if whole else []
-    stages = {name: at(record, "stages", name, "seconds") for name in names(record, "stages")}
-    costs += [f"{name} {seconds:.1f} s" for name, seconds in stages.items() if seconds is not None]
+    stages = names(record["stages"]).items()
+    costs += [f"{name} {stage['seconds']:.1f} s" for name, stage in stages if stage["seconds"] is not None]
     return folded(re.findall(CLAUSES, "; ".join(costs))) if costs else []
 
 

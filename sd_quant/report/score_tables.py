@@ -11,13 +11,12 @@ interval, as prompts vary far more than a recipe changes one prompt's score. Tab
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from sd_quant.errors import SdQuantError
 from sd_quant.metrics import NAMED, NOT_ASKED, SCORES, Against, Score, score_named, scores_against
 from sd_quant.metrics.intervals import Interval, paired_interval, recorded
-from sd_quant.report.readings import names, number_at, score_of
-from sd_quant.report.record import VARIANTS, at
+from sd_quant.report.readings import names, score_of
+from sd_quant.report.record import VARIANTS, CategoryScore, Record, at
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH, Table, plus_minus, table_of_texts
 
@@ -54,28 +53,23 @@ def words_of(way: str) -> str:
     return WORDS.get(way, way)
 
 
-def ways(record: Any) -> list[str]:
+def ways(record: Record) -> list[str]:
     """Return the ways to compute full precision whose PSNR is recorded, the lowest first, identical images last."""
-    found = [way for way in names(record, "noise_floor") if at(record, "noise_floor", way, PSNR.key)]
-    return sorted(found, key=lambda way: ((mean := mean_of(record, way)) is None, mean))
+    floors = record["noise_floor"]
+    found = {way: floors[way]["psnr"]["mean"] for way in names(floors) if floors[way]["psnr"]}
+    return sorted(found, key=lambda way: (found[way] is None, found[way]))
 
 
-def mean_of(record: Any, way: str) -> float | None:
-    return number_at(record, "noise_floor", way, PSNR.key, "mean").value
-
-
-def beyond(record: Any, way: str) -> Interval | None:
+def beyond(record: Record, way: str) -> Interval | None:
     """Estimate the recipe's PSNR less that of full precision computed by ``way``, paired by prompt (images' means).
 
     Identical images count as the highest finite PSNR. None if all the way's images are identical or values are missing.
     """
-    floor = at(record, "noise_floor", way, PSNR.key, "values") or []
-    own = score_of(record, PSNR).values
+    own, floor = (score_of(each, PSNR).values for each in (record["fidelity"], record["noise_floor"][way]))
     if len(own) != len(floor) or not any(floor):
         return None
     best = max(value for value in (*own, *floor) if value is not None)
-    prompts = at(record, "prompts") or []
-    groups = prompts if len(prompts) == len(own) else range(len(own))
+    groups = record["prompts"] if len(record["prompts"]) == len(own) else range(len(own))
     own, floor = ([best if value is None else value for value in values] for values in (own, floor))
     return paired_interval(own, floor, groups)
 
@@ -83,26 +77,27 @@ def beyond(record: Any, way: str) -> Interval | None:
 def floor_lines(jobs: Sequence[Job]) -> dict[str, float]:
     """Return each way's lowest mean PSNR among jobs, ascending; ways that give identical images are left out."""
     found = dict[str, float]()
-    for record, way in ((job.record, way) for job in jobs for way in ways(job.record)):
-        if (mean := mean_of(record, way)) is not None:
-            found[way] = min(mean, found.get(way, mean))
+    for job in jobs:
+        for way in ways(job.record):
+            if (mean := job.record["noise_floor"][way]["psnr"]["mean"]) is not None:
+                found[way] = min(mean, found.get(way, mean))
     return dict(sorted(found.items(), key=lambda each: each[1]))
 
 
-def floor_table(record: Any) -> Table:
+def floor_table(record: Record) -> Table:
     """Build a table, a row for each way to compute full precision: its scores, and the recipe's PSNR less its own."""
     scores, lines, notes = scores_against(Against.IMAGES), [], []
     for way in ways(record):
-        entry = at(record, "noise_floor", way)
-        mean, worst = (at(entry, PSNR.key, name) for name in ("mean", "min"))
-        means = {score: at(entry, score.key, "mean") for score in scores[1:]}
+        floor = record["noise_floor"][way]
+        mean, worst = floor["psnr"]["mean"], floor["psnr"]["min"]
+        means = {score: floor[score.key]["mean"] for score in scores[1:]}
         others = (DASH if value is None else score.text(value) for score, value in means.items())
         psnr = ["identical" if mean is None else PSNR.text(mean), DASH if worst is None else PSNR.text(worst)]
         lines.append([words_of(way), *psnr, *others, told(beyond(record, way))])
-    for way in names(record, "noise_floor"):
-        if reason := at(record, "noise_floor", way, "reason"):
+    for way in names(record["noise_floor"]):
+        if reason := at(record["noise_floor"][way], "reason"):
             notes.append(f"no noise floor by {words_of(way)}: {reason}")
-        if reason := at(record, "noise_floor", way, PSNR.key, "reason"):
+        if reason := record["noise_floor"][way]["psnr"]["reason"]:
             notes.append(f"noise floor by {words_of(way)}: {reason}")
     titles = ["full precision again, by", PSNR.title, "worst", *(score.title for score in scores[1:]), "the recipe"]
     return table_of_texts(titles, lines, notes=notes)
@@ -130,9 +125,9 @@ def floor_tables(sweep: Sweep) -> list[Table]:
 # Scores by networks and photographs
 
 
-def asked(record: Any) -> list[Score]:
+def asked(record: Record) -> list[Score]:
     """Return the requested scores of a record: the NAMED scores that the run's knobs asked for."""
-    entries = at(record, "text_scores", QUANTIZED) or {}
+    entries = at(record["text_scores"], QUANTIZED) or {}
     return shown(key for key in NAMED if key in entries and at(entries, key, "reason") != NOT_ASKED)
 
 
@@ -145,9 +140,9 @@ def shown(keys: Iterable[str]) -> list[Score]:
     return scores
 
 
-def difference_text(score: Score, record: Any) -> str:
+def difference_text(score: Score, record: Record) -> str:
     """Format a score less full precision's as ``-0.02 [-0.05, 0.01]``; empty if unknown, one prompt has no interval."""
-    if (difference := at(record, "text_scores", QUANTIZED, score.key, "difference")) is None:
+    if (difference := at(record["text_scores"], QUANTIZED, score.key, "difference")) is None:
         return ""
     mean, low, high = (difference.get(name) for name in ("mean", "low", "high"))
     ends = "" if low is None or high is None else f" [{score.format.format(low)}, {score.format.format(high)}]"
@@ -159,8 +154,8 @@ def score_tables(sweep: Sweep) -> list[Table]:
     scored = [(job, found) for job in sweep.jobs if (found := asked(job.record))]
     scores = shown(key for key in NAMED if any(key == score.key for _, found in scored for score in found))
 
-    def cell(score: Score, record: Any) -> str:
-        value = at(record, "text_scores", QUANTIZED, score.key, "value")
+    def cell(score: Score, record: Record) -> str:
+        value = at(record["text_scores"], QUANTIZED, score.key, "value")
         return difference_text(score, record) or (DASH if value is None else score.text(value))
 
     lines = [[sweep.recipes[job.name], *(cell(score, job.record) for score in scores)] for job, _ in scored]
@@ -172,9 +167,8 @@ def category_tables(sweep: Sweep) -> list[Table]:
     """Return a table for each score recorded by prompt category, with a column for each recipe."""
     tables = []
     keys = dict.fromkeys((*SCORES, *NAMED))
-    for score in shown(key for key in keys if any(at(job.record, "by_category", key) for job in sweep.jobs)):
-        entries = {job.name: at(job.record, "by_category", score.key) for job in sweep.jobs}
-        found = {name: entry for name, entry in entries.items() if entry}
+    for score in shown(key for key in keys if any(job.record["by_category"][key] for job in sweep.jobs)):
+        found = {job.name: entry for job in sweep.jobs if (entry := job.record["by_category"][score.key])}
         lines = []
         for category in sorted({category for entry in found.values() for category in entry}):
             own = [entry.get(category) for entry in found.values()]
@@ -186,13 +180,13 @@ def category_tables(sweep: Sweep) -> list[Table]:
     return tables
 
 
-def category_cell(score: Score, entry: Any) -> str:
+def category_cell(score: Score, entry: CategoryScore | None) -> str:
     """Format a category's mean, ``0.71 ± 0.10``; if full precision has the score, ``(-0.05 ± 0.02, worse)`` follows."""
     if not entry:
         return DASH
-    text = plus_minus(recorded(entry["mean"], entry.get("interval")), score.format)
-    if (difference := entry.get("difference")) is None:
+    text = plus_minus(recorded(entry["mean"], entry["interval"]), score.format)
+    if (difference := entry["difference"]) is None:
         return text
     verdict = ", better" if (difference > 0) == score.more_is_better else ", worse"
-    differs_by = plus_minus(recorded(difference, entry.get("difference_interval")), score.format)
-    return f"{text} ({differs_by}{verdict if entry.get('differs') else ''})"
+    differs_by = plus_minus(recorded(difference, entry["difference_interval"]), score.format)
+    return f"{text} ({differs_by}{verdict if entry['differs'] else ''})"

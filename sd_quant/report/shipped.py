@@ -66,14 +66,14 @@ def files_of(job: Job, directory: Path, unquantized: bool) -> dict[str, dict[str
 
 def command_of(job: Job, unquantized: bool) -> str:
     """Return the shell command that makes an image of the job's first prompt with the job's engines and knobs."""
-    model, infer = (at(job.record, "knobs", section) for section in ("model", "infer"))
+    model, infer = job.record["knobs"]["model"], job.record["knobs"]["infer"]
     usual = {name: at(model, name) for name in ("width", "height")}
     usual |= {name: at(model, "recommended", name) or value for name, value in (("scale", None), ("steps", STEPS))}
     values = {name: value for name in KNOBS if (value := at(infer, name)) != usual.get(name)}
     if not unquantized:
-        chosen = {"schedule": schedule} if (schedule := at(job.record, "levers", "schedule")) else {}
+        chosen = {"schedule": schedule} if (schedule := job.record["levers"]["schedule"]) else {}
         values |= {name: at(infer, name) for name in LEVERS} | chosen
-    prompt = next(iter(at(job.record, "prompts") or []), "what the image shows")
+    prompt = next(iter(job.record["prompts"]), "what the image shows")
     table = at(infer, "table")  # has the prompts of a pipeline that takes images
     return pasted(
         "infer", f"run={literal(shown(job.directory))}", *(["variant=full_precision"] if unquantized else []),

@@ -8,8 +8,8 @@ import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,11 @@ from sd_quant.report.record import (
     IMAGE,
     RECORD,
     TORCH,
+    Fidelity,
+    Record,
     at,
     check_shape,
+    parsed,
     read_object,
     read_record,
     weights_sha256,
@@ -85,7 +88,7 @@ class Job:
     varied: Mapping[str, Any]  # the knobs in which the sweep's jobs differ, with this job's values
     status: str
     reason: str | None = None  # why it is not done
-    record: Mapping[str, Any] | None = None  # where it is done
+    record: Record = field(default_factory=partial(parsed, None))  # empty unless it is done
     twins: tuple[str, ...] = ()  # jobs of other names that are this one, because their assignment is the same
     timed: Timed | None = None  # its latencies, measured together with the other jobs' or else on its own
 
@@ -97,7 +100,7 @@ class Job:
     @property
     def recipe(self) -> str:
         """Number format and quantization level, ``int8, level 3``; the job's name where its record has no format."""
-        form, level = (at(self.record, "knobs", knob) for knob in ("format", "quant_level"))
+        form, level = (at(self.record["knobs"], knob) for knob in ("format", "quant_level"))
         return f"{form}, level {knob_value(level)}" if form and level is not None else self.name
 
 
@@ -184,22 +187,21 @@ def run_as_sweep(directory: Path) -> Sweep:
     if not any((directory / name).exists() for name in (RECORD, FAILURE)):
         raise ArtifactError(f"{directory} holds neither {SWEEP} nor {RECORD}; give the folder of a sweep or of a run")
     job = read_job(directory.absolute().name, directory, {})
-    record = job.record or {}
-    ours = "overrides" in record and not record.get("judged")
-    command = ["sd-quant", "quantize", *map(str, record["overrides"] or [])] if ours else []
-    return Sweep(directory, command, [], [job], None, at(record, "knobs", "verdict"), names=(job.name,))
+    ours = "overrides" in job.record and not job.record["judged"]
+    command = ["sd-quant", "quantize", *map(str, job.record["overrides"])] if ours else []
+    return Sweep(directory, command, [], [job], None, at(job.record["knobs"], "verdict"), names=(job.name,))
 
 
-def workload(record: Any) -> tuple[str, str, int, int]:
+def workload(record: Record) -> tuple[str, str, int, int]:
     """Return a job's engine, its denoiser part, the samples in one call of it, and the batch size in images."""
-    batch = at(record, "knobs", "infer", "batch_size") or 0
-    samples = batch * (at(record, "denoiser", "samples_per_image") or 2)
-    return at(record, "knobs", "infer", "engine"), at(record, "denoiser", "part") or "unet_xl", samples, batch
+    infer, denoiser = record["knobs"]["infer"], record["denoiser"]
+    batch: Any = infer["batch_size"] or 0
+    return infer["engine"], denoiser["part"] or "unet_xl", batch * (denoiser["samples_per_image"] or 2), batch
 
 
-def timed_alone(job: str, record: Any) -> Timed | None:
+def timed_alone(job: str, record: Record) -> Timed | None:
     """Read the timed rounds that a job measured by itself; None where its record has no rounds."""
-    return rounds_of(f"job {job}", at(record, "latency"), *workload(record), at(record, "denoiser", "calls"))
+    return rounds_of(f"job {job}", record["latency"], *workload(record), record["denoiser"]["calls"])
 
 
 def folder_in(directory: Path, name: str) -> Path:
@@ -232,7 +234,7 @@ def state_of(path: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)  # every job of a sweep looks at all others when it begins
-def known_record(directory: Path, *state: int) -> dict[str, Any] | None:
+def known_record(directory: Path, *state: int) -> Record | None:
     return read_record(directory)
 
 
@@ -270,45 +272,44 @@ def last_text(path: Path, most: int = 65536) -> str:
 
 def row_of(job: Job, timed_on: str | None = None) -> Row:
     """Build the table row of a job. ``timed_on``: the machine, if the job was timed together with other jobs."""
-    record = job.record or {}
-    engine, denoiser, _, _ = workload(record)
+    record, (engine, denoiser, _, _) = job.record, workload(job.record)
     files = ("onnx_quantized", "onnx_full_precision", "weights_fp32", "plan")
     sizes = {file: bytes_of_denoisers(record, denoiser, file) for file in files}
     share = quotient(sizes["onnx_quantized"], sizes["weights_fp32"]).value
-    bits = number_at(record, "judged", "bits").value
+    bits = record["judged"]["bits"]
     known = {"job": job.name, "status": job.status, "reason": job.reason}
     return {
         **known,
         **job.varied,
         **known,  # no knob of a hostile plan takes their place
         "same_as": " ".join(job.twins) or None,
-        **scores_of(record),
-        **interval_columns("psnr_db", interval_of(record, SCORES["psnr"])),
+        **scores_of(record["fidelity"]),
+        **interval_columns("psnr_db", interval_of(record["fidelity"], SCORES["psnr"])),
         **latencies_of(job, measured_together=timed_on is not None),
-        "timed_on": timed_on or machine_of(at(record, "environment", "machine") or {}) or None,
+        "timed_on": timed_on or machine_of(record["environment"]["machine"]) or None,
         "denoiser_onnx_bytes": sizes["onnx_quantized"].value,
         "denoiser_onnx_full_precision_bytes": sizes["onnx_full_precision"].value,
         "denoiser_onnx_share": share,
-        "denoiser_bytes": number_at(record, "judged", "stored_bytes").value or sizes["onnx_quantized"].value,
+        "denoiser_bytes": record["judged"]["stored_bytes"] or sizes["onnx_quantized"].value,
         "denoiser_bits": 32 * share if bits is None and share is not None else bits,
         "denoiser_plan_bytes": sizes["plan"].value,
-        "denoiser_plan_targets": " ".join(at(record, "plans", denoiser, "targets") or ()) or None,
-        "run_by": "simulation" if record.get("simulated") else engine,
+        "denoiser_plan_targets": " ".join(record["plans"][denoiser]["targets"]) or None,
+        "run_by": "simulation" if record["simulated"] else engine,
         "checkpoint": str(weights_sha256(record) or "")[:12] or None,
-        "calls": at(record, "levers", "calls"),
-        "twin_psnr_db": at(record, "levers", "twin", "psnr", "mean"),
-        "quantized_layers": at(record, "layers", "quantized"),
-        "float_layers": len(at(record, "executed", "fell_back") or ()),
-        "seconds": number_at(record, "seconds").value,
-        "peak_memory_bytes": number_at(record, "peak_memory_bytes").value,
+        "calls": record["levers"]["calls"],
+        "twin_psnr_db": record["levers"]["twin"]["psnr"]["mean"],
+        "quantized_layers": record["layers"]["quantized"],
+        "float_layers": len(record["executed"]["fell_back"]),
+        "seconds": record["seconds"],
+        "peak_memory_bytes": number_at(record["peak_memory_bytes"]).value,
     }
 
 
-def bytes_of_denoisers(record: Any, denoiser: str, file: str) -> Number:
+def bytes_of_denoisers(record: Record, denoiser: str, file: str) -> Number:
     """Sum bytes of a kind of ``file`` over all denoisers (unquantized: ONNX); ``denoiser``'s own if any is unknown."""
-    own, kinds = number_at(record, "sizes_bytes", denoiser, file), (file, "onnx_full_precision")
-    others = [part for part in at(record, "denoiser", "calls") or () if part != denoiser]
-    known = [[number_at(record, "sizes_bytes", part, kind).value for kind in kinds] for part in others]
+    own, kinds = number_at(record["sizes_bytes"], denoiser, file), (file, "onnx_full_precision")
+    others = [part for part in record["denoiser"]["calls"] if part != denoiser]
+    known = [[number_at(record["sizes_bytes"], part, kind).value for kind in kinds] for part in others]
     each = [own.value, *(found if found is not None or file == "plan" else full for found, full in known)]
     return own if not others or None in each else Number(sum(each))
 
@@ -323,7 +324,7 @@ def latencies_of(job: Job, measured_together: bool) -> dict[str, float | None]:
     intervals: list[Interval | None] = [None, None, None]
     if timed is not None:
         intervals = [timed.denoiser_speedup(), timed.image_speedup(), timed.image_over_compiled()]
-        several = at(job.record, "denoiser", "calls")  # whose rounds are those of the mean of their calls
+        several = job.record["denoiser"]["calls"]  # whose rounds are those of the mean of their calls
         if measured_together or several and timed.image_ms:
             speedups = [interval.value for interval in intervals[:2] if interval]
             own, full = (statistics.median(each) for each in (timed.quantized, timed.full_precision))
@@ -352,18 +353,18 @@ def interval_columns(column: str, interval: Interval | None) -> dict[str, float 
     return {f"{column}_low": low, f"{column}_high": high}
 
 
-def machine_of(machine: Any) -> str:
-    cores, memory = machine.get("usable_cores"), machine.get("memory_bytes")
-    named = [*(machine.get("gpus") or []), machine.get("cpu"), f"{cores} cores" if cores else ""]
-    named += [*(machine.get("cpu_int8") or []), f"{memory / 2**30:.0f} GiB" if memory else ""]
+def machine_of(machine: Mapping[str, Any]) -> str:
+    cores, memory = machine["usable_cores"], machine["memory_bytes"]
+    named = [*machine["gpus"], machine["cpu"], f"{cores} cores" if cores else ""]
+    named += [*machine["cpu_int8"], f"{memory / 2**30:.0f} GiB" if memory else ""]
     return ", ".join(filter(None, named))
 
 
-def scores_of(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the columns of all fidelity scores of a record, in the order of ``fidelity_scores``."""
+def scores_of(fidelity: Fidelity) -> dict[str, float | None]:
+    """Return the columns of all fidelity scores, in the order of ``fidelity_scores``."""
     columns: dict[str, float | None] = {}
     for score in fidelity_scores():
-        value, worst, _ = score_of(record, score)
+        value, worst, _ = score_of(fidelity, score)
         columns |= zip(score.columns, (value.value, worst.value), strict=False)
     return columns
 

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from sd_quant.engines import COMPILED
 from sd_quant.metrics.intervals import Interval, apart, ratio_interval, sum_of
 from sd_quant.metrics.neighbours import busy, slowed
-from sd_quant.report.record import IMAGE, LARGEST, VARIANTS, Conditions, Finite, at, check_shape, read_object
+from sd_quant.report.record import IMAGE, LARGEST, VARIANTS, Conditions, Finite, at, check_shape, parsed, read_object
 
 TIMING = "timing.json"
 CALL, RECIPES = "call", "recipes"  # beside IMAGE, what is compared between occasions, see ``occasions``
@@ -109,7 +109,7 @@ class Timed:
         return self.of_images(in_image(self.full_precision, self.compiled, self.rest), self.images[1], IMAGE)
 
 
-def mean_call(calls: Mapping[str, int], samples: Mapping[str, Sequence[float]]) -> list[float]:
+def mean_call(calls: Mapping[str, float], samples: Mapping[str, Sequence[float]]) -> list[float]:
     """Average a call's milliseconds over several denoisers in each round, weighted by their ``calls`` in an image."""
     shares = [calls[part] / sum(calls.values()) for part in samples]
     return [sum(map(mul, shares, each)) for each in zip(*samples.values(), strict=True)]
@@ -167,14 +167,14 @@ def timed_together(timing: Mapping[str, Any] | None) -> dict[str, Timed]:
     return found
 
 
-def blocks_by_job(timing: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+def blocks_by_job(timing: Mapping[str, Any] | None) -> dict[str, Block]:
     """Return the block of ``timing.json`` in which each job was timed, by job name."""
-    blocks = at(timing, "blocks") or []
+    blocks: list[Block] = parsed(at(timing, "blocks"), list[Block])
     return {job: block for block in blocks for subject in block["subjects"] for job in subject["jobs"]}
 
 
 def rounds_of(
-    block: str, latency: Any, engine: str, part: str, samples: int, batch: int, calls: Mapping[str, int] | None = None
+    block: str, latency: Any, engine: str, part: str, samples: int, batch: int, calls: Mapping[str, float] | None = None
 ) -> Timed | None:
     """Read the rounds of the denoiser ``part`` in a record's ``latency``; None unless both variants have valid ones.
 
@@ -209,9 +209,9 @@ def rounds_of(
 
 def of_conditions(conditions: Any) -> dict[str, Any]:
     """Return ``openings`` and ``between``, arguments of ``Timed``, from the recorded conditions of its rounds."""
-    between = (at(conditions, "between") or {}).items()
-    whole = {kind: each for kind, each in between if {"deviation", "degrees"} <= set(each or ())}
-    return {"openings": at(conditions, "openings") or (), "between": whole}
+    known: Conditions = parsed(conditions, Conditions)  # of a record, of ``timing.json``, or not written yet
+    whole = {kind: each for kind, each in known["between"].items() if {"deviation", "degrees"} <= set(each or ())}
+    return {"openings": known["openings"] or (), "between": whole}
 
 
 def check_rounds(timed: Timed) -> None:
@@ -225,18 +225,18 @@ def check_rounds(timed: Timed) -> None:
         raise ValueError("a latency that is not above zero")
 
 
-def busy_because(conditions: Any) -> str | None:
+def busy_because(conditions: Conditions) -> str | None:
     """Describe other processes' use of the machine during rounds, as part of a sentence; None if it was quiet."""
-    by_others = busy(*(at(conditions, name) for name in ("others", "steal", "reference_spread")))
-    by_probe = slowed(at(conditions, "probes") or [], at(conditions, "shown"))
+    by_others = busy(conditions["others"], conditions["steal"], conditions["reference_spread"])
+    by_probe = slowed(conditions["probes"], conditions["shown"])
     return ", ".join(filter(None, [by_others, by_probe])) or None
 
 
-def occasions_of(conditions: Any) -> str | None:
+def occasions_of(conditions: Conditions) -> str | None:
     """Say whether the intervals of these rounds' speed-ups also cover other hours; None if not recorded."""
-    if not (known := at(conditions, "between", CALL)):
-        return at(conditions, "between", "reason")
+    if not (known := conditions["between"][CALL]):
+        return at(conditions["between"], "reason")
     return (
         f"of any hour: they count that an engine's speed-up had a standard deviation of "
-        f"{at(known, 'deviation') or 0:.1%} between {at(known, 'occasions')} earlier timings of this machine"
+        f"{known['deviation'] or 0:.1%} between {known['occasions']} earlier timings of this machine"
     )

@@ -2,11 +2,10 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sd_quant.places import shown
 from sd_quant.report.readings import better_format_of, degenerate_images, latency_of, names, slower
-from sd_quant.report.record import DONE, IMAGE, at
+from sd_quant.report.record import DONE, IMAGE, Conditions, Record, at
 from sd_quant.report.summary import Sweep, workload
 from sd_quant.report.timing import blocks_by_job, busy_because
 from sd_quant.text import fitted
@@ -14,32 +13,32 @@ from sd_quant.text import fitted
 PROMPT_TO_IMAGE = "prompt to image"
 
 
-def warnings_of_run(record: Any, engines: Sequence[str], baselines: Sequence[str]) -> list[str]:
+def warnings_of_run(record: Record, engines: Sequence[str], baselines: Sequence[str]) -> list[str]:
     """Return all warnings of one run; ``engines`` and ``baselines`` are the names of its timed engines."""
     speedups: dict[str, float | None] = {}
     busy = []
     for engine in dict.fromkeys([*engines, *baselines]):
-        for part in names(record, "latency", engine):
+        for part in names(record["latency"][engine]):
             what = PROMPT_TO_IMAGE if part == IMAGE else part
-            for batch in names(record, "latency", engine, part):
+            for batch in names(record["latency"][engine][part]):
                 if engine in engines:
                     speedup = latency_of(record, engine, part, batch).speedup.value
                     speedups[f"{what} at batch {batch} on {engine}"] = speedup
-                if reason := busy_because(at(record, "latency", engine, part, batch, "rounds")):
+                if reason := busy_because(record["latency"][engine][part][batch]["rounds"]):
                     busy.append(too_busy(f"{what} was timed on {engine}", reason))
     return warnings_of_record(record, ", ".join(engines), speedups) + busy
 
 
-def warnings_of_record(record: Any, engine: str, speedups: Mapping[str, float | None], whose: str = "") -> list[str]:
+def warnings_of_record(record: Record, engine: str, speedups: Mapping[str, float | None], whose: str = "") -> list[str]:
     """Warn of broken images, slow quantized parts, faster formats, layers run in floating point. ``whose``: prefix."""
-    words, fell_back = degenerate_images(record), at(record, "executed", "fell_back")
+    words, fell_back = degenerate_images(record), record["executed"]["fell_back"]
     sentences = [f"DEGENERATE: {whose}{words}."] if words else []
     sentences += [f"SLOWER: {whose}{what} {takes}." for what, each in speedups.items() if (takes := slower(each))]
     if better := better_format_of(record):
         sentences.append(f"FORMAT: {whose}{better}.")
     if fell_back:
         sentences.append(
-            f"FLOAT: {whose}{engine} computes {len(fell_back)} of {at(record, 'executed', 'of')} quantized layers in "
+            f"FLOAT: {whose}{engine} computes {len(fell_back)} of {record['executed']['of']} quantized layers in "
             "floating point; metrics.json names them under executed."
         )
     return sentences
@@ -84,26 +83,24 @@ def busy_while_timing(sweep: Sweep) -> list[str]:
     return [too_busy(when, reason, how) for reason, when in found.items()]
 
 
-def conditions_of(sweep: Sweep) -> dict[str, Any]:
-    """Return the recorded conditions of each job's denoiser timing, by job name; None for a job without timing."""
-    timed, found = blocks_by_job(sweep.timing), dict[str, Any]()
+def conditions_of(sweep: Sweep) -> dict[str, Conditions]:
+    """Return the recorded conditions of each job's denoiser timing, by job name; empty for a job without timing."""
+    timed, found = blocks_by_job(sweep.timing), dict[str, Conditions]()
     for job in sweep.jobs:
         engine, part, samples, _ = workload(job.record)
-        alone = at(job.record, "latency", engine, part, str(samples), "rounds")
-        found[job.name] = at(timed, job.name, "rounds") or alone
+        alone = job.record["latency"][engine][part][str(samples)]["rounds"]
+        found[job.name] = (timed[job.name]["rounds"] if job.name in timed else {}) or alone
     return found
 
 
 def unlike_most(sweep: Sweep) -> list[str]:
     """Warn of jobs that ran with other package versions, or on another processor or GPU, than most of the sweep."""
     ran_with: dict[str, dict[str, list[str]]] = {}  # the jobs by fact and value
-    for job in sweep.own:
-        if job.record is None:
-            continue
-        machine = at(job.record, "environment", "machine") or {}
-        processor = " ".join(filter(None, [machine.get("cpu"), *(machine.get("cpu_int8") or [])]))
-        known = {"processor": processor, "GPUs": ", ".join(machine.get("gpus") or []) or "none"}
-        for fact, value in ((at(job.record, "environment", "versions") or {}) | known).items():
+    for job in [job for job in sweep.own if job.record]:
+        machine = job.record["environment"]["machine"]
+        processor = " ".join(filter(None, [machine["cpu"], *machine["cpu_int8"]]))
+        known = {"processor": processor, "GPUs": ", ".join(machine["gpus"]) or "none"}
+        for fact, value in (job.record["environment"]["versions"] | known).items():
             ran_with.setdefault(fact, {}).setdefault(str(value), []).append(sweep.recipes[job.name])
     sentences = []
     for fact, jobs in ran_with.items():

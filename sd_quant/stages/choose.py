@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sd_quant.config import RecipeJob
 from sd_quant.config.assignment_file import ASSIGNMENT, FP16, text_of
@@ -15,7 +14,7 @@ from sd_quant.metrics.memory import StageTimer
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.percentile import ranges_by_step
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.record import AutoCompared, read_record, why
+from sd_quant.report.record import AutoCompared, Record, parsed, read_record, why
 from sd_quant.report.table import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, auto_compared, most_sensitive
@@ -121,10 +120,10 @@ def chosen_again(
     return loaded, chosen.assignments
 
 
-def record_of_run(run: Path) -> Mapping[str, Any]:
+def record_of_run(run: Path) -> Record:
     """Read the record of a finished run. Raises ArtifactError for a damaged one."""
     try:
-        return read_record(run) or {}
+        return read_record(run) or parsed(None)
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{run} has no record that can be read ({why(error)}); give another run") from error
 

@@ -20,7 +20,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.interchange.result_folder import check_free
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import input_path, shown
-from sd_quant.report.record import HandedOver, at
+from sd_quant.report.record import HandedOver
 from sd_quant.report.run_table import handed_over_table
 from sd_quant.report.summary import LOCK
 from sd_quant.report.table import as_text
@@ -55,7 +55,7 @@ def hand_over(job: HandOverJob, directory: Path) -> None:
 
         session = open_session(knobs.model, knobs.infer if job.images else None, needs, directory)
         check_servers(job.targets(), session.checkpoint)
-        schedule = at(record_of_run(run), "levers", "schedule")
+        schedule = record_of_run(run)["levers"]["schedule"]
         knobs.infer = replace(knobs.infer, precise_steps=None, reuse=None, schedule=schedule)
         check_schedule(job.targets(), knobs.infer)
         loaded, assignments = chosen_again(knobs, run, step, session, directory)

@@ -29,7 +29,7 @@ from sd_quant.progress import working
 from sd_quant.report import summary
 from sd_quant.report.provenance import made_of, provenance
 from sd_quant.report.readings import score_of
-from sd_quant.report.record import RECORD, at, read_record
+from sd_quant.report.record import RECORD, Record, read_record
 from sd_quant.report.run_table import run_table
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import FAILURE, LOCK, PROVENANCE, RECOMMENDATION, REPORT, SWEEP
@@ -103,16 +103,16 @@ def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
     return digest(json.dumps(decided_by, sort_keys=True))
 
 
-def finished(directory: Path, wanted: str) -> Mapping[str, Any] | None:
+def finished(directory: Path, wanted: str) -> Record | None:
     """Return the record in ``directory`` if its fingerprint is ``wanted``, else None."""
     try:
         record = read_record(directory)
     except (OSError, ValueError):
         return None
-    return record if at(record, "fingerprint") == wanted else None
+    return record if record is not None and record["fingerprint"] == wanted else None
 
 
-def done_before(job: QuantizeJob, directory: Path) -> Mapping[str, Any] | None:
+def done_before(job: QuantizeJob, directory: Path) -> Record | None:
     """Return the record if this very job is done in ``directory``, else None. Does not import torch."""
     if not (directory / RECORD).is_file():
         return None
@@ -129,9 +129,9 @@ def check_no_other_run(job: QuantizeJob, directory: Path, wanted: str | None = N
         record = read_record(directory)
     if record is None or job.overwrite:
         return
-    if at(record, "fingerprint") == (wanted or fingerprint_of(job, made_of(inputs_of(job)))):
+    if record["fingerprint"] == (wanted or fingerprint_of(job, made_of(inputs_of(job)))):
         return
-    made_by = " ".join(map(str, at(record, "overrides") or ())) or "no arguments"
+    made_by = " ".join(map(str, record["overrides"])) or "no arguments"
     raise ConfigError(
         f"{shown(directory)} holds a finished run, of {one_line(made_by, 300)}, whose knobs, inputs or versions are "
         "not this one's, expected a new folder; choose another hydra.run.dir, or add overwrite=true, which removes it"
@@ -183,18 +183,18 @@ def remove_unfinished(folder: Path) -> None:
             remove(path)
 
 
-def closing_words(record: Mapping[str, Any], directory: Path) -> float | None:
+def closing_words(record: Record, directory: Path) -> float | None:
     """Print a run's table, or log a line for a sweep's job; return the mean PSNR in dB, or None.
 
     A run's report is drawn too, unless it is newer than the record. A sweep draws one report for all its jobs.
     """
-    psnr = score_of(record, SCORES["psnr"]).value.value
+    psnr = score_of(record["fidelity"], SCORES["psnr"]).value.value
     if in_sweep(directory):
         LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
         return psnr
     print(run_table(record))
     if auto := record.get("auto"):
-        given = [each for each in record["overrides"] or [] if each.partition("=")[0] not in ALPHA]
+        given = [each for each in record["overrides"] if each.partition("=")[0] not in ALPHA]
         print(f"alpha=auto {with_auto(auto)}: {pasted('quantize', *given, 'alpha=auto')}\n")
     drawn = [directory / REPORT, directory / RECOMMENDATION]
     made = (directory / RECORD).stat().st_mtime_ns

@@ -20,7 +20,7 @@ from sd_quant.metrics.memory import StageTimer
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
 from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.provenance import fingerprint
-from sd_quant.report.record import base_sha256, weights_sha256
+from sd_quant.report.record import Record, base_sha256, weights_sha256
 from sd_quant.stages.assign import with_loras_beside
 from sd_quant.stages.baseline import Baseline
 from sd_quant.stages.choose import chosen_again, record_of_run
@@ -110,10 +110,10 @@ def rows_of_run(assignment: Mapping[str, LayerAssignment], prefix: str) -> list[
     ]
 
 
-def run_runtime(path: Path, engine: str, record: Mapping[str, Any], baseline: Baseline) -> OwnLibrary | None:
+def run_runtime(path: Path, engine: str, record: Record, baseline: Baseline) -> OwnLibrary | None:
     """Return the run's CPU engine on its ONNX file; None unless runs are trusted and the engine is installed."""
     row = RUNTIMES[engine]
     here = row.file == "onnx" and row.device == "cpu" and find_spec(row.package) is not None
-    if not baseline.judge.trust_runs or record.get("simulated") or not here:
+    if not baseline.judge.trust_runs or record["simulated"] or not here:
         return None
     return OwnLibrary(engine, partial(open_file, path, replace(baseline.infer, engine=engine)))

@@ -28,7 +28,7 @@ from sd_quant.progress import working
 from sd_quant.report.occasions import count_occasion, history_of
 from sd_quant.report.provenance import machine
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import DONE, IMAGE, VARIANTS, at, read_object, weights_sha256
+from sd_quant.report.record import DONE, IMAGE, at, read_object, weights_sha256
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import SWEEP, Job, machine_of, read_sweep
 from sd_quant.report.timing import TIMING, Block, LeftOut, TimedEngine, TimingRecord, read_timing, timed_together
@@ -71,7 +71,7 @@ def time_sweep(directory: Path, again: bool = False) -> None:
     timing = read(Timing, at(read_object(directory / SWEEP), "timing") or {}, "timing.")
     workloads, left_out = dict[str, EngineGroup](), list[LeftOut]()
     for job in sweep.jobs:
-        if job.status != DONE or job.judged or at(job.record, "simulated"):
+        if job.status != DONE or job.judged or job.record["simulated"]:
             continue
         try:
             if reason := why_left_out(job, here) or add(workloads, run_job(str(job.directory)), job):
@@ -103,12 +103,12 @@ def time_sweep(directory: Path, again: bool = False) -> None:
 
 def why_left_out(job: Job, here: dict) -> str | None:
     """Return why the job's engine cannot be timed in this process, or None; ``here``: this machine's facts."""
-    there = at(job.record, "environment", "machine") or {}
+    there = job.record["environment"]["machine"]
     if any(there.get(fact) != here[fact] for fact in SAME_MACHINE):
         return f"it ran on another machine ({machine_of(there)}), and latencies are compared within one"
-    if at(job.record, "denoiser", "calls"):
+    if job.record["denoiser"]["calls"]:
         return "its images call several denoisers, so it has the figures of its own run"
-    engine = at(job.record, "knobs", "infer", "engine")
+    engine = job.record["knobs"]["infer"]["engine"]
     if engine not in RUNTIMES or RUNTIMES[engine].file is None:
         return f"{engine} leaves no file of an engine, so it has the figures of its own run"
     return None
@@ -117,11 +117,12 @@ def why_left_out(job: Job, here: dict) -> str | None:
 def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str | None:
     """Add a job's engine to its group in ``workloads``; return None, or the reason why it cannot be compared."""
     infer, kind = knobs.infer, str(RUNTIMES[knobs.infer.engine].file)
-    denoiser = str(at(job.record, "denoiser", "part"))
+    denoiser = str(job.record["denoiser"]["part"])
     engine = artifact(job.directory, kind, denoiser)
     reference = artifact(job.directory / "full_precision", kind, denoiser)
     key = workload_of_engines(knobs, weights_sha256(job.record), reference)
-    image = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[0])
+    both = job.record["latency"][infer.engine][IMAGE][str(infer.batch_size)]
+    image, quantized = both["full_precision"], both["quantized"]
     if image["p50_ms"] is None:
         return f"what an image takes beside its denoiser is not known: {image['reason']}"
     work = workloads.setdefault(key, EngineGroup(knobs, reference, image["rest"], image["p50_ms"]))
@@ -129,11 +130,10 @@ def add(workloads: dict[str, EngineGroup], knobs: QuantizeJob, job: Job) -> str 
     work.files.setdefault(this, engine)
     known = work.engines.setdefault(this, TimedEngine(sha256=this, jobs=[], samples_ms=[], saved={}, shares={}))
     known["jobs"].append(job.name)
-    quantized = at(job.record, "latency", infer.engine, IMAGE, str(infer.batch_size), VARIANTS[1])
-    if (rest := at(quantized, "rest")) is not None:
-        known["saved"][job.name] = image["rest"] - rest
-    if (share := at(quantized, "calls_share")) is not None:
-        known["shares"][job.name] = share
+    if quantized["rest"] is not None:
+        known["saved"][job.name] = image["rest"] - quantized["rest"]
+    if quantized["calls_share"] is not None:
+        known["shares"][job.name] = quantized["calls_share"]
     return None
 
 

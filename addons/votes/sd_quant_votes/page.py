@@ -26,7 +26,7 @@ from sd_quant.files import digest, read_regular, refusing, write_json, write_tex
 from sd_quant.knobs import near
 from sd_quant.report.gallery import NOT_AN_IMAGE
 from sd_quant.report.page import model_name, rendered
-from sd_quant.report.record import VARIANTS, at, read_object
+from sd_quant.report.record import VARIANTS, read_object
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.text import printable
 
@@ -204,7 +204,7 @@ def draw(sweep: Sweep, against: Job | None, most: int, seed: int) -> tuple[str, 
 def pairs_of(number: int, job: Job, against: Job | None) -> Iterator[Pair]:
     """Yield the possible pairs of a comparison, one for each prompt in common; their files may be missing."""
     first, variant = (job, VARIANTS[0]) if against is None else (against, VARIANTS[1])
-    prompts, theirs = ([str(prompt) for prompt in at(each.record, "prompts") or []] for each in (job, first))
+    prompts, theirs = ([str(prompt) for prompt in each.record["prompts"]] for each in (job, first))
     for index, (prompt, other) in enumerate(zip(prompts, theirs, strict=False)):
         if prompt == other:
             a, b = first.directory / "images" / variant, job.directory / "images" / VARIANTS[1]

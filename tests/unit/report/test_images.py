@@ -14,12 +14,6 @@ def gradient(count: int, size: int) -> np.ndarray:
     return np.broadcast_to(ramp[None, :, None, None], (count, size, size, 3)).copy()
 
 
-def test_images_of_another_type_are_refused(tmp_path):
-    with pytest.raises(ArtifactError, match="float64"):
-        save_images(np.zeros((1, 8, 8, 3)), tmp_path / "images", ["a"])
-    assert not (tmp_path / "images").exists()
-
-
 def test_a_videos_frames_are_played_one_after_the_other(tmp_path):
     frames = [np.full((16, 24, 3), 40 * number, np.uint8) for number in range(1, 5)]
     strips = np.concatenate(frames, axis=1)[None]
@@ -53,7 +47,10 @@ def test_thousands_of_pairs_give_a_grid_that_still_opens(tmp_path):
     assert 8 * 2 * 16 < width < 1000 and 8 * 2 * 32 < height < 1000
 
 
-def test_images_of_several_sizes_are_saved_and_drawn_as_they_are(tmp_path, monkeypatch):
+def test_images_of_several_sizes_are_saved_and_drawn_as_they_are_and_of_another_type_refused(tmp_path, monkeypatch):
+    with pytest.raises(ArtifactError, match="float64"):
+        save_images(np.zeros((1, 8, 8, 3)), tmp_path / "images", ["a"])
+    assert not (tmp_path / "images").exists()
     monkeypatch.setattr(images, "SCALE", 1)
     black = [np.zeros((height, width, 3), np.uint8) for height, width in ((64, 64), (32, 64), (64, 32))]
     for image, path in zip(black, save_images(black, tmp_path / "images", ["a", "b", "c"]), strict=True):

@@ -11,13 +11,13 @@ from sd_quant.report.levers import (
     expected_of_both,
     interaction,
     lever_cells,
-    lever_tables,
 )
+from sd_quant.report.record import parsed
 from sd_quant.report.run_table import run_table
 from sd_quant.report.summary import timed_alone
 from tests.nested import with_values
 
-from .sweeps import record_of, timing
+from .sweeps import record_of
 
 pytestmark = pytest.mark.commit
 
@@ -37,7 +37,7 @@ def record(own: float = 36, controls=(30, 28), bits: float = 37, calls: float = 
         "reason": None if controls else "the recipe saves no step's time of full precision",
     }  # fmt: skip
     changes = {"fidelity": scores(own), "latency.openvino.image.1.quantized.calls_share": 0.7}
-    return with_values(record_of(own, 1.5, 0.6), changes) | {"levers": levers}
+    return parsed(with_values(record_of(own, 1.5, 0.6), changes) | {"levers": levers})
 
 
 def cells_of(record: dict) -> dict[str, str]:
@@ -69,7 +69,7 @@ def test_independent_errors_add_in_squares():
     (both,) = expected_of_both([37.0], [44.0])
     found = interaction(record(own=both - 1))
     assert found.value == pytest.approx(-1, abs=0.02) and found.high < 0
-    assert interaction(record() | {"fidelity": {}}) is None
+    assert interaction(parsed(record() | {"fidelity": {}})) is None
 
 
 def test_time_is_told_apart_by_what_saved_it():
@@ -79,15 +79,6 @@ def test_time_is_told_apart_by_what_saved_it():
     assert cells["speed-up"] == f"{1.5 / (0.35 + 0.5):.2f}x" and cells["calls"] == "14"
     assert cells["schedule"] == "ccrccr" and cells["beyond it"].startswith("-0.")
     assert "against it" in run_table(record()) and "bits and other" not in run_table(record() | {"levers": None})
-
-
-def test_calls_that_are_saved_count_in_a_sweeps_shared_rounds(timed):
-    subjects = timing({"level=1": 2.0})["blocks"][0]["subjects"]
-    sweep = timed({}, subjects=[{**subjects[0], "jobs": ["level=1", "level=2"], "shares": {"level=2": 0.5}}])
-    first, second, *_ = sweep.rows
-    assert first["image_speedup"] == pytest.approx(1.5 / 1.0, rel=1e-3)
-    assert second["image_speedup"] == pytest.approx(1.5 / 0.75, rel=1e-3)
-    assert lever_tables(sweep) == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import yaml
 from sd_quant.errors import ConfigError
 from sd_quant.places import HOME
 from sd_quant.report.published import published_tables, read_figures, read_published
+from sd_quant.report.record import parsed
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import as_markdown
 from sd_quant.report.timing import Timed
@@ -28,7 +29,7 @@ def job(batch: int, framework: float | None, unquantized: float, quantized: floa
         "latency": {engine: {"image": {str(batch): each}} for engine, each in image.items()},
     }
     record["environment"]["machine"]["cpu"] = "<b>CPU"
-    return Job(f"batch_size={batch}", Path(), {}, "done", None, record)
+    return Job(f"batch_size={batch}", Path(), {}, "done", None, parsed(record))
 
 
 def tables(*jobs: Job, published: dict | None = PUBLISHED):

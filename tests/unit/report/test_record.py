@@ -15,7 +15,8 @@ from sd_quant.files import write_json
 from sd_quant.places import HOME
 from sd_quant.report import record as records
 from sd_quant.report.provenance import fingerprint, git_state
-from sd_quant.report.record import RECORD, read_record, record_schema
+from sd_quant.report.record import RECORD, parsed, read_record, record_schema
+from tests.nested import with_values
 
 from .sweeps import latency_of
 
@@ -83,7 +84,7 @@ def test_a_value_of_another_shape_is_named_and_is_none_of_the_schema(tmp_path, w
 )
 def test_nulls_with_reasons_and_what_others_know_are_read(tmp_path, way, value):
     write_json(tmp_path / RECORD, nested(way, value))
-    assert read_record(tmp_path) == nested(way, value)
+    assert read_record(tmp_path) == parsed(nested(way, value))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100000, '{"peak_memory_bytes": NaN}'])
@@ -91,6 +92,14 @@ def test_no_record_is_a_value_error(tmp_path, text):
     (tmp_path / RECORD).write_text(text)
     with pytest.raises(ValueError):
         read_record(tmp_path)
+
+
+def test_a_reader_finds_none_or_an_empty_part_where_a_record_has_nothing(tmp_path):
+    stays = {"latency": {"torch": {"reason": "busy"}}, "seconds": None, "more": {"a": None}}
+    write_json(tmp_path / RECORD, with_values(stays, {"levers": None, "prompts": None, "latency.torch.vae": None}))
+    record = read_record(tmp_path)
+    assert record == stays and not record["levers"] and record["levers"]["twin"]["psnr"]["mean"] is None
+    assert record["prompts"] == record["latency"]["torch"]["unet"]["2"]["rounds"]["openings"] == []
 
 
 def test_what_is_quoted_is_one_short_line():

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from sd_quant.metrics.intervals import mean_interval
-from sd_quant.report.readings import Number, number_at, quotient
+from sd_quant.report.readings import Number, quotient
 from sd_quant.report.rebuild import handed_over_tables
-from sd_quant.report.record import ABSENT
+from sd_quant.report.record import ABSENT, parsed
 from sd_quant.report.run_table import handed_over_table, run_table
 from sd_quant.report.summary import sweep_table
 from tests.nested import with_values
@@ -87,7 +87,7 @@ def test_each_null_is_a_dash_with_its_reason_and_each_mark_is_explained_once():
     assert len(set(notes.values())) == len(notes)
     identical = run_table(with_values(record(), {"fidelity.psnr.values": [24.3, 24.5, None]}))
     assert row(identical, "PSNR")[:2] == ["24.31", "dB"]  # no interval without them
-    assert number_at({"reason": "the run's own"}, "peak_memory_bytes") == (None, ABSENT)
+    assert f"[1] {ABSENT}" in run_table({"reason": "the run's own, which is not a number's"})
     assert quotient(Number(3.0), Number(None, "b")) == (None, "b") and quotient(Number(3.0), Number(0)).value is None
 
 
@@ -174,10 +174,11 @@ def test_what_was_handed_over_has_an_interval(changes, place, cells):
 
 
 def test_jobs_exports_stand_in_one_table(small_sweep):
-    assert handed_over_tables(small_sweep) == [] and handed_over_table(None).rows == []
+    assert handed_over_tables(small_sweep) == [] and handed_over_table({}).rows == []
     entry = {"quantized": 95, "of": 150, "fidelity": None, "bytes": {"a": 2**20}}
     jobs = [
-        replace(job, record=job.record and {**job.record, "hand_over": {"gguf": entry}}) for job in small_sweep.jobs
+        replace(job, record=parsed(job.record and job.record | {"hand_over": {"gguf": entry}}))
+        for job in small_sweep.jobs
     ]
     (table,) = handed_over_tables(replace(small_sweep, jobs=jobs))
     assert table.rows == [[f"level={level}", "gguf", "95 of 150", "–", "–", "1.0 MiB"] for level in "1234"]

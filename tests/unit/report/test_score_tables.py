@@ -14,6 +14,7 @@ from sd_quant.metrics import SCORES, Against, Score, score_named
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.report import plots
 from sd_quant.report.rebuild import rebuild
+from sd_quant.report.record import parsed
 from sd_quant.report.run_table import run_table
 from sd_quant.report.score_tables import (
     ASKED,
@@ -56,7 +57,7 @@ FLOOR = {
 
 
 def record(decibels: float) -> dict:
-    return record_of(decibels, 1.2, 0.5, PROMPTS) | {"noise_floor": FLOOR}
+    return parsed(record_of(decibels, 1.2, 0.5, PROMPTS) | {"noise_floor": FLOOR})
 
 
 @pytest.mark.parametrize(("decibels", "place"), [(49, "above"), (48, "from"), (40, "below")])
@@ -66,8 +67,8 @@ def test_a_recipe_is_compared_prompt_by_prompt(decibels, place):
     assert found.value == pytest.approx(decibels - 47.967, abs=0.001) and found.high - found.low < 0.6
     assert told(found).endswith(f" ± {found.reach:.1f} dB {place} it")
     assert beyond(record(30), "batch").value == pytest.approx(30 - (84 + 86 + 86) / 3)
-    assert beyond(record_of(30, 1.2, 0.5), "batch") is None
-    repeated = beyond(record(decibels) | {"prompts": ["a pear"] * 3}, "bf16")
+    assert beyond(parsed(record_of(30, 1.2, 0.5)), "batch") is None
+    repeated = beyond(parsed(record(decibels) | {"prompts": ["a pear"] * 3}), "bf16")
     assert repeated.value == pytest.approx(found.value) and not repeated.known, "three images of a prompt are no sample"
 
 

@@ -28,7 +28,7 @@ def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed)
     assert third["image_speedup"] == 1.3 and third["timed_on"].startswith("a processor")
 
 
-def test_what_other_quantized_parts_save_is_counted_for_the_job_that_quantizes_them(timed, without_plots):
+def test_what_other_parts_and_calls_save_is_counted_for_the_job_that_saves_it(timed, without_plots):
     """One file of the denoiser, twice as fast: 20 ms in 60 are beside its calls, of which one job saves 8."""
     subjects = timing({"level=1": 2.0})["blocks"][0]["subjects"]
     shared = [{**subjects[0], "jobs": ["level=1", "level=2"], "saved": {"level=2": 0.2}}]
@@ -40,6 +40,8 @@ def test_what_other_quantized_parts_save_is_counted_for_the_job_that_quantizes_t
     assert math.exp(ratio.value) == pytest.approx(40 / 32, rel=1e-3)
     more = timed({}, subjects=[{**shared[0], "saved": {"level=2": 0.7}}])  # than there is, by a noisy job
     assert more.rows[1]["image_speedup"] == pytest.approx(60 / 20, rel=1e-3)
+    fewer = timed({}, subjects=[{**subjects[0], "jobs": ["level=1", "level=2"], "shares": {"level=2": 0.5}}])  # calls
+    assert [row["image_speedup"] for row in fewer.rows[:2]] == pytest.approx([1.5 / 1.0, 1.5 / 0.75], rel=1e-3)
 
 
 def test_the_openings_of_a_block_are_its_intervals(timed):
@@ -105,6 +107,10 @@ def test_a_job_that_is_another_has_no_row_and_is_named(small_sweep):
         {"rest": -1.0},
         {"subjects": [{"sha256": "a", "jobs": ["level=1"], "samples_ms": [0.0] * 40}]},
         {"subjects": {"level=1": 3}},
+        *(
+            {"rounds": QUIET | {"between": {"call": {"deviation": 0.1, "degrees": 3, "occasions": 4} | hostile}}}
+            for hostile in ({"deviation": -1.0}, {"degrees": 0}, {"degrees": 10**9}, {"deviation": "wide"})
+        ),
     ],
 )
 def test_rounds_that_are_none_are_refused(timed, changes):

@@ -13,6 +13,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.interchange.holding import adapted
 from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
+from sd_quant.report.record import parsed
 from sd_quant.report.table import write_csv
 from sd_quant.stages import choose, consumer, hand_over, session, target_folder, targets
 from tests.pasting import AWKWARD, words_of
@@ -131,7 +132,7 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
     loaded = SimpleNamespace(checkpoint=checkpoint, infer=knobs.infer)
     answering(
         hand_over, measured_by=None, images_of_run=None, recipe_of_run=knobs, handed_over_table=None, as_text=[],
-        record_of_run={}, chosen_again=(loaded, {"unet": {"a": row("a", 32, 32)}}),
+        record_of_run=parsed(None), chosen_again=(loaded, {"unet": {"a": row("a", 32, 32)}}),
         open_session=SimpleNamespace(checkpoint=None),
     )  # fmt: skip
     given = ["prompts=[it's a rocket, a key]", "hand_over=[gguf]", "model.path='${x}'"]

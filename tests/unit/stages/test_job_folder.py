@@ -12,7 +12,7 @@ import pytest
 
 from sd_quant.config import QuantizeJob
 from sd_quant.errors import ConfigError, SdQuantError
-from sd_quant.report.record import RECORD, base_sha256
+from sd_quant.report.record import RECORD, base_sha256, parsed
 from sd_quant.report.summary import RECOMMENDATION, REPORT
 from sd_quant.stages import job_folder
 from tests import presets
@@ -196,20 +196,20 @@ def test_a_report_is_drawn_once_for_a_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sd_quant.report.rebuild.rebuild", rebuild)
     (tmp_path / RECORD).write_text("{}")
     for _ in range(2):
-        job_folder.closing_words({}, tmp_path)
+        job_folder.closing_words(parsed(None), tmp_path)
         *_, page, command, last = capsys.readouterr().out.splitlines()
         assert drawn == [tmp_path] and page == f"report: file://{tmp_path}/report.html"
         assert (command, last) == ("images with it: infer run=here", "Ship it: it is fast.")
     later = (tmp_path / REPORT).stat().st_mtime_ns + 1
     os.utime(tmp_path / RECORD, ns=(later, later))  # such as by a hand-over
-    job_folder.closing_words({}, tmp_path)
+    job_folder.closing_words(parsed(None), tmp_path)
     for name in (REPORT, RECOMMENDATION):
         (tmp_path / name).unlink()
-        job_folder.closing_words({}, tmp_path)
+        job_folder.closing_words(parsed(None), tmp_path)
     assert len(drawn) == 4
     assert "alpha" not in capsys.readouterr().out
     auto = {"inputs": 19, "lower": 17, "error": 0.022, "error_auto": 0.0205}
-    job_folder.closing_words({"overrides": ["alpha=0.8", "keep=3"], "auto": auto}, tmp_path)
+    job_folder.closing_words(parsed({"overrides": ["alpha=0.8", "keep=3"], "auto": auto}), tmp_path)
     what = "2.20% with the given alpha, 2.05% with auto; lower in 17 of 19 inputs tried"
     printed = capsys.readouterr().out
     assert f"alpha=auto lowers the expected error of layers ({what}): sd-quant quantize" in printed

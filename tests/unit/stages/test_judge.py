@@ -14,7 +14,7 @@ from sd_quant.config import Infer, Judge, Model
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import Rounds
-from sd_quant.report.record import weights_sha256
+from sd_quant.report.record import parsed, weights_sha256
 from sd_quant.stages import judge, judge_one, judged_figures, judged_run, third_party
 from sd_quant.stages.judge import judge_all
 from sd_quant.stages.judge_one import judged_entry
@@ -177,7 +177,7 @@ def test_other_parts_have_rows_and_an_entry_of_their_own():
 def theirs(answering):
     """The job of a stranger's run, whose record says nothing."""
     made = job("model.width=128", "infer.scale=3.0", "infer.prompts=[theirs]", "infer.seed=7")
-    answering(judged_run, recipe_of_run=made, record_of_run={})
+    answering(judged_run, recipe_of_run=made, record_of_run=parsed(None))
     return made
 
 
@@ -243,7 +243,7 @@ def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
     monkeypatch.setattr(judged_run, "without_loras", lambda checkpoint: f"not {checkpoint}")
     monkeypatch.setattr(judged_run, "with_loras_beside", lambda *given: {"beside": given})
     monkeypatch.setattr(judged_run, "open_simulated", lambda *given: given[:2])
-    answering(judged_run, record_of_run={"inputs": {"checkpoint": {"sha256": of_run}}})
+    answering(judged_run, record_of_run=parsed({"inputs": {"checkpoint": {"sha256": of_run}}}))
     answering(judged_run, artifact=tmp_path, onnx_bytes=1, fingerprint={}, rows_of_run=[])
     if beside is None:
         with pytest.raises(ConfigError, match="which has other weights than model.path"):

@@ -14,6 +14,7 @@ from sd_quant.metrics import latency
 from sd_quant.models.checkpoint import contracts_of
 from sd_quant.models.parts import Contract
 from sd_quant.report import occasions
+from sd_quant.report.record import parsed
 from sd_quant.report.summary import timed_alone
 from sd_quant.report.timing import Timed
 from sd_quant.stages import infer
@@ -84,10 +85,10 @@ def compared(
 
 def read_from(latency: dict) -> Timed:
     """What a report reads of a record with this latency."""
-    return timed_alone("a", {
+    return timed_alone("a", parsed({
         "latency": latency, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
         "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-    })  # fmt: skip
+    }))  # fmt: skip
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -178,10 +179,10 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
     assert found["low"]["1"].get("speedup") == (pytest.approx(2) if others else None)
     assert found["image"]["1"]["full_precision"]["rest"] == 0.5
     assert found["image"]["1"]["quantized"]["p50_ms"] == pytest.approx(1000 * image)
-    read = timed_alone("a", {
+    read = timed_alone("a", parsed({
         "latency": {"openvino": found}, "denoiser": {"part": "high", "samples_per_image": 1, "calls": calls},
         "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-    })  # fmt: skip
+    }))  # fmt: skip
     assert read.image_speedup().value == found["image"]["1"]["speedup"] == pytest.approx(15 / image)
     assert read.denoiser_speedup().value == pytest.approx(10 / (image - 5)), "of the mean of an image's calls"
 
