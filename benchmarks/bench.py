@@ -3,10 +3,8 @@
     make bench-checkpoints
     python benchmarks/bench.py --recipes "the default" alpha=0.5 alpha=0.8
     python benchmarks/bench.py --recipes svdquant_nvfp4 "svdquant_nvfp4 quantize.rank=16" "svdquant_nvfp4 damping=3"
-    python benchmarks/bench.py --recipes keep=10 "keep=10 by its own error" "keep=10 without guidance"
 
-A recipe of ``quality.py`` and the rankings of layers to keep run in OpenVINO; any preset, with any overrides and GPTQ's
-damping, is simulated in torch.
+A recipe of ``quality.py`` runs in OpenVINO; any preset, with any overrides and GPTQ's damping, is simulated in torch.
 
 A recipe counts as better if it gains on the checkpoints that it was not chosen on, on average, and loses no more than
 0.1 dB on any. It is chosen by the images of one set of captions and reported by those of another; neither is among the
@@ -16,14 +14,13 @@ captions that calibration sees. Rows are kept, so a cancelled run continues with
 import argparse
 import json
 from collections.abc import Mapping
-from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from common import GUIDANCE, PROMPTS, FullPrecision, Subject, job_with, open_subject, paired, simulated, with_interval
+from common import PROMPTS, FullPrecision, Subject, job_with, open_subject, paired, simulated, with_interval
 from measurer import markdown
-from quality import DEFAULT, RECIPES
+from quality import RECIPES
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.checkpoints.kinds import open_checkpoint
@@ -37,9 +34,7 @@ from sd_quant.files import write_text
 from sd_quant.inference.loading import load_model
 from sd_quant.places import HOME
 from sd_quant.quantization import rounding
-from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import fingerprint
-from sd_quant.stages.assign import measure_sensitivity
 
 FOLDER, SECOND = HOME / "outputs/bench", HOME / "outputs/sdxl_mini_second/sdxl_mini_second.nemo"
 MANIFEST = "checkpoints.json"  # the family and the hash of each
@@ -57,8 +52,6 @@ PARTS = {
     "sd3": ["transformer", "vae", "text_encoder", "text_encoder_2"],
 }  # fmt: skip
 DAMPING, KNOWN_DAMPING = "damping=", rounding.DAMPING
-KEPT = 10
-GUIDED, OWN_ERROR, UNGUIDED = RANKINGS = "keep=10", "keep=10 by its own error", "keep=10 without guidance"
 TOKENS = {"sd3": 3, "pixart": 24}  # of T5, as in training
 Prompts = list[str]
 
@@ -110,30 +103,16 @@ def job_of(row: str) -> QuantizeJob:
     return job_with(*(word for word in words if not word.startswith(DAMPING)), "quant_level=3")
 
 
-def most_sensitive(subject: Subject, statistics: Statistics, ranking: str) -> list[str]:
-    """The ten layers that one of RANKINGS puts first."""
-    assignment = subject.assignment(statistics, DEFAULT)
-    if ranking == OWN_ERROR:
-        errors = {name: layer.output_error or 0 for name, layer in assignment.items() if layer.format}
-        return sorted(errors, key=errors.__getitem__, reverse=True)[:KEPT]
-    guidance = 1.0 if ranking == UNGUIDED else GUIDANCE
-    measured = measure_sensitivity(subject.model.checkpoint, assignment, statistics, KEPT, guidance)
-    return list(measured.network_error)[:KEPT]
-
-
 def measured(name: str, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """The PSNR of each image by recipe, for choosing and for reporting."""
     subject, *sets = opened(name, options.bench)
     graph, statistics = trace_part(subject.model.checkpoint, subject.denoiser), subject.statistics(options.steps)
     in_torch = simulated(subject, job_of, options.steps)
 
-    kept = cache(partial(most_sensitive, subject, statistics))
-
     def denoiser_of(recipe: str, folder: Path) -> Engine:
-        if recipe not in (*RECIPES, *RANKINGS):
+        if recipe not in RECIPES:
             return in_torch(recipe, folder)
-        ranked = kept(recipe) if recipe in RANKINGS else []
-        assignment = subject.assignment(statistics, RECIPES.get(recipe, DEFAULT), ranked)
+        assignment = subject.assignment(statistics, RECIPES[recipe])
         write_part(copy_of(graph), subject.model.checkpoint, subject.denoiser, folder / "denoiser.onnx", assignment)
         return load_engine("openvino", folder / "denoiser.onnx")
 

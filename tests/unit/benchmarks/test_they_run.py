@@ -33,7 +33,8 @@ IN_THIS_PROCESS = {
     "four_bits": [*TWO_IMAGES, "--presets", "mxfp4", "svdquant_nvfp4", "--variants", "as it is", UNLIKE_PRESET],
     "four_bits, recipes": [*TWO_IMAGES, "--model", "sd3_mini", "--recipes", "int8", "mxfp4 quantize.rotation=64"],
     "budget": [*TWO_IMAGES, "--bits", "7", "--tables", "inputs"],
-    "bench": ["--images", "2", "--steps", "1", "--checkpoints", "sdxl_mini", "--recipes", "the default", "alpha=0.5"],
+    "bench": ["--images", "2", "--steps", "1", "--checkpoints", "sdxl_mini",
+              "--recipes", "the default", "svdquant_nvfp4 quantize.rank=8 damping=3"],
     "peers": [*PEERS, "unquantized", "ours", "ours_plain", "modelopt_max", "modelopt_smoothquant",
               "onnxruntime_percentile"],
     "parts": TWO_IMAGES,
@@ -105,7 +106,7 @@ def ended(result, *codes: int) -> str:
 def test_other_projects_quantizers_run(package, script, tmp_path):
     names = OTHER_QUANTIZERS[package]
     ended(script("peers", *PEERS, *names, "--out", tmp_path, needs=[package]))
-    rows = json.loads((tmp_path / "peers.json").read_text())["peers"]
+    rows = json.loads((tmp_path / "peers.json").read_text())["checkpoints"]["sdxl_mini"]
     assert [row["peer"] for row in rows] == names
     for row in rows:
         assert "reason" not in row and row["layers"] == 150 and row["layers_missing"] == row["layers_beyond"] == []
