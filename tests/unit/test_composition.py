@@ -154,13 +154,23 @@ def test_a_path_reaches_the_job_as_typed_or_is_refused_with_one_that_does(multir
         assert readable(argument, multirun) == argument
     override = OverridesParser.create().parse_override(argument)
     quoted, several = path.strip()[0:1] in ('"', "'"), "," in path
-    kept = quoted and argument.endswith(path)
+    kept = quoted and argument.endswith(path.strip())
     assert (override.is_sweep_override() and several) or override.value() == path or kept
 
 
 def compose_infer(*overrides: str):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("infer", [readable(each, multirun=False) for each in overrides])
+
+
+@given(st.text(st.sampled_from("[](){},:'\"\\$=! aé#1\n"), max_size=9), st.booleans())
+def test_an_argument_is_read_or_refused_with_one_that_is(text, multirun):
+    try:
+        argument = readable(f"x=[{text}]", multirun)
+    except ConfigError as refused:
+        assert " cannot be read, because " in str(refused)
+        return
+    assert argument == f"x=[{text}]" or OverridesParser.create().parse_override(argument)
 
 
 SECRET = "${oc.env:SD_QUANT_SECRET}"
