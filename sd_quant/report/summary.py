@@ -28,6 +28,7 @@ from sd_quant.report.record import (
     RECORD,
     TORCH,
     Fidelity,
+    Machine,
     Record,
     at,
     check_shape,
@@ -353,11 +354,11 @@ def interval_columns(column: str, interval: Interval | None) -> dict[str, float 
     return {f"{column}_low": low, f"{column}_high": high}
 
 
-def machine_of(machine: Mapping[str, Any]) -> str:
+def machine_of(found: Mapping[str, Any]) -> str:
+    machine: Machine = parsed(found, Machine)
     cores, memory = machine["usable_cores"], machine["memory_bytes"]
-    named = [*machine["gpus"], machine["cpu"], f"{cores} cores" if cores else ""]
-    named += [*machine["cpu_int8"], f"{memory / 2**30:.0f} GiB" if memory else ""]
-    return ", ".join(filter(None, named))
+    sizes = f"{cores} cores" if cores else "", *machine["cpu_int8"], f"{memory / 2**30:.0f} GiB" if memory else ""
+    return ", ".join(filter(None, [*machine["gpus"], machine["cpu"], *sizes]))
 
 
 def scores_of(fidelity: Fidelity) -> dict[str, float | None]:

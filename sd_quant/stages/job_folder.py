@@ -211,9 +211,8 @@ def closing_words(record: Record, directory: Path) -> float | None:
 def with_auto(auto: Mapping[str, Any]) -> str:
     """Say in words how ``alpha=auto`` would change the expected error."""
     before, after = auto["error"], auto["error_auto"]
-    verb = "lowers" if after < before else "does not lower"
-    of = f"{auto['lower']} of {counted(auto['inputs'], 'input')} tried"
-    errors = f"{before:.2%} with the given alpha, {after:.2%} with auto; lower in {of}"
+    verb, inputs = "lowers" if after < before else "does not lower", counted(auto["inputs"], "input")
+    errors = f"{before:.2%} with the given alpha, {after:.2%} with auto; lower in {auto['lower']} of {inputs} tried"
     return f"{verb} the expected error of layers ({errors})"
 
 

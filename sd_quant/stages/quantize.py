@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sd_quant.cache import locked
 from sd_quant.config import QuantizeJob
+from sd_quant.report.record import parsed
 from sd_quant.report.summary import LOCK
 from sd_quant.stages import job_folder
 from sd_quant.stages.opening import check_runtimes
@@ -26,8 +27,7 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
     with locked(directory / LOCK, f"waiting for another process, which works in {directory}"):
         facts = job_folder.facts_of(job, directory)
         wanted = job_folder.fingerprint_of(job, facts)
-        record = job_folder.finished(directory, wanted)
-        if record is not None:
+        if (record := job_folder.finished(directory, wanted)) is not None:
             LOG.info(job_folder.DONE_BEFORE)
             return job_folder.closing_words(record, directory)
         if not job_folder.in_sweep(directory):  # a sweep's folder holds its own jobs alone
@@ -35,8 +35,8 @@ def quantize(job: QuantizeJob, directory: Path) -> float | None:
         if attempted:
             job_folder.remove_leftovers(directory)
         try:
-            record = run(job, Shared(facts, directory, cache_of(job.cache)), wanted)
+            made = run(job, Shared(facts, directory, cache_of(job.cache)), wanted)
         except Exception:
             job_folder.check_still_there(directory)  # a removed folder explains the failure
             raise
-        return job_folder.closing_words(record, directory)
+        return job_folder.closing_words(parsed(made), directory)

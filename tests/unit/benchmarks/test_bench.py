@@ -54,9 +54,10 @@ def test_the_recipe_for_a_checkpoint_is_chosen_on_the_others(benchmark):
                 "y": {"choice": [second] * 2, "report": [32.0, 32.5]}}  # fmt: skip
 
     found = {"a": of(30, 31), "b": of(30, 31), "c": of(40, 30)}
-    rows = [line.split(" | ") for line in benchmark("bench").tables(found, ["x", "y"]).splitlines()[2:]]
+    *rows, means = [line.split(" | ") for line in benchmark("bench").tables(found, ["x", "y"]).splitlines()[2:]]
     assert [row[0].strip("| ") for row in rows] == ["a", "b", "c"] and "30.50, 30.00" in rows[0][1]
     assert [row[3] for row in rows] == ["x", "x", "y"] and "+1.75 ± 0.25" in rows[2][4]
+    assert "+1.75 ± 0.00, least +1.75" in means[2] and "+0.58 ± 2.51, least +0.00" in means[4]  # of 0, 0 and 1.75
 
 
 @pytest.mark.nightly

@@ -192,11 +192,11 @@ def runs(tmp_path):
 
 
 def test_an_engine_is_opened_only_of_a_run_that_is_trusted(runs, tmp_path):
-    assert run_runtime(tmp_path, "openvino", {}, runs) is None
+    assert run_runtime(tmp_path, "openvino", parsed(None), runs) is None
     trusted = SimpleNamespace(infer=runs.infer, judge=SimpleNamespace(trust_runs=True))
-    assert run_runtime(tmp_path, "openvino", {}, trusted).name == "openvino"
+    assert run_runtime(tmp_path, "openvino", parsed(None), trusted).name == "openvino"
     assert run_runtime(tmp_path, "openvino", {"simulated": True}, trusted) is None
-    assert run_runtime(tmp_path, "tensorrt", {}, trusted) is None, "a plan is never loaded"
+    assert run_runtime(tmp_path, "tensorrt", parsed(None), trusted) is None, "a plan is never loaded"
 
 
 def test_the_recipe_is_the_runs_and_model_images_and_places_are_ours(theirs, runs, monkeypatch, tmp_path):
