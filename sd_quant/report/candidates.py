@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sd_quant.report.readings import names, psnr_text
+from sd_quant.report.readings import named_parts, psnr_text
 from sd_quant.report.recommendation import capped, closer, joined
 from sd_quant.report.record import CANDIDATE, DONE, Judged, JudgedPart, at
 from sd_quant.report.summary import Job, Sweep
@@ -166,7 +166,7 @@ def contents_of(job: Job, entry: Judged, verdicts: Mapping[str, str]) -> list[st
     agrees = f"{statistics.fmean(known):.1f} dB" if known else "identical" if agreement else DASH
     ends, reason = runtime["speedup_interval"], runtime["reason"]
     low, high = ends if len(ends) == 2 else (None, None)
-    parts = [f"{part} {quantized_of(each)}" for part, each in names(entry["parts"]).items()]
+    parts = [f"{part} {quantized_of(each)}" for part, each in named_parts(entry["parts"]).items()]
     loras = [f"LoRAs {entry['loras']}"] if entry["loras"] else []
     return [
         name_of(job),

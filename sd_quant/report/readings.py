@@ -25,7 +25,7 @@ class Number(NamedTuple):
 
 
 def number_at(node: Any, *keys: str) -> Number:
-    """Read the number at nested ``keys``: where the way to a missing one ends stands its ``reason``, else ABSENT."""
+    """Read the number at nested ``keys``; a missing one has the ``reason`` recorded in its place, else ABSENT."""
     for key in keys:
         if (inner := at(node, key)) is None:
             return Number(None, at(node, "reason") or ABSENT)
@@ -96,7 +96,7 @@ class PartBytes(NamedTuple):
 def memory_of(memory: Mapping[str, PartMemories], variant: str) -> dict[str, PartBytes | None]:
     """Return engine memory by part in ``variant``, None if unknown; an unquantized part's is equal in both variants."""
     found: dict[str, PartBytes | None] = {}
-    for part in names(memory):
+    for part in named_parts(memory):
         whole, own = memory[part]["full_precision"], memory[part]["quantized"]
         entry = own if variant == VARIANTS[1] and variant in memory[part] else whole
         figures = [entry["opened_bytes"], entry["opening_peak_bytes"], entry["call_peak_bytes"]]
@@ -156,8 +156,8 @@ def interval_of(fidelity: Fidelity, score: Score) -> Interval | None:
     return None if None in values else score.mean(values)
 
 
-def names(part: Mapping[str, P]) -> dict[str, P]:
-    """Return by name the parts in a part of a record, such as engines or batch sizes, without a reason beside them."""
+def named_parts(part: Mapping[str, P]) -> dict[str, P]:
+    """Return the named parts inside ``part`` of a record, such as engines or batch sizes, without a ``reason``."""
     return {name: inner for name, inner in part.items() if isinstance(inner, Mapping)}
 
 

@@ -19,7 +19,7 @@ from sd_quant.report.readings import (
     interval_of,
     latency_of,
     memory_of,
-    names,
+    named_parts,
     number_at,
     psnr_text,
     quotient,
@@ -40,7 +40,7 @@ def run_table(found: Mapping[str, Any]) -> str:
     """Format the summary of any record, a failed run's too, as plain text that ends with a newline."""
     record: Record = parsed(found)
     reasons, floor = list[str](), floor_table(record)
-    engines = [name for name in names(record["latency"]) if name not in baselines_of(record)]
+    engines = [name for name in named_parts(record["latency"]) if name not in baselines_of(record)]
     sections: list[Table | list[str]] = [
         _heading(record),
         warnings_of_run(record, engines, baselines_of(record)),
@@ -73,7 +73,7 @@ def _heading(record: Record) -> list[str]:
 
 def _part_names(record: Record) -> list[str]:
     """Return the names of the parts for which the record has sizes or latencies."""
-    places = [record["sizes_bytes"], *(record["latency"][engine] for engine in names(record["latency"]))]
+    places = [record["sizes_bytes"], *(record["latency"][engine] for engine in named_parts(record["latency"]))]
     found = dict.fromkeys(part for place in places for part in place)
     return [part for part in found if part not in (IMAGE, "reason", "value")]
 
@@ -113,7 +113,7 @@ def _parts(record: Record, engine: str, reasons: list[str]) -> Table:
     rows, calls = [], record["denoiser"]["calls"]
     for part in _part_names(record):
         title = f"{part}, {calls[part]:g} of {sum(calls.values()):g} calls" if part in calls else part
-        for batch in names(record["latency"][engine][part]) or [""]:
+        for batch in named_parts(record["latency"][engine][part]) or [""]:
             full, quantized, speedup, reach = latency_of(record, engine, part, batch)
             rows.append([
                 title, batch or DASH, _cell(full, _milliseconds, reasons), _cell(quantized, _milliseconds, reasons),
@@ -124,7 +124,7 @@ def _parts(record: Record, engine: str, reasons: list[str]) -> Table:
 
 def _image(record: Record, engine: str, reasons: list[str]) -> Table:
     rows, baselines = [], baselines_of(record)
-    for batch in names(record["latency"][engine][IMAGE]) or ["1"]:
+    for batch in named_parts(record["latency"][engine][IMAGE]) or ["1"]:
         known = [latency_of(record, name, IMAGE, batch).full_precision for name in baselines]
         for name, milliseconds in zip(baselines, known, strict=True):
             cell = _cell(milliseconds, _milliseconds, reasons)
@@ -150,7 +150,7 @@ def _intervals(record: Record) -> list[str]:
 
 def baselines_of(record: Record) -> list[str]:
     """Return the baselines of a record: torch and, where it was timed as a baseline, compiled torch."""
-    compiled = COMPILED in names(record["latency"]) and record["knobs"]["infer"]["engine"] != COMPILED
+    compiled = COMPILED in named_parts(record["latency"]) and record["knobs"]["infer"]["engine"] != COMPILED
     return [TORCH, *([COMPILED] if compiled else [])]
 
 
@@ -201,8 +201,8 @@ def _levers(record: Record) -> Table | list[str]:
 def _moved(record: Record) -> Table:
     """Build the table of output errors of quantized parts other than the denoiser."""
     keys, rows = ("relative_error", "cosine", "worst", "first_token"), []
-    for part, quantized in names(record["parts"]).items():
-        for output, moved in names(quantized["outputs"]).items():
+    for part, quantized in named_parts(record["parts"]).items():
+        for output, moved in named_parts(quantized["outputs"]).items():
             values = [at(moved, key) for key in keys]
             rows.append([f"{part}, {output}", *("" if value is None else f"{value:.5f}" for value in values)])
     titles = ["quantized part, output", "relative error", "cosine of tokens", "worst token", "first token"]
@@ -238,8 +238,8 @@ def handed_over_table(entries: Mapping[str, HandedOver]) -> Table:
     """Build the table of exports to other tools: layers, PSNR with its 95 % interval, bytes of the larger files."""
     rows = []
     known: Mapping[str, HandedOver] = parsed(entries, dict[str, HandedOver])  # from a record, or not written yet
-    for target, entry in names(known).items():
-        parts: dict[str, HandedPart] = {"": entry, **names(entry["parts"])}
+    for target, entry in named_parts(known).items():
+        parts: dict[str, HandedPart] = {"": entry, **named_parts(entry["parts"])}
         layers = [f"{part} {each['quantized']} of {each['of']}".lstrip() for part, each in parts.items()]
         psnr = [psnr_text(entry["fidelity"]), psnr_text(entry["text"])]
         rows.append([target, ", ".join(layers), *psnr, _bytes(sum(filter(None, entry["bytes"].values())))])
@@ -250,7 +250,7 @@ def _costs(record: Record) -> list[str]:
     peak, whole = number_at(record["peak_memory_bytes"]).value, record["seconds"]
     costs = [f"peak memory {_bytes(peak)}"] if peak else []
     costs += [f"{whole:.1f} s in all"] if whole else []
-    stages = names(record["stages"]).items()
+    stages = named_parts(record["stages"]).items()
     costs += [f"{name} {stage['seconds']:.1f} s" for name, stage in stages if stage["seconds"] is not None]
     return folded(re.findall(CLAUSES, "; ".join(costs))) if costs else []
 

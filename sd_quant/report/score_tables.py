@@ -15,7 +15,7 @@ from contextlib import suppress
 from sd_quant.errors import SdQuantError
 from sd_quant.metrics import NAMED, NOT_ASKED, SCORES, Against, Score, score_named, scores_against
 from sd_quant.metrics.intervals import Interval, paired_interval, recorded
-from sd_quant.report.readings import names, score_of
+from sd_quant.report.readings import named_parts, score_of
 from sd_quant.report.record import VARIANTS, CategoryScore, Record, at
 from sd_quant.report.summary import Job, Sweep
 from sd_quant.report.table import DASH, Table, plus_minus, table_of_texts
@@ -56,7 +56,7 @@ def words_of(way: str) -> str:
 def ways(record: Record) -> list[str]:
     """Return the ways to compute full precision whose PSNR is recorded, the lowest first, identical images last."""
     floors = record["noise_floor"]
-    found = {way: floors[way]["psnr"]["mean"] for way in names(floors) if floors[way]["psnr"]}
+    found = {way: floors[way]["psnr"]["mean"] for way in named_parts(floors) if floors[way]["psnr"]}
     return sorted(found, key=lambda way: (found[way] is None, found[way]))
 
 
@@ -94,7 +94,7 @@ def floor_table(record: Record) -> Table:
         others = (DASH if value is None else score.text(value) for score, value in means.items())
         psnr = ["identical" if mean is None else PSNR.text(mean), DASH if worst is None else PSNR.text(worst)]
         lines.append([words_of(way), *psnr, *others, told(beyond(record, way))])
-    for way in names(record["noise_floor"]):
+    for way in named_parts(record["noise_floor"]):
         if reason := at(record["noise_floor"][way], "reason"):
             notes.append(f"no noise floor by {words_of(way)}: {reason}")
         if reason := record["noise_floor"][way]["psnr"]["reason"]:

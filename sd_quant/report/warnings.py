@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from sd_quant.places import shown
-from sd_quant.report.readings import better_format_of, degenerate_images, latency_of, names, slower
+from sd_quant.report.readings import better_format_of, degenerate_images, latency_of, named_parts, slower
 from sd_quant.report.record import DONE, IMAGE, Conditions, Record, at
 from sd_quant.report.summary import Sweep, workload
 from sd_quant.report.timing import blocks_by_job, busy_because
@@ -18,9 +18,9 @@ def warnings_of_run(record: Record, engines: Sequence[str], baselines: Sequence[
     speedups: dict[str, float | None] = {}
     busy = []
     for engine in dict.fromkeys([*engines, *baselines]):
-        for part in names(record["latency"][engine]):
+        for part in named_parts(record["latency"][engine]):
             what = PROMPT_TO_IMAGE if part == IMAGE else part
-            for batch in names(record["latency"][engine][part]):
+            for batch in named_parts(record["latency"][engine][part]):
                 if engine in engines:
                     speedup = latency_of(record, engine, part, batch).speedup.value
                     speedups[f"{what} at batch {batch} on {engine}"] = speedup

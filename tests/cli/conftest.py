@@ -50,7 +50,7 @@ def browser():
 
 
 def own_interpreter(script: str, arguments: Iterable, environment: dict[str, str]) -> dict:
-    """What ``subprocess`` takes to run a script of the repository."""
+    """Keyword arguments of ``subprocess`` to run a script of the repository."""
     own = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
     return {"args": [sys.executable, script, *map(str, arguments)], "cwd": HOME, "env": own, "text": True}
 
@@ -65,7 +65,7 @@ def process() -> Command:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    """The same begun, in a process group of its own, all of which ends with the test."""
+    """Start a script in a process group of its own; the whole group is killed when the test ends."""
     pipes, started = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, []
 
     def begin(script: str, *arguments: str | Path, **environment: str) -> subprocess.Popen:

@@ -52,7 +52,7 @@ class Sweep:
         return process
 
     def is_whole(self, command: Popen | None = None) -> None:
-        """It has its table, and nobody holds a lock, once this command has ended well."""
+        """After this command ends well, the sweep has its table and no process holds a lock."""
         if command is not None:
             ended(command)
         assert same(without_times(self.folder / "summary.csv"), self.undisturbed)
@@ -83,7 +83,7 @@ def ended(process: Popen, code: int = 0) -> tuple[str, str]:
 
 
 def killed(process: Popen) -> None:
-    """All of its group."""
+    """Kill the process and all others of its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

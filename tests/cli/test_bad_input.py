@@ -178,7 +178,7 @@ HEAVY = {
 def test_help_imports_nothing_heavy_and_says_what_a_command_does_with_its_own_groups_and_examples_that_paste(
     process, script, says, groups, needed, count, tmp_path
 ):
-    """It and checks are there in the time that Hydra takes."""
+    """Without heavy imports help takes no longer than Hydra itself."""
     printed = well(process("-c", HELP.format(script=script, heavy=HEAVY))).stdout
     printed, _, imported = printed.rstrip().rpartition("\nimported")
     assert printed.startswith(says) and not imported

@@ -44,7 +44,7 @@ class Place:
     whole: NemoCheckpoint
 
     def archive(self, config: str = "", weights: bytes | None = None) -> None:
-        """Of the sound checkpoint's config and weights where no others are given."""
+        """A ``.nemo`` archive; config and weights default to those of the sound checkpoint."""
         member = open_members(self.whole.path)["model_weights.ckpt"]
         config = config or json.dumps(self.whole.model_config)  # JSON is YAML
         weights = weights or bytes(member.read(0, member.size))
@@ -192,7 +192,7 @@ def whole() -> NemoCheckpoint:
     *OTHERS,
 ])  # fmt: skip
 def test_a_file_from_a_stranger_is_refused_and_runs_and_writes_nothing(command, whole, tmp_path, name):
-    """But for what a job that began says of itself."""
+    """A job that began leaves nothing but its own log and the like."""
     ends = ".nemo" if name in CHECKPOINTS else ".safetensors"
     place = Place(tmp_path / f"hostile/a{ends}", tmp_path / "canary", whole)
     place.path.parent.mkdir()

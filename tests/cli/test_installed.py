@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_written_and_data_that_is_missing(user, environm
 
 
 def test_a_rehearsed_report_of_a_gpu_is_whole_and_names_nobody(user, tmp_path):
-    """On the processor."""
+    """OpenVINO on the CPU stands in for the GPU's engines."""
     words = "--rehearse --checkpoints mini --formats int8 nvfp4 --out".split()
     well(user("sd-quant", "gpu-report", *words, tmp_path))
     content = (tmp_path / "gpu_report.json").read_bytes()

@@ -69,7 +69,7 @@ def test_candidates_are_judged_by_category_and_the_report_says_which_is_worth_it
 
 
 def test_each_candidate_has_images_figures_and_a_table_of_its_layers(judged):
-    """A run is judged as the engine that it made: OpenVINO runs its file, and images agree as far as codes do."""
+    """A run is judged by its own engine: OpenVINO runs its ONNX file, and images agree up to rounding of codes."""
     folder, _ = judged
     records, full = {}, images_in(folder / "run/images/full_precision")
     for name in ("cast.safetensors", "diffusers_sdnq", "run"):

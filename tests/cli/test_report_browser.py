@@ -129,7 +129,7 @@ def test_the_slider_a_drag_and_flip_move_the_border_between_the_two_images(open_
 
 
 def test_the_worst_image_of_the_recommended_recipe_comes_first_and_hostile_text_is_shown(open_report):
-    """That it does nothing is what every test here ends with."""
+    """Hostile text runs no script: every test here ends with that check."""
     page = open_report()
     assert page.locator("#gallery figcaption").all_inner_texts() == [PROMPTS[1], PROMPTS[2], PROMPTS[0]]
     assert page.locator("#recipe option:checked").inner_text() == "alpha=0.8 (recommended)"
@@ -160,7 +160,7 @@ def test_another_recipe_and_all_of_them(open_report):
 
 
 def test_hostile_text_is_shown(open_report):
-    """That it does nothing is what every test here ends with."""
+    """Hostile text runs no script: every test here ends with that check."""
     page = open_report()
     assert page.locator("#prompt").inner_text() == HOSTILE
     assert HOSTILE in page.locator(".reason").inner_text() and HOSTILE in page.locator(".warnings").inner_text()

@@ -61,7 +61,7 @@ def test_killed_and_started_again_it_leaves_the_same(sweep):
 def test_a_failed_job_stops_no_other_and_is_tried_again_and_one_of_another_input_is_done_again(
     unbroken_sweep, refused, done, sweep_arguments
 ):
-    """Of the finished sweep one job is made to fail, and another has a record of another checkpoint."""
+    """The finished sweep gets a failed job and a record of another checkpoint."""
     sweep = unbroken_sweep / "sweep"
     (sweep / JOBS[1] / "metrics.json").unlink()
     lock = sweep / JOBS[1] / ".lock"

@@ -195,7 +195,7 @@ def whole(job: Job, expected: dict[str, str]) -> list[str]:
 
 
 def given_again(job: Job, expected: dict[str, str]) -> list[str]:
-    """The command undisturbed; what then differs from an unbroken run, or is a plan that the record does not know."""
+    """Run the command undisturbed; list differences from an unbroken run, and plans that the record does not name."""
     shutil.rmtree(job.root / "tmp")
     (job.root / "tmp").mkdir()
     ended = follow(job.start())
@@ -320,7 +320,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def at_stage(job: Job, stage: str, act: Callable[[subprocess.Popen], object]) -> tuple[Ended, float]:
-    """What is done to the job as the stage's line appears. Returns also the seconds from then to the end."""
+    """Act on the job when the stage's line appears in its log; return the seconds from then to its end as well."""
     acted: list[float] = []
 
     def on_stage(begun: str) -> None:

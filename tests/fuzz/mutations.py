@@ -381,7 +381,7 @@ def damages_of(path: str, data: bytes) -> Iterator[Way]:
 
 
 def damages_of_safetensors(path: str, data: bytes) -> Iterator[Way]:
-    """Of the header, of numbers, texts that are stored as tensors, documents of the metadata, and names."""
+    """Damages of a safetensors file: header, numbers, texts stored as tensors, documents in the metadata, names."""
     header, content = header_of(data)
     names, known = sorted(header.keys() - {"__metadata__"}), sorted(header.get("__metadata__", ()))
     yield described, lambda recipe: {path: damaged_safetensors(data, recipe)}

@@ -102,7 +102,7 @@ def statistics(scratch: Path) -> Reader:
     files = {path.name: path.read_bytes() for path in sorted(entries.folder.iterdir())}
 
     def signed(damaged: Files) -> Files:
-        """Three of four that still can be, so that what is behind the digest is looked at."""
+        """Three of four inputs get a digest that matches, so readers go past that check."""
         [(name, data)] = damaged.items()
         if zlib.crc32(data) % 4:
             with suppress(Exception):
@@ -120,7 +120,7 @@ def statistics(scratch: Path) -> Reader:
         )
 
     def check(folder: Path, found: dict[str, tuple]) -> None:
-        """Of the same layers and inputs, finite, no range below zero."""
+        """Statistics read from a file: the same layers and inputs, finite numbers, no range below zero."""
         tensors = packed(folder)
         assert tensors.keys() == sound.keys() and all(tensor.isfinite().all() for tensor in tensors.values())
         assert all((tensor >= 0).all() for name, tensor in tensors.items() if name.endswith("amax"))
@@ -151,7 +151,7 @@ def noise() -> Reader:
         return [digest(read_latents(folder / name, {1, 2}, 8, 8)) for name in files]
 
     def check(folder: Path, found: list[tuple]) -> None:
-        """Finite and of the shape; numpy finds the same."""
+        """Latents read from a file: finite, of the stated shape, and equal to what numpy reads."""
         for name in files:
             latents = read_latents(folder / name, {1, 2}, 8, 8)
             assert latents.isfinite().all() and latents.shape[2:] == (8, 8) and latents.dtype == torch.float32
@@ -281,7 +281,7 @@ def plan_record() -> Reader:
         return describe_plan(folder / "a.plan"), dataclasses.asdict(read_record(folder / "a.plan"))
 
     def check(folder: Path, found: tuple[dict, dict]) -> None:
-        """The record is what the file says, and of the types that a build writes."""
+        """The record of a plan equals the file's JSON and has the types that a build writes."""
         record = found[1]
         assert (
             json.loads(record_path(folder / "a.plan").read_text("utf-8")) | {"timing_cache": record["timing_cache"]}
@@ -298,7 +298,7 @@ def plan_record() -> Reader:
 
 
 def cache_entry() -> Reader:
-    """Entries of another origin, or without a whole file, are made again, which is a refusal here."""
+    """Cache entries of another origin or without a complete file are made again; here that counts as refused."""
     origin, contents = {"of": "a", "form": 2}, {"a.txt": b"text", "b.bin": bytes(range(64))}
     manifest = {"origin": origin, "files": {
         name: {"sha256": hashlib.sha256(content).hexdigest()} for name, content in contents.items()
@@ -382,7 +382,7 @@ RECORD_FILES = {name: to_json(content) for name, content in RECORDS.items()} | {
 
 
 def refuse_unreadable(reasons: Iterator[str]) -> None:
-    """A sweep goes on without a job whose record is damaged; here that is a refusal like others."""
+    """A sweep skips a job whose record is damaged; here that counts as refused."""
     for reason in reasons:
         raise ArtifactError(reason)
 

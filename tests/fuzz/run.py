@@ -55,7 +55,7 @@ Draw = Callable[[Reader, int, Path, Callable[[object], None]], None]  # gives in
 
 
 def drawn(reader: Reader, seed: int, folder: Path, one: Callable[[object], None]) -> None:
-    """At random; to shrink what fails can take minutes."""
+    """Draw inputs at random without shrinking failures, which can take minutes."""
     every = settings(max_examples=CHUNK, phases=[Phase.generate], **EVERY_INPUT)
     seeded(seed)(every(given(reader.recipes)(one)))()
 

@@ -84,7 +84,7 @@ def by_genai(pipe: Any, request: dict) -> np.ndarray:
             return openvino.Tensor(self.noise.reshape(tuple(shape)).copy())
 
         def seed(self, new_seed: int) -> None:
-            """Noise that is given has none."""
+            """Noise given as tensors needs no random generator."""
 
     drawn = [
         pipe.generate(prompt, generator=Given(noise), **request["options"]).data.copy()  # it is written over

@@ -95,7 +95,7 @@ def test_most_pairs_are_shared_among_the_recipes(sweep, monkeypatch):
 
 
 def test_a_report_that_is_made_again_keeps_the_page_as_long_as_its_images(sweep, tmp_path_factory, monkeypatch):
-    """Of the recipes that are compared, with full precision or with each other. Without images there is no page."""
+    """Images of both compared recipes, or of a recipe and full precision. Without images there is no page."""
     monkeypatch.setattr("sd_quant.report.rebuild.figures", lambda sweep, advice: {})  # plots take most of the time
     page = sweep.directory / "votes.html"
     assert "votes.html" in rebuild(sweep.directory).read_text()

@@ -1,4 +1,4 @@
-"""A table of what befell sweeps on a cluster, and of the outcomes."""
+"""A table of the faults put into sweeps on a cluster, and of their outcomes."""
 
 from collections.abc import Callable
 

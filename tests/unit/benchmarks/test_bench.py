@@ -60,6 +60,21 @@ def test_the_recipe_for_a_checkpoint_is_chosen_on_the_others(benchmark):
     assert "+1.75 ± 0.00, least +1.75" in means[2] and "+0.58 ± 2.51, least +0.00" in means[4]  # of 0, 0 and 1.75
 
 
+def test_damping_is_that_of_the_row_alone(benchmark):
+    """It is no knob; the row after it has GPTQ's own again."""
+    bench = benchmark("bench")
+    for row, damping in (("nvfp4 damping=3", 3.0), ("nvfp4", 1.0)):
+        assert bench.job_of(row).quantize.format == "nvfp4" and bench.rounding.DAMPING == damping
+
+
+def test_a_peer_is_compared_on_images_that_both_have(benchmark):
+    """Neither where it is not installed nor where its images are those of full precision, whose PSNR is None."""
+    values = {"ours": [30.0, 33.0], "alike": [None, 40.0], "worse": [29.0, 31.0]}
+    rows = [{"peer": name, "fidelity": {"psnr": {"values": each}}} for name, each in values.items()]
+    text = benchmark("peers").gains({"faces": [*rows, {"peer": "absent", "reason": "not installed"}]})
+    assert text.splitlines()[-1] == "| faces | 31.50 | – | +1.50 ± 0.50 | – |"
+
+
 @pytest.mark.nightly
 def test_a_checkpoint_is_made_noted_and_opened(benchmark, tmp_path, monkeypatch):
     pytest.importorskip("lightning")
@@ -79,7 +94,7 @@ def test_a_checkpoint_is_made_noted_and_opened(benchmark, tmp_path, monkeypatch)
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["scenes", "sketches"])
 def test_the_default_gains_over_a_fixed_alpha_on_a_shipped_checkpoint(name, benchmark, tmp_path):
-    """By 2.2 to 2.6 dB when last measured (benchmarks/results/bench.md), on a checkpoint without part in the choice."""
+    """2.2 to 2.6 dB when last measured, see benchmarks/results/bench.md."""
     train, bench = benchmark("bench_train"), benchmark("bench")
     train.make(name, tmp_path)
     options = argparse.Namespace(bench=tmp_path, out=tmp_path / "rows", images=8, steps=20)

@@ -52,7 +52,7 @@ def model():
 
 @pytest.fixture
 def calls(model):
-    """How often each part has run since the test began."""
+    """The number of runs of each part since the test began."""
     counted = dict.fromkeys(model.parts, 0)
     hooks = [
         part.register_forward_pre_hook(lambda *_, name=name: counted.update({name: counted[name] + 1}))
@@ -166,7 +166,7 @@ def test_prompts_take_the_sizes_in_turn(model, names):
 def test_what_is_to_come_is_said_once_and_what_is_cached_is_read_here_and_elsewhere(
     model, names, whole, calls, caplog, tmp_path
 ):
-    """The second time nothing runs. Elsewhere it is read from the folder that the log names, without weights."""
+    """A second observation runs nothing; another process reads it from the folder in the log, without weights."""
     said = []
     for _ in range(2):
         calls.update(dict.fromkeys(calls, 0))
@@ -265,7 +265,7 @@ def test_everything_that_counts_is_in_the_origin(names, monkeypatch):
 
 @pytest.mark.parametrize(("processes", "sampling"), [(5, SAMPLING), (2, SIZED)], ids=["one size", "sizes"])
 def test_shares_of_the_prompts_make_the_whole(model, names, tmp_path, processes, sampling):
-    """Also when there are fewer prompts than processes, and with snapshots of all sizes."""
+    """Holds with fewer prompts than processes too, and with snapshots of all sizes."""
     fabric, wanted = Fabric(accelerator="cpu", devices=1), Pass(model, names, PROMPTS, sampling)
     shares = [collect_segment(fabric, wanted, range(3), slice(rank, None, processes)) for rank in range(processes)]
     assert_same(merge(shares), collected(model, names, sampling=sampling, cache=tmp_path, snapshots=[1, 2]))

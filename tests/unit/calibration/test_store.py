@@ -203,7 +203,7 @@ def test_a_residual_stream_is_seen_by_the_norm_that_reads_it():
 
 
 def test_peaks_are_kept_with_the_statistics(tmp_path: Path):
-    """Of disjoint prompts the larger counts. A file from elsewhere may have as many as a pipeline has parts."""
+    """The larger peak of disjoint prompts is kept. A file from elsewhere has at most one peak for each part."""
     first = Statistics({}, {}, {"unet": Peak("output of mid", 3.5), "vae": Peak("output of up", 1.0)})
     second = Statistics({}, {}, {"unet": Peak("output of down", 2.0)})
     assert unpack(pack(first)).peaks == merge([second, first]).peaks == first.peaks

@@ -281,7 +281,7 @@ def of(openers: Opener | list[Opener], *rows: tuple, kind: type[Exception] = Art
 
 
 def each(file: str, entry: str, values: Iterable, said: str) -> list[tuple]:
-    """Rows of one entry of a file; in ``said``, {} stands for the value."""
+    """Rows for one entry of a file, one per value; ``{}`` in ``said`` stands for the value."""
     return [(file, {entry: value}, said.replace("{}", str(value))) for value in values]
 
 

@@ -56,7 +56,7 @@ def test_tensorrt_builds_for_the_gpu_that_is_there(on, monkeypatch, found, fmt, 
 
 
 def test_a_choice_is_the_job_that_names_its_engine_and_what_follows_from_it_is_checked(on):
-    """So that a sweep goes on with what is done, whichever of the two was given; what is named stays."""
+    """``auto`` and the engine that it chooses are one job, so a sweep resumes with either; a named engine stays."""
     on("SM89")
     assert job("quantize", {"infer.engine": "onnxruntime"}).infer.chosen_because is None
     assert job("quantize", {"infer.cuda_graph": True}).infer.cuda_graph

@@ -196,7 +196,7 @@ def earlier(run) -> Callable[..., str]:
 
 @pytest.mark.parametrize("given", [{"assignment": "edited and removed.yaml"}, {"budget": 0.2}])
 def test_a_run_with_a_file_of_presets_or_a_budget_has_its_copy(earlier, run, given):
-    """Whatever has become of the file, and nothing is measured anew; a copy elsewhere describes the same recipe."""
+    """The recipe is known even if the file is gone, and nothing is measured again; a copy describes the same recipe."""
     folder = earlier(quantize=given)
     (run / "assignment.yaml").write_text("conv: nvfp4")
     for found in (run_job(folder), recipe_of_run(folder, CacheFolder(None, 1.0))):
@@ -206,7 +206,7 @@ def test_a_run_with_a_file_of_presets_or_a_budget_has_its_copy(earlier, run, giv
 
 @pytest.mark.parametrize("missing", MARKS)
 def test_a_run_without_one_of_its_files_is_named_as_that(earlier, run, missing):
-    """Not opened as someone's checkpoint, of which the first file of the folder would be a web page."""
+    """A run is not opened as a third-party checkpoint, whose first file would be the report's web page."""
     earlier()
     assert is_finished_run(run)
     (run / missing).unlink()
@@ -216,7 +216,7 @@ def test_a_run_without_one_of_its_files_is_named_as_that(earlier, run, missing):
 
 
 def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):
-    """Whatever has become of the data set that they were drawn from."""
+    """The prompts are known even if their data set is gone."""
     drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
     (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
     infer = run_job(earlier(infer=drawn)).infer

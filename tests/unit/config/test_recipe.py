@@ -95,7 +95,7 @@ def test_another_preset_is_offered_as_it_is_where_no_knob_is_given():
 
 
 def test_formats_of_other_parts_and_of_all_choices_are_formats_of_the_job():
-    """So plans are built for GPUs that have them, and torch refuses what it cannot multiply."""
+    """Plans are built only for GPUs with these formats, and torch refuses formats that it cannot multiply."""
     found = job("int8", {"quantize.parts": {"vae": "fp8"}, "quant_level": 3})
     assert found.formats() == {"weights": {"int8", "fp8"}, "inputs": {"int8", "fp8"}, "attention": set()}
     assert job("int8", {"quantize.parts": {"vae": "int8"}, "infer.engine": "torch_native"})

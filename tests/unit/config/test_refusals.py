@@ -282,7 +282,7 @@ def test_every_number_of_things_has_a_limit():
     *((preset, {"infer.engine": "torch_native"}, None) for preset in ("mxfp4_weight_only", "int8_weight_only")),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(which, knobs, refusal):
-    """Where it says only what was expected, the last of the knobs is named with its value."""
+    """A row that states only the expectation checks that the last knob is named with its value."""
     said = refusal and re.escape(refusal)
     if refusal and ", expected " not in refusal and not refusal.startswith("there is no knob"):
         knob, value = list(knobs.items())[-1]

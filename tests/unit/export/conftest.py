@@ -84,12 +84,12 @@ class Exported:
 
     @cached_property
     def layers(self) -> dict[str, LayerAssignment]:
-        """Those with a quantized weight."""
+        """The layers whose weight is quantized."""
         return {name: layer for name, layer in self.assignment.items() if layer.format}
 
     @property
     def attentions(self) -> dict[str, LayerAssignment]:
-        """Those that are quantized."""
+        """The quantized attentions."""
         return {name: row for name, row in self.assignment.items() if row.role == "attention" and row.activation_format}
 
     def engines(self) -> list[str]:

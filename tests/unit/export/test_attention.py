@@ -207,7 +207,7 @@ def test_a_runtime_computes_what_the_simulation_does(write, name, fmt, runtime, 
 
 
 def test_scales_of_blocks_are_found_in_inputs_of_two_axes(write):
-    """Those of modulations, which are traced as a Gemm."""
+    """Linears of modulations, which are traced as Gemm."""
     joint, path = calibrated("sd35"), write("sd35", "int4", 3.0)
     assert parity(joint, path, joint.rows("int4", 3.0), "onnxruntime")["quantized_layers"]["count"] > 18
 

@@ -63,7 +63,7 @@ def test_unquantized_it_computes_what_torch_does(full_precision, network, size):
 def test_exactly_the_assigned_layers_have_codes_and_other_parameters_are_the_checkpoints(
     written, assignments, network, smoothing
 ):
-    """As fp16, with smoothing in them where the assignment says so.
+    """The weights in fp16, smoothed where the assignment says so.
 
     Folded, an input is quantized once for all its readers, and multiplied only where no module makes it.
     """
