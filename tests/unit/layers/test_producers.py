@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from sd_quant.layers.producers import _before
+from sd_quant.layers.roles import observed_layers
+from sd_quant.layers.tape import noted
 from sd_quant.models.parts import SharedInput
-from sd_quant.observed.layers import observed_layers
-from sd_quant.observed.producers import _before
-from sd_quant.observed.tape import noted
 
 from ...zoo.denoisers import FAMILIES, OTHERS, Watched, watched
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sd_quant.layers import roles as layers
+from sd_quant.layers.roles import ObservedLayers, observed_layers
+from sd_quant.layers.tape import NotObservable
 from sd_quant.models import FAMILIES as KNOWN_FAMILIES
 from sd_quant.models import OBSERVED
 from sd_quant.models.family import family_named
 from sd_quant.models.parts import SharedInput, text_readers
-from sd_quant.observed import layers
-from sd_quant.observed.layers import ObservedLayers, observed_layers
-from sd_quant.observed.tape import NotObservable
 
 from ...zoo.denoisers import FAMILIES, OTHERS, watched
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sd_quant.observed.tape import NotObservable, Tape, noted
+from sd_quant.layers.tape import NotObservable, Tape, noted
 
 pytestmark = pytest.mark.commit
 
