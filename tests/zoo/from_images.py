@@ -14,7 +14,7 @@ from typing import Any
 import diffusers
 import transformers
 
-from sd_quant.observed.opening import without_videos
+from sd_quant.checkpoints.diffusers_pipeline import without_videos
 
 from . import images, text, videos
 from .autoencoders import FRAME_BY_FRAME

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sd_quant.cache import Cache
+from sd_quant.checkpoints.diffusers_network import with_small_weights
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import StoredTensor
 from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
@@ -24,7 +25,6 @@ from sd_quant.observed.calls import Call, signature_of
 from sd_quant.observed.checkpoint import Observation, ObservedFamily, why_refused
 from sd_quant.observed.ladder import IN_FP32
 from sd_quant.observed.observing import axis_of, chosen, filled, for_any_text, smaller, text_of
-from sd_quant.observed.opening import with_small_weights
 from sd_quant.observed.part import Rung
 from tests.presets import job
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from sd_quant.checkpoints.diffusers_network import network_of
+from sd_quant.checkpoints.diffusers_pipeline import open_folder
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.requests import Run, request
@@ -20,7 +22,6 @@ from sd_quant.models.family import Style
 from sd_quant.observed import watching
 from sd_quant.observed.calls import Call
 from sd_quant.observed.observing import filled
-from sd_quant.observed.opening import network_of, open_folder
 from sd_quant.observed.watching import BATCH, STYLES, Asked, Log, Watched, denoisers_of, runs_of, steps_for, watch
 from sd_quant.places import HOME
 from tests.zoo import CASES
