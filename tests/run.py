@@ -58,9 +58,7 @@ def of_fuzz(parser: argparse.ArgumentParser) -> None:
 
 def of_learning(parser: argparse.ArgumentParser) -> None:
     of_fuzzing(parser)
-    parser.add_argument("--workers", type=int, default=2, help="readers at a time")
     parser.add_argument("--corpus", type=Path, default=HERE / "fuzz/corpus.json")
-    parser.add_argument("--child", nargs=2, metavar=("READER", "FOLDER"), help=argparse.SUPPRESS)
 
 
 def of_pairs(parser: argparse.ArgumentParser) -> None:

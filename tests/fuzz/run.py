@@ -19,9 +19,10 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,16 +51,26 @@ class Tally:
         self.slowest, self.peak = max(self.slowest, slowest), max(self.peak, peak)
 
 
-def run(wanted: argparse.Namespace) -> int:
+Draw = Callable[[Reader, int, Path, Callable[[object], None]], None]  # gives inputs until the child ends
+
+
+def drawn(reader: Reader, seed: int, folder: Path, one: Callable[[object], None]) -> None:
+    """At random; to shrink what fails can take minutes."""
+    every = settings(max_examples=CHUNK, phases=[Phase.generate], **EVERY_INPUT)
+    seeded(seed)(every(given(reader.recipes)(one)))()
+
+
+def run(wanted: argparse.Namespace, draw: Draw = drawn, keep: Callable[[Reader, Path], None] | None = None) -> int:
+    """``keep`` gets the folder in which ``draw`` leaves what it learns."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # they quote the inputs
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         readers = {reader.name: reader for reader in make_readers(Path(scratch) / "made")}
-        if wanted.replay:
-            return replay(readers, wanted.replay, Path(scratch))
+        if replayed := getattr(wanted, "replay", None):
+            return replay(readers, replayed, Path(scratch))
         chosen = [readers[name] for name in wanted.reader or readers]
         start = time.monotonic()
-        tallies = fuzz(chosen, wanted, Path(scratch))
+        tallies = fuzz(chosen, wanted, Path(scratch), draw, keep)
     print(table(tallies))
     print(f"{time.monotonic() - start:.0f} s, seed {wanted.seed}")
     failures = sum(tally.counts[WRONG] for tally in tallies.values())
@@ -68,35 +79,38 @@ def run(wanted: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def fuzz(readers: Sequence[Reader], wanted: argparse.Namespace, scratch: Path) -> dict[str, Tally]:
-    inputs = wanted.inputs
+def fuzz(readers: Sequence[Reader], wanted: argparse.Namespace, scratch: Path, draw: Draw, keep) -> dict[str, Tally]:
     weights = sum(reader.weight for reader in readers)
-    shares = {reader.name: inputs * reader.weight // weights for reader in readers}
-    shares[readers[0].name] += inputs - sum(shares.values())
-    tallies = {}
+    shares = {reader.name: wanted.inputs * reader.weight // weights for reader in readers}
+    shares[readers[0].name] += wanted.inputs - sum(shares.values())
+    tallies = {reader.name: Tally() for reader in readers}
     for reader in readers:
-        tally = tallies[reader.name] = Tally()
+        tally, learnt = tallies[reader.name], scratch / f"{reader.name}-learnt"
+        learnt.mkdir()
         chunk, failed_to_start = 0, 0
         while (missing := shares[reader.name] - tally.counts.total()) > 0 and failed_to_start < 3:
             before = tally.counts.total()
-            chunk_seed = zlib.crc32(f"{wanted.seed} {reader.name} {chunk}".encode())
-            run_chunk(reader, min(missing, CHUNK), chunk_seed, scratch / f"{reader.name}-{chunk}", wanted, tally)
+            seed = zlib.crc32(f"{wanted.seed} {reader.name} {chunk}".encode())
+            place = scratch / f"{reader.name}-{chunk}"
+            run_chunk(reader, min(missing, CHUNK), place, wanted, tally, partial(draw, reader, seed, learnt))
             chunk += 1
             failed_to_start += tally.counts.total() == before
             done = sum(other.counts.total() for other in tallies.values())
-            print(f"\r{done}/{inputs} {reader.name:<14}", end="", file=sys.stderr, flush=True)
+            print(f"\r{done}/{wanted.inputs} {reader.name:<14}", end="", file=sys.stderr, flush=True)
+        if keep is not None:
+            keep(reader, learnt)
     print(file=sys.stderr)
     return tallies
 
 
-def run_chunk(reader: Reader, count: int, seed: int, root: Path, wanted: argparse.Namespace, tally: Tally) -> None:
+def run_chunk(reader: Reader, count: int, root: Path, wanted: argparse.Namespace, tally: Tally, draw: Callable) -> None:
     """In a child; when that dies or hangs, the input that it was reading is what killed it."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(receiving)
         try:
-            in_child(reader, count, seed, root, sending, wanted)
+            in_child(reader, count, root, sending, wanted, draw)
         except BaseException:
             traceback.print_exc()
             os._exit(70)
@@ -104,7 +118,7 @@ def run_chunk(reader: Reader, count: int, seed: int, root: Path, wanted: argpars
     os.close(sending)
     buffer, ended = b"", False
     while not ended:
-        ready, _, _ = select.select([receiving], [], [], 60 + wanted.seconds)
+        ready, _, _ = select.select([receiving], [], [], 60 + SECONDS)
         if not ready:
             os.kill(child, signal.SIGKILL)
             break
@@ -117,7 +131,7 @@ def run_chunk(reader: Reader, count: int, seed: int, root: Path, wanted: argpars
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status != 0:
         tally.counts[WRONG] += 1
-        preserve(root / "input", wanted.keep, f"{reader.name}-{seed}-died", f"the process ended with {status}, or hung")
+        preserve(root / "input", wanted.keep, f"{root.name}-died", f"the process ended with {status}, or hung")
     shutil.rmtree(root, ignore_errors=True)
 
 
@@ -128,24 +142,22 @@ def preserve(source: Path, keep: Path, name: str, reason: str) -> None:
     print(f"\n{name}: {reason.splitlines()[0][:300]}", file=sys.stderr)
 
 
-def in_child(reader: Reader, count: int, seed: int, root: Path, sending: int, wanted: argparse.Namespace) -> None:
+def in_child(reader: Reader, count: int, root: Path, sending: int, wanted: argparse.Namespace, draw: Callable) -> None:
     place, keep = Place(reader, root), wanted.keep.resolve()
     os.environ["TMPDIR"] = tempfile.tempdir = str(place.outside)
     os.chdir(place.outside)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + MEMORY_CAP, resource.RLIM_INFINITY))
-    number = 0
+    numbers = iter(range(count))
 
-    @seeded(seed)
-    @settings(max_examples=count, phases=[Phase.generate], **EVERY_INPUT)  # to shrink what fails can take minutes
-    @given(reader.recipes)
     def read_one(recipe: object) -> None:
-        nonlocal number
-        number += 1
-        told = tried(place, recipe, keep, f"{reader.name}-{seed}-{number}", wanted.seconds)
+        number = next(numbers)
+        told = tried(place, recipe, keep, f"{root.name}-{number}", getattr(wanted, "seconds", SECONDS))
         os.write(sending, json.dumps(told).encode() + b"\n")
+        if number + 1 == count:
+            os._exit(0)  # libFuzzer counts bytes of which Hypothesis made no input too
 
-    read_one()
+    draw(read_one)
 
 
 def tried(place: Place, recipe: object, keep: Path, name: str, limit: float = SECONDS) -> tuple[str, float, int]:
