@@ -90,7 +90,6 @@ def spaced_pairs(size: int = 800) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def numbered(*words: str) -> dict[str, int]:
-    """Returns a vocabulary of these words, in this order, each once."""
     return {word: index for index, word in enumerate(dict.fromkeys(words))}
 
 
@@ -108,7 +107,6 @@ def t5_tokenizer(length: int = 512) -> Any:
 
 
 def bert_tokenizer(length: int = 77) -> Any:
-    """Returns a ``BertTokenizer`` of characters, their continuations, and the corpus's words."""
     characters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
     words = sorted({word.strip(string.punctuation).lower() for word in CORPUS.split()})
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -125,7 +123,6 @@ def byte_level(kind: Any, markers: tuple[str, ...], **options: Any) -> Any:
 
 
 def qwen_tokenizer(length: int = 2048) -> Any:
-    """Returns a ``Qwen2Tokenizer``, which Qwen2, 2.5 and 3 have, with the template of a chat."""
     tokenizer = byte_level(transformers.Qwen2Tokenizer, QWEN_MARKERS, model_max_length=length)
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -155,7 +152,6 @@ def fast_tokenizer(
 
 
 def mistral_tokenizer(length: int = 2048) -> Any:
-    """Returns a tokenizer as Mistral 3's."""
     special: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     return fast_tokenizer(MISTRAL_MARKERS, ("<s>",), length, **special)
 
@@ -167,7 +163,6 @@ def glm_tokenizer(length: int = 2048) -> Any:
 
 
 def llama_tokenizer(length: int = 2048) -> Any:
-    """Returns a tokenizer as Llama 3's."""
     first, last = "<|begin_of_text|>", "<|end_of_text|>"
     markers = (first, last, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     return fast_tokenizer(markers, (first,), length, bos_token=first, eos_token=last, pad_token=last)
@@ -184,7 +179,6 @@ def sentence_llama_tokenizer(length: int = 2048) -> Any:
 
 
 def gemma_tokenizer(length: int = 2048) -> Any:
-    """Returns a ``GemmaTokenizer``."""
     words, merges = spaced_pairs()
     tokenizer = transformers.GemmaTokenizer(
         numbered("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *words), list(merges), model_max_length=length,
@@ -210,7 +204,6 @@ def clip(
 
 
 def clip_vision(width: int = 32, size: int = 32) -> Pair:
-    """Returns a ``CLIPVisionModelWithProjection`` of 4 x 4 patches and its processor of images."""
     config = transformers.CLIPVisionConfig(
         hidden_size=width, intermediate_size=2 * width, projection_dim=width, num_hidden_layers=2,
         num_attention_heads=HEADS, image_size=size, patch_size=size // 4,
@@ -227,12 +220,10 @@ def t5_sizes(width: int) -> dict[str, Any]:
 
 
 def t5(width: int = 32, length: int = 512) -> Pair:
-    """Returns a ``T5EncoderModel`` (version 1.1)."""
     return transformers.T5EncoderModel(transformers.T5Config(**t5_sizes(width))), t5_tokenizer(length)
 
 
 def umt5() -> Pair:
-    """Returns a ``UMT5EncoderModel``."""
     return transformers.UMT5EncoderModel(transformers.UMT5Config(**t5_sizes(32))), t5_tokenizer()
 
 
@@ -242,7 +233,6 @@ def byte_t5() -> Pair:
 
 
 def bert(width: int = 32, length: int = 77) -> Pair:
-    """Returns a ``BertModel``."""
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
         num_attention_heads=HEADS, max_position_embeddings=max(length, 77),
@@ -358,9 +348,8 @@ def glm_image(width: int = 32, layers: int = 2, codes: int = 64) -> Pair:
         vision_config={"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": HEADS, "image_size": 64},
         vq_config={"embed_dim": 16, "num_embeddings": codes - 2, "latent_channels": 32},
         image_token_id=tokenizer.convert_tokens_to_ids(names["image_token"]),
-        image_start_token_id=start,
-        image_end_token_id=end,
-    )
+        image_start_token_id=start, image_end_token_id=end,
+    )  # fmt: skip
     processor = transformers.GlmImageProcessor(
         transformers.GlmImageImageProcessor(), tokenizer, chat_template=tokenizer.chat_template
     )
@@ -394,10 +383,8 @@ def qwen2_5_vl(width: int = 32, layers: int = 2, text_only: bool = False) -> Pai
     }  # fmt: skip
     config = transformers.Qwen2_5_VLConfig(
         text_config=sizes | {"rope_parameters": rotation(turned - 2 * (turned // 3), turned // 3, turned // 3)},
-        vision_config=vision,
-        tie_word_embeddings=False,
-        **qwen_markers(tokenizer),
-    )
+        vision_config=vision, tie_word_embeddings=False, **qwen_markers(tokenizer),
+    )  # fmt: skip
     if text_only:
         return transformers.Qwen2_5_VLTextModel(config.text_config), tokenizer
     return transformers.Qwen2_5_VLForConditionalGeneration(config), tokenizer
@@ -412,13 +399,10 @@ def qwen3_vl(width: int = 32, layers: int = 2, generating: bool = True) -> Pair:
     }  # fmt: skip
     config = transformers.Qwen3VLConfig(
         text_config=decoder_sizes(width, layers) | {"rope_parameters": rotation(4, 2, 2)},
-        vision_config=vision,
-        tie_word_embeddings=False,
-        **qwen_markers(tokenizer),
-    )
-    return (transformers.Qwen3VLForConditionalGeneration if generating else transformers.Qwen3VLModel)(
-        config
-    ), tokenizer
+        vision_config=vision, tie_word_embeddings=False, **qwen_markers(tokenizer),
+    )  # fmt: skip
+    kind = transformers.Qwen3VLForConditionalGeneration if generating else transformers.Qwen3VLModel
+    return kind(config), tokenizer
 
 
 def mistral3(width: int = 32, layers: int = 2, generating: bool = True) -> Pair:
@@ -433,6 +417,5 @@ def mistral3(width: int = 32, layers: int = 2, generating: bool = True) -> Pair:
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
     )
-    return (transformers.Mistral3ForConditionalGeneration if generating else transformers.Mistral3Model)(
-        config
-    ), tokenizer
+    kind = transformers.Mistral3ForConditionalGeneration if generating else transformers.Mistral3Model
+    return kind(config), tokenizer
