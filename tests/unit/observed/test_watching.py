@@ -61,7 +61,7 @@ def test_guidance_doubles_the_samples_of_one_call_a_step(look, empty):
     first = {call.run: call.arguments["hidden_states"].shape for call in reversed(denoising)}
     assert first["base"][0] == first["larger"][0] == 2 and first["batch"][0] == 2 * BATCH
     assert first["base"][2:] != first["larger"][2:] and first["base"][2:] == first["batch"][2:]
-    texts = {call.run: call.arguments["input_ids"] for call in found.calls["text_encoder"]}
+    texts = {call.run: call.arguments["input_ids"] for call in reversed(found.calls["text_encoder"])}
     assert texts["base"].shape == texts["prompt"].shape and not torch.equal(texts["base"], texts["prompt"])
     if not empty:
         assert look("AuraFlowPipeline", scale=1.0).samples_per_image == 1, "without guidance"
