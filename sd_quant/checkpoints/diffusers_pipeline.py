@@ -472,7 +472,8 @@ def open_pipeline(
     check_served(path / INDEX, index, (name,))
     networks = networks_of(path, name, family, index)
     found = components_of(path, kind, index | networks)
-    described = {component: each for component, each in found.items() if component in networks or not each.is_network}
+    described = {component: found[component] for component in networks}  # in the family's order, which parts keep
+    described |= {component: each for component, each in found.items() if not each.is_network}
     folder = Folder(path, kind, index, described, *open_networks(path, described, (name, io)))
     with refusing(f"{path}: its configs describe no {name} that can be built", advice=AGAIN):
         family.parts(folder.configs, tokens, io)

@@ -193,7 +193,8 @@ def test_opening_reads_names_and_shapes_but_no_numbers(whole, opener, monkeypatc
 def test_weights_and_buffers_are_those_of_diffusers(whole, theirs):
     """Buffers hold the numbers that the constructor computes."""
     checkpoint, (pipe, observed) = open_pipeline(whole, "pixart"), by_observation(whole)
-    assert checkpoint.components.keys() == checkpoint.family.NETWORKS.keys() == observed.keys()
+    assert list(checkpoint.components) == list(checkpoint.configs) == list(checkpoint.family.NETWORKS)
+    assert checkpoint.components.keys() == observed.keys()
     for component, weights in checkpoint.components.items():
         network = getattr(theirs, component)
         state, built = network.state_dict(), build_module(checkpoint, component).state_dict()
