@@ -1,15 +1,12 @@
 """``python -m tests.run faults --kills 60``: every command killed, starved of disk, raced and put into hard places.
 
-Each command is first left alone. Then it is killed, as often as is asked for in all, and given again: what it leaves
-has to be what it left before, by hash, and nothing may lie under a temporary name; in between nothing may lie under a
-final name that is not whole. A plan is built anew with other bytes each time, so of plans the record's hash and the
-size count. The main job is also cancelled, and starved of disk in some stages. After that each command works with 64
-file descriptors, without shared memory, with a cache from the future and the past, on a full and a read-only disk, and
-four processes of one with one cache: it has to leave the same, or to end with a code from 2 to 4 (a sweep with 1) and
-one sentence. With ``faketime`` (Debian's package) the clock is also set a year back and ahead while a command works.
+Each command is first left alone. Whatever befalls it then, the same command given again has to leave what it left
+before, by hash and without a temporary name; in between nothing may lie under a final name that is not whole. Of plans,
+which are built with other bytes each time, the record's hash and the size count. In a hard place (few file
+descriptors, no shared memory, an old cache or one on a full disk, with ``faketime`` a clock that is set) a command may
+also end with a code from 2 to 4 (a sweep with 1) and one sentence.
 
-A stage begins when its line appears in the log. Every file that a command promises is the same in every run on one
-machine, but for times, sizes of memory and plans. Python's hashes are not drawn anew here, because ModelOpt writes the
+A stage begins when its line appears in the log. Python's hashes are not drawn anew here, because ModelOpt writes the
 state of its quantizers in the order of a set.
 """
 
@@ -28,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Timer
@@ -49,12 +46,8 @@ FAST = (
 MOST = 600  # seconds that a command may take
 PLAN = ".plan"
 KEPT = (".png", ".csv", ".pt", ".safetensors", ".xml", ".bin", ".onnx", ".data", PLAN)  # what a command promises
-# The report's table and its plots, which show what it recommends, and that depends on latencies.
-WITH_TIMES = ("summary.csv", "pareto_latency.png", "pareto_size.png", "trajectory.png")
-MEASURED = {  # or where it lies
-    "latency", "seconds", "stages", "peak_memory_bytes", "environment", "overrides", "fingerprint", "plans", "knobs",
-    "hand_over",
-}  # fmt: skip
+WITH_TIMES = ("summary.csv", "pareto_latency.png", "pareto_size.png", "trajectory.png")  # show what is recommended
+MEASURED = {*"latency seconds stages peak_memory_bytes environment overrides fingerprint plans knobs hand_over".split()}
 CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 130, signal.SIGTERM: 130}
 SOON = 15  # seconds that a cancelled job may take to end
 SPARED = 64 * 1024  # bytes that a full disk still has for logs
@@ -295,25 +288,15 @@ def unbroken(job: Job) -> Unbroken:
     start, moments, used = time.monotonic(), dict[str, float](), dict[str, int]()
 
     def note(stage: str) -> None:
-        moments[stage], used[stage] = time.monotonic() - start, bytes_in(job.root)
+        moments[stage], used[stage] = time.monotonic() - start, shutil.disk_usage(job.root).used
 
     ended = follow(job.start(), note)
     if ended.code:
         raise SystemExit(f"{job.name} failed undisturbed: {ended.stderr[-2000:]}")
-    used["end"] = bytes_in(job.root)
+    used["end"] = shutil.disk_usage(job.root).used
     found = Unbroken(artifacts(job), moments, used, time.monotonic() - start)
-    print(f"{job.name}: {found.seconds:.0f} s, {len(found.artifacts)} files, {used['end'] / 1e6:.0f} MB", flush=True)
+    print(f"{job.name}: {found.seconds:.0f} s, {len(found.artifacts)} files", flush=True)
     return found
-
-
-def bytes_in(folder: Path) -> int:
-    """On disk, of every file once, however many names it has."""
-    blocks = {}
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            found = path.lstat()
-            blocks[found.st_ino] = found.st_blocks * 512
-    return sum(blocks.values())
 
 
 # Signals
@@ -333,10 +316,6 @@ def at_stage(job: Job, stage: str, act: Callable[[subprocess.Popen], object]) ->
     return ended, time.monotonic() - acted[0]
 
 
-def killed_at(job: Job, stage: str, number: int) -> tuple[Ended, float]:
-    return at_stage(job, stage, lambda process: strike(process, number))
-
-
 def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, draw: random.Random, tally: Tally):
     """The signal as a stage begins or, without one, at a random moment, and then the command again."""
     job.empty()
@@ -346,7 +325,7 @@ def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, d
         after = time.monotonic() - started - seconds
         kind = f"{job.name}, {sent.name} after {seconds:.1f} s, in {ended.stages[-1] if ended.stages else 'the start'}"
     else:
-        ended, after = killed_at(job, stage, sent)
+        ended, after = at_stage(job, stage, lambda process: strike(process, sent))
         kind = f"{job.name}, {sent.name} as {stage} begins"
     problems = []
     if ended.code == 0:

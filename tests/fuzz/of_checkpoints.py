@@ -30,20 +30,7 @@ from sd_quant.observed.opening import components_of, open_networks, open_other, 
 from .. import small_nemo, zoo
 from ..zoo.families import TINY
 from .harness import Reader
-from .mutations import (
-    Files,
-    byte_edits,
-    damaged_safetensors,
-    damaged_weights,
-    damages,
-    decisive,
-    described,
-    digest,
-    digests,
-    edited,
-    either,
-    ways,
-)
+from .mutations import Files, byte_edits, damages, decisive, digest, digests, edited, ways
 
 
 def tar_of(members: Mapping[str, bytes], form: int, mtime: float = 0) -> bytes:
@@ -134,10 +121,7 @@ def weights() -> Reader:
     def read(folder: Path) -> dict[str, tuple]:
         return digests(stored_tensors(whole_file(folder / "a.ckpt")))
 
-    def mutate(recipe: tuple) -> Files:
-        return {"a.ckpt": damaged_weights(sound, recipe)}
-
-    return Reader("weights", {"a.ckpt": sound}, either, mutate, read, check, weight=40)
+    return Reader("weights", {"a.ckpt": sound}, read=read, check=check, weight=40, **damages({"a.ckpt": sound}))
 
 
 def nemo(scratch: Path) -> Reader:
@@ -198,10 +182,8 @@ def safetensors() -> Reader:
     def read(folder: Path) -> dict[str, tuple]:
         return digests(read_safetensors(whole_file(folder / "a.safetensors")))
 
-    def mutate(recipe: tuple) -> Files:
-        return {"a.safetensors": damaged_safetensors(sound, recipe)}
-
-    return Reader("safetensors", {"a.safetensors": sound}, described, mutate, read, check, weight=30)
+    files = {"a.safetensors": sound}
+    return Reader("safetensors", files, read=read, check=check, weight=30, **damages(files))
 
 
 def pipeline(scratch: Path, families: Collection[str] = TINY) -> Reader:

@@ -44,24 +44,7 @@ from ..presets import model_of
 from ..unit.calibration import some_statistics
 from ..unit.report.sweeps import LAYERS, MEMORY, QUIET, record_of, timing
 from .harness import Reader
-from .mutations import (
-    LARGE,
-    Files,
-    byte_edits,
-    changed,
-    damaged_safetensors,
-    damaged_weights,
-    damages,
-    described,
-    digest,
-    document_edits,
-    edited,
-    either,
-    header_of,
-    to_json,
-    to_yaml,
-    with_header,
-)
+from .mutations import LARGE, Files, byte_edits, damages, digest, edited, header_of, to_json, to_yaml, with_header
 
 
 def prompts() -> Reader:
@@ -75,11 +58,6 @@ def prompts() -> Reader:
         "entries.json": json.dumps(entries).encode(), "captions.json": json.dumps(captions).encode(),
     }  # fmt: skip
 
-    def mutate(recipe: tuple) -> Files:
-        name, edits = recipe
-        other = files["prompts.tsv" if name == "prompts.txt" else "prompts.txt"]
-        return {name: edited(files[name], edits, other=other)}
-
     def check(folder: Path, found: list[list[str]]) -> None:
         for prompts in found:
             assert prompts and all(prompt == prompt.strip() and 0 < len(prompt) <= 2000 for prompt in prompts)
@@ -92,7 +70,7 @@ def prompts() -> Reader:
     def read(folder: Path) -> list[list[str]]:
         return [read_prompts(folder / name) for name in files]
 
-    return Reader("prompts", files, st.tuples(st.sampled_from(sorted(files)), byte_edits), mutate, read, check)
+    return Reader("prompts", files, read=read, check=check, **damages(files))
 
 
 def statistics(scratch: Path) -> Reader:
@@ -139,14 +117,6 @@ def noise() -> Reader:
     np.save(array, values.numpy())
     files = {"a.pt": stored.getvalue(), "a.npy": array.getvalue(), "a.safetensors": save_safetensors({"a": values})}
 
-    def mutate(recipe: tuple) -> Files:
-        which, weights, header, edits = recipe
-        if which == "a.pt":
-            return {which: damaged_weights(files[which], weights)}
-        if which == "a.safetensors":
-            return {which: damaged_safetensors(files[which], header)}
-        return {which: edited(files[which], edits, [(0, 128)])}
-
     def loaded(folder: Path) -> list[tuple]:
         return [digest(read_latents(folder / name, {1, 2}, 8, 8)) for name in files]
 
@@ -158,8 +128,7 @@ def noise() -> Reader:
         array = np.load(folder / "a.npy", allow_pickle=False)
         assert digest(torch.from_numpy(array.astype("<f4"))) == found[1]
 
-    return Reader("noise", files, st.tuples(st.sampled_from(sorted(files)), either, described, byte_edits), mutate,
-                  loaded, check)  # fmt: skip
+    return Reader("noise", files, read=loaded, check=check, **damages(files))
 
 
 def lora() -> Reader:
@@ -270,13 +239,6 @@ def plan_record() -> Reader:
     )  # fmt: skip
     files = {"a.plan": header, "a.plan.json": to_json(dataclasses.asdict(report))}
 
-    def mutate(recipe: tuple) -> Files:
-        kind, edits = recipe
-        if kind == "node":
-            return {"a.plan.json": to_json(changed(dataclasses.asdict(report), edits))}
-        name = "a.plan" if kind == "header" else "a.plan.json"
-        return {name: edited(files[name], edits, [(0, RTX_HEADER.size)])}
-
     def told(folder: Path) -> tuple[dict, dict]:
         return describe_plan(folder / "a.plan"), dataclasses.asdict(read_record(folder / "a.plan"))
 
@@ -290,11 +252,7 @@ def plan_record() -> Reader:
         assert all(type(target) is str for target in record["targets"]) and type(record["sha256"]) is str
         assert all(type(side) is int for shapes in record["profile"].values() for shape in shapes for side in shape)
 
-    recipes = st.one_of(
-        st.tuples(st.just("header"), byte_edits), st.tuples(st.just("bytes"), byte_edits),
-        *[st.tuples(st.just("node"), document_edits)] * 2,
-    )  # fmt: skip
-    return Reader("plan", files, recipes, mutate, told, check)
+    return Reader("plan", files, read=told, check=check, **damages(files))
 
 
 def cache_entry() -> Reader:
@@ -305,12 +263,6 @@ def cache_entry() -> Reader:
     }}  # fmt: skip
     files = contents | {MANIFEST: to_json(manifest)}
 
-    def mutate(recipe: tuple) -> Files:
-        name, (kind, edits) = recipe
-        if kind == "node":
-            return {MANIFEST: to_json(changed(manifest, edits))}
-        return {name: edited(files[name], edits)}
-
     def names(folder: Path) -> list[str]:
         if not (found := sound(folder, origin)):
             raise ArtifactError("the entry is damaged")
@@ -319,11 +271,7 @@ def cache_entry() -> Reader:
     def check(folder: Path, found: list[str]) -> None:
         assert set(found) <= contents.keys() and all((folder / name).read_bytes() == contents[name] for name in found)
 
-    recipes = st.tuples(
-        st.sampled_from(sorted(files)),
-        st.one_of(st.tuples(st.just("bytes"), byte_edits), *[st.tuples(st.just("node"), document_edits)] * 2),
-    )
-    return Reader("cache", files, recipes, mutate, names, check)
+    return Reader("cache", files, read=names, check=check, **damages(files))
 
 
 def a_record(decibels: float, speedup: float) -> dict:
