@@ -275,26 +275,25 @@ def commands(folder: Path, model: Sequence[str]) -> list[Job]:
 
 @dataclass
 class Unbroken:
-    """``moments``: stage to the second at which it began; ``used``: stage to the bytes on disk then."""
+    """``used``: the bytes on disk as each stage began, and at the end."""
 
     artifacts: dict[str, str]
-    moments: dict[str, float]
     used: dict[str, int]
     seconds: float
 
 
 def unbroken(job: Job) -> Unbroken:
     job.empty()
-    start, moments, used = time.monotonic(), dict[str, float](), dict[str, int]()
+    start, used = time.monotonic(), dict[str, int]()
 
     def note(stage: str) -> None:
-        moments[stage], used[stage] = time.monotonic() - start, shutil.disk_usage(job.root).used
+        used[stage] = shutil.disk_usage(job.root).used
 
     ended = follow(job.start(), note)
     if ended.code:
         raise SystemExit(f"{job.name} failed undisturbed: {ended.stderr[-2000:]}")
-    used["end"] = shutil.disk_usage(job.root).used
-    found = Unbroken(artifacts(job), moments, used, time.monotonic() - start)
+    note("end")
+    found = Unbroken(artifacts(job), used, time.monotonic() - start)
     print(f"{job.name}: {found.seconds:.0f} s, {len(found.artifacts)} files", flush=True)
     return found
 
@@ -460,7 +459,7 @@ def run(wanted: argparse.Namespace) -> int:
         signals += [(signal.SIGINT, signal.SIGTERM)[number % 2] for number in range(wanted.cancels)]
         for number, sent in enumerate(signals):
             command = made[number % len(made) if sent == signal.SIGKILL else 0]
-            turn, stages = number // len(made), [*alone[command.name].moments]
+            turn, stages = number // len(made), [*alone[command.name].used][:-1]
             stage = stages[turn // 2 % len(stages)] if stages and turn % 2 else None
             struck(command, alone[command.name], sent, stage, draw, tally)
         if wanted.disk:

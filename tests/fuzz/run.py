@@ -31,13 +31,26 @@ from hypothesis import seed as seeded
 
 from sd_quant.process import mapped_bytes, peak_memory_bytes, reset_peak
 
+from . import of_checkpoints, of_runs
 from .harness import OTHER, REFUSED, SAME, Place, Reader, Wrong, outcome
-from .readers import make_readers
+from .of_denoisers import denoisers
 
 CHUNK = 250  # inputs to a child
 MEMORY_CAP = 2**30  # above what the child has at its start
 WRONG = "anything else"
 EVERY_INPUT = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}  # is tried, once
+
+
+def make_readers(scratch: Path) -> list[Reader]:
+    """Every reader of files that come from strangers, with their sound inputs made below ``scratch``."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    return [
+        of_checkpoints.archives(), of_checkpoints.weights(), of_checkpoints.nemo(scratch), of_checkpoints.safetensors(),
+        of_checkpoints.pipeline(scratch), of_checkpoints.observed(scratch / "observed"), of_runs.prompts(),
+        of_runs.statistics(scratch), of_runs.records(), of_runs.report(), of_runs.configuration(),
+        of_runs.onnx_graph(), of_runs.noise(), of_runs.lora(), of_runs.images(), of_runs.plan_record(),
+        of_runs.cache_entry(), *denoisers(scratch / "denoisers"),
+    ]  # fmt: skip
 
 
 @dataclass

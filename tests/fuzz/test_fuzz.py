@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from ..run import main
 from .harness import OTHER, REFUSED, SAME, Place, Reader, Wrong, outcome
 from .learn import CORPUS, read_corpus
-from .readers import make_readers
-from .run import EVERY_INPUT, table
+from .run import EVERY_INPUT, make_readers, table
 
 pytestmark = pytest.mark.commit
 
