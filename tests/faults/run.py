@@ -118,17 +118,10 @@ def strike(process: subprocess.Popen, number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def follow(
-    process: subprocess.Popen,
-    on_stage: Callable[[str], object] = lambda stage: None,
-    seconds: float = MOST,
-    number: int = signal.SIGKILL,
-) -> Ended:
-    """Read the job to its end, which a signal may hasten after some seconds; ``on_stage`` hears of stages' begins."""
-    lines, stages = [], []
-    limits = [Timer(seconds, strike, [process, number]), Timer(MOST, strike, [process, signal.SIGKILL])]
-    for limit in limits:
-        limit.start()
+def follow(process: subprocess.Popen, on_stage: Callable[[str], object] = lambda stage: None) -> Ended:
+    """Read the job to its end; ``on_stage`` hears of stages' begins."""
+    lines, stages, limit = [], [], Timer(MOST, strike, [process, signal.SIGKILL])
+    limit.start()
     with process, process.errors:
         for line in process.stdout:
             lines.append(line)
@@ -136,8 +129,7 @@ def follow(
                 stages.append(found[1])
                 on_stage(found[1])
         code = process.wait()
-        for limit in limits:
-            limit.cancel()
+        limit.cancel()
         process.errors.seek(0)
         return Ended(code, "".join(lines), process.errors.read(), tuple(stages))
 
@@ -301,31 +293,31 @@ def unbroken(job: Job) -> Unbroken:
 # Signals
 
 
-def at_stage(job: Job, stage: str, act: Callable[[subprocess.Popen], object]) -> tuple[Ended, float]:
-    """Act on the job when the stage's line appears in its log; return the seconds from then to its end as well."""
-    acted: list[float] = []
+def disturbed(job: Job, moment: str | float, act: Callable[[subprocess.Popen], object]) -> tuple[Ended, float]:
+    """Act on the job as a stage's line appears in its log, or after some seconds; return the seconds from then to its
+    end as well."""
+    acted, process = list[float](), job.start()
 
-    def on_stage(begun: str) -> None:
-        if begun == stage and not acted:
+    def now() -> None:
+        if not acted:  # a sweep has each stage several times
             acted.append(time.monotonic())
             act(process)
 
-    process = job.start()
-    ended = follow(process, on_stage)
-    return ended, time.monotonic() - acted[0]
+    timer = Timer(moment if isinstance(moment, float) else MOST, now)
+    timer.start()
+    ended = follow(process, lambda begun: now() if begun == moment else None)
+    timer.cancel()
+    return ended, time.monotonic() - acted[0] if acted else 0.0
 
 
 def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, draw: random.Random, tally: Tally):
     """The signal as a stage begins or, without one, at a random moment, and then the command again."""
     job.empty()
-    if stage is None:
-        seconds, started = draw.uniform(0.2, model.seconds), time.monotonic()
-        ended = follow(job.start(), seconds=seconds, number=sent)
-        after = time.monotonic() - started - seconds
-        kind = f"{job.name}, {sent.name} after {seconds:.1f} s, in {ended.stages[-1] if ended.stages else 'the start'}"
-    else:
-        ended, after = at_stage(job, stage, lambda process: strike(process, sent))
-        kind = f"{job.name}, {sent.name} as {stage} begins"
+    moment = stage or draw.uniform(0.2, model.seconds)
+    ended, after = disturbed(job, moment, lambda process: strike(process, sent))
+    where = ended.stages[-1] if ended.stages else "the start"
+    when = f"as {stage} begins" if stage else f"after {moment:.1f} s, in {where}"
+    kind = f"{job.name}, {sent.name} {when}"
     problems = []
     if ended.code == 0:
         kind += ", too late"
@@ -362,7 +354,7 @@ def starved(job: Job, stage: str, filler: Path, spared: int, expected: dict[str,
         fill(filler, spared)
         strike(process, signal.SIGCONT)
 
-    ended, _ = at_stage(job, stage, act)
+    ended, _ = disturbed(job, stage, act)
     filler.unlink(missing_ok=True)
     problems = whole(job, expected) if ended.code else []
     if ended.code != 4 or len(ended.errors) != 1 or "disk" not in ended.errors[0]:

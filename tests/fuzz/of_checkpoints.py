@@ -44,13 +44,10 @@ def tar_of(members: Mapping[str, bytes], form: int, mtime: float = 0) -> bytes:
 
 
 def headers_of(archive: bytes) -> list[tuple[int, int]]:
-    """Where the blocks of a sound tar are that are no content."""
-    found, position = [], 0
-    while any(archive[position : position + 512]):
-        size = tarfile.TarInfo.frombuf(archive[position : position + 512], "utf-8", "strict").size
-        found.append((position, position + 512))
-        position += 512 + -(-size // 512) * 512
-    return [*found, (position, min(position + 1024, len(archive)))]
+    """Where the blocks of a sound tar are that say what follows, and its end."""
+    end = -(-len(archive.rstrip(b"\0")) // 512) * 512
+    starts = [start for start in range(0, end, 512) if archive[start + 257 : start + 262] == b"ustar"]
+    return [*((start, start + 512) for start in starts), (end, end + 1024)]
 
 
 def with_checksums(archive: bytes, headers: list[tuple[int, int]]) -> bytes:

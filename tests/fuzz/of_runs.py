@@ -44,7 +44,7 @@ from ..presets import model_of
 from ..unit.calibration import some_statistics
 from ..unit.report.sweeps import LAYERS, MEMORY, QUIET, record_of, timing
 from .harness import Reader
-from .mutations import LARGE, Files, byte_edits, damages, digest, edited, header_of, to_json, to_yaml, with_header
+from .mutations import LARGE, Files, byte_edits, damages, digest, edited, header_of, to_json, to_yaml, ways, with_header
 
 
 def prompts() -> Reader:
@@ -215,20 +215,16 @@ def onnx_graph() -> Reader:
     sound = graph_with(["a.data", "sub/c.data"])
     files = {"a.onnx": sound, "a.data": bytes(16), "b.data": bytes(16), "sub/c.data": bytes(16)}
 
-    def mutate(recipe: tuple) -> Files:
-        kind, edits = recipe
-        if kind == "bytes":
-            return {"a.onnx": edited(sound, edits, other=files["a.onnx"][::-1])}
-        return {"a.onnx": graph_with([LOCATIONS[number % len(LOCATIONS)] for number in edits])}
+    def named(numbers: tuple[int, int]) -> Files:
+        return {"a.onnx": graph_with([LOCATIONS[number % len(LOCATIONS)] for number in numbers])}
 
     def check(folder: Path, found: list[Path]) -> None:
         assert all(path.is_file() and path.resolve().is_relative_to(folder.resolve()) for path in found)
         onnx.load(folder / "a.onnx", load_external_data=False)
 
-    recipes = st.one_of(
-        *[st.tuples(st.just("bytes"), byte_edits)] * 3, st.tuples(st.just("locations"), st.tuples(LARGE, LARGE))
-    )
-    return Reader("onnx", files, recipes, mutate, lambda folder: onnx_files(folder / "a.onnx"), check)
+    damaged = byte_edits, lambda edits: {"a.onnx": edited(sound, edits, other=sound[::-1])}
+    recipes = ways(damaged, damaged, damaged, (st.tuples(LARGE, LARGE), named))
+    return Reader("onnx", files, read=lambda folder: onnx_files(folder / "a.onnx"), check=check, **recipes)
 
 
 def plan_record() -> Reader:

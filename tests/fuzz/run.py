@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -117,7 +116,7 @@ def fuzz(readers: Sequence[Reader], wanted: argparse.Namespace, scratch: Path, d
 
 
 def run_chunk(reader: Reader, count: int, root: Path, wanted: argparse.Namespace, tally: Tally, draw: Callable) -> None:
-    """In a child; when that dies or hangs, the input that it was reading is what killed it."""
+    """In a child; when that dies, as by its alarm when it hangs, the input that it was reading is what killed it."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -129,18 +128,9 @@ def run_chunk(reader: Reader, count: int, root: Path, wanted: argparse.Namespace
             os._exit(70)
         os._exit(0)
     os.close(sending)
-    buffer, ended = b"", False
-    while not ended:
-        ready, _, _ = select.select([receiving], [], [], 60 + wanted.seconds)
-        if not ready:
-            os.kill(child, signal.SIGKILL)
-            break
-        data = os.read(receiving, 65536)
-        ended = not data
-        *lines, buffer = (buffer + data).split(b"\n")
-        for kind, seconds, most in map(json.loads, lines):
+    with open(receiving) as told:
+        for kind, seconds, most in map(json.loads, told):
             tally.add({kind: 1}, seconds, most)
-    os.close(receiving)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status != 0:
         tally.counts[WRONG] += 1
@@ -165,6 +155,7 @@ def in_child(reader: Reader, count: int, root: Path, sending: int, wanted: argpa
 
     def read_one(recipe: object) -> None:
         number = next(numbers)
+        signal.alarm(60 + round(wanted.seconds))  # which ends native code too
         told = tried(place, recipe, keep, f"{root.name}-{number}", wanted.seconds)
         os.write(sending, json.dumps(told).encode() + b"\n")
         if number + 1 == count:
