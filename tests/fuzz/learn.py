@@ -28,8 +28,10 @@ def read_corpus(path: Path) -> dict[str, list[bytes]]:
 
 def write_corpus(path: Path, known: Mapping[str, list[bytes]]) -> None:
     """Several inputs stand on a line."""
-    texts = {name: " ".join(sorted(each.hex() for each in set(inputs))) for name, inputs in sorted(known.items())}
-    path.write_text(json.dumps({name: wrap(text, 110) for name, text in texts.items()}, indent=1) + "\n")
+    lines = {}
+    for name, inputs in sorted(known.items()):
+        lines[name] = wrap(" ".join(sorted(each.hex() for each in set(inputs))), 110, break_long_words=False)
+    path.write_text(json.dumps(lines, indent=1) + "\n")
 
 
 def run(wanted: argparse.Namespace) -> int:

@@ -91,11 +91,8 @@ def statistics(scratch: Path) -> Reader:
         return damaged
 
     def packed(folder: Path) -> dict[str, torch.Tensor]:
-        return pack(
-            read_statistics(
-                folder, some_statistics.LAYERS, some_statistics.CONTRACT, {"form": 2, **some_statistics.ORIGIN}, 2
-            )
-        )
+        origin = {"form": 2, **some_statistics.ORIGIN}
+        return pack(read_statistics(folder, some_statistics.LAYERS, some_statistics.CONTRACT, origin, 2))
 
     def check(folder: Path, found: dict[str, tuple]) -> None:
         """Statistics read from a file: the same layers and inputs, finite numbers, no range below zero."""
@@ -241,10 +238,8 @@ def plan_record() -> Reader:
     def check(folder: Path, found: tuple[dict, dict]) -> None:
         """The record of a plan equals the file's JSON and has the types that a build writes."""
         record = found[1]
-        assert (
-            json.loads(record_path(folder / "a.plan").read_text("utf-8")) | {"timing_cache": record["timing_cache"]}
-            == record
-        )
+        stored = json.loads(record_path(folder / "a.plan").read_text("utf-8"))
+        assert stored | {"timing_cache": record["timing_cache"]} == record
         assert all(type(target) is str for target in record["targets"]) and type(record["sha256"]) is str
         assert all(type(side) is int for shapes in record["profile"].values() for shape in shapes for side in shape)
 
