@@ -11,18 +11,8 @@ import pytest
 from sd_quant.commands.gate import EXIT_CODES
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.metrics.intervals import Interval, mean_interval
-from sd_quant.report.gate import (
-    FAILED,
-    PASSED,
-    UNTOLD,
-    Estimate,
-    Run,
-    decide,
-    levels_of,
-    mean_of_skewed,
-    read_run,
-    untransformed,
-)  # fmt: skip
+from sd_quant.report import gate as gates
+from sd_quant.report.gate import FAILED, PASSED, UNTOLD, Estimate, Run, decide, levels_of, mean_of_skewed, read_run
 from sd_quant.report.gate_output import json_of, text_of, write_gate, xml_of
 from sd_quant.report.record import parsed
 from tests.nested import with_values
@@ -120,7 +110,7 @@ def test_the_interval_of_skewed_values_reaches_further_to_the_long_side():
     assert above[mean_of_skewed] < 0.7 * above[mean_interval]
     assert mean_of_skewed([2.0, 2.0], 0.95) == (2, 2, 2)
     for t, a in ((2.0, 0.3), (-2.0, 0.3), (2.0, -0.3)):  # the inverse of Hall's transformation, as published
-        g = untransformed(t, a)
+        g = gates.untransformed(t, a)
         assert g + a * g**2 / 3 + a**2 * g**3 / 27 + a / 6 == pytest.approx(t)
     [bounded, _] = decide(run_of(2, fidelity__lpips__values=[0.0, 0.002]), None, {"max_lpips": 1.0}).verdicts
     assert bounded.figures["low"] == 0

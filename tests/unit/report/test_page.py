@@ -272,15 +272,9 @@ def test_the_style_sheet_has_every_colour_of_the_plots_in_light_and_in_dark():
 # The files of images
 
 
-def gradient(count: int, size: int) -> np.ndarray:
-    ramp = np.linspace(0, 255, size).astype(np.uint8)
-    return np.broadcast_to(ramp[None, :, None, None], (count, size, size, 3)).copy()
-
-
 def test_a_videos_frames_are_played_one_after_the_other(tmp_path):
     frames = [np.full((16, 24, 3), 40 * number, np.uint8) for number in range(1, 5)]
-    strips = np.concatenate(frames, axis=1)[None]
-    [path] = save_animations(strips, 24, tmp_path, ["0000"])
+    [path] = save_animations(np.concatenate(frames, axis=1)[None], 24, tmp_path, ["0000"])
     with Image.open(path) as video:
         assert video.n_frames == 4 and video.size == (24, 16)
         for number, frame in enumerate(frames):
@@ -290,7 +284,8 @@ def test_a_videos_frames_are_played_one_after_the_other(tmp_path):
 
 def test_hostile_captions_are_only_drawn_and_thousands_of_pairs_give_a_grid_that_still_opens(tmp_path):
     captions = ["\x1b[2J\x00\n\u202e=cmd|'!A0", "\ud800 " + "x" * 100_000, ""]
-    path = comparison_grid(gradient(3, 64), gradient(3, 64), tmp_path / "grid.png", captions)
+    black = np.zeros((3, 64, 64, 3), np.uint8)
+    path = comparison_grid(black, black, tmp_path / "grid.png", captions)
     assert [file.name for file in tmp_path.iterdir()] == ["grid.png"]
     with Image.open(path) as image:
         assert image.info == {}
@@ -299,7 +294,8 @@ def test_hostile_captions_are_only_drawn_and_thousands_of_pairs_give_a_grid_that
         lines = _wrap(caption, font, 60)
         assert len(lines) <= 2
         assert all(font.getlength(line) <= 60 and line.isprintable() for line in lines)
-    path = comparison_grid(gradient(1000, 16), gradient(1000, 16), path, [""] * 1000)  # in rows, so that it opens
+    many = np.zeros((1000, 16, 16, 3), np.uint8)
+    path = comparison_grid(many, many, path, [""] * 1000)  # in rows, so that it opens
     with Image.open(path) as image:
         assert 8 * 2 * 16 < image.width < 1000 and 8 * 2 * 32 < image.height < 1000
     assert _wrap("a long caption that does not fit", font, 60)[-1].endswith("...")
@@ -318,8 +314,8 @@ def test_images_of_several_sizes_are_saved_and_drawn_as_they_are_and_of_another_
     white = [255 - image for image in black]
     with Image.open(comparison_grid(white, black, tmp_path / "grid.png", [""] * 3)) as image:
         grid = np.asarray(image)
-    edges = [grid.shape[1] - 16 - (3 - index) * 72 + 8 for index in range(3)]  # the left edges of the pairs
-    for left, (height, width, _) in zip(edges, (image.shape for image in black), strict=True):
+    for place, (height, width, _) in enumerate(image.shape for image in black):
+        left = grid.shape[1] - 16 - (3 - place) * 72 + 8  # the left edge of the pair
         below = grid[16 + 64 + 4 :, left : left + 64].max(-1) == 0
         assert below.sum() == height * width
         assert below[(64 - height) // 2 :, (64 - width) // 2 :][:height, :width].all()
