@@ -95,44 +95,37 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
     theirs = FrechetInceptionDistance(Means())
     for seed, number, real in ((1, 30, True), (0, 24, False)):
         theirs.update(torch.tensor(random_images(number, seed)).permute(0, 3, 1, 2), real=real)
-    expected = theirs.compute().item()
     found = fid(random_images(24), folder)
-    assert found["value"] == pytest.approx(expected, rel=1e-4)
+    assert found["value"] == pytest.approx(theirs.compute().item(), rel=1e-4)
     assert (found["reason"], found["images"], found["network"]) == (None, 24, "inception-2015-12-05")
-
     features = Means()(torch.tensor(random_images(30, seed=1)).permute(0, 3, 1, 2)).double().numpy()
     np.savez(tmp_path / "val.npz", mu=features.mean(0), sigma=np.cov(features, rowvar=False))
     again = fid(random_images(24), tmp_path / "val.npz")
-    assert again["value"] == pytest.approx(found["value"], rel=1e-6)
-    assert again["references"] == "val.npz"
-
-
-def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path):
-    for mu, sigma in (
-        (np.zeros(12), None), (np.zeros(12), np.zeros((12, 11))), (np.zeros(12), np.full((12, 12), np.nan)),
-        (np.float64(0), np.zeros((1, 1))), (np.zeros(5), np.eye(5)), (np.array([None]), np.eye(1)),
-    ):  # fmt: skip
-        np.savez(tmp_path / "broken.npz", mu=mu, **({} if sigma is None else {"sigma": sigma}))
-        found = fid(random_images(24), tmp_path / "broken.npz")
-        assert found["value"] is None and "broken.npz" in found["reason"]
-        assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
+    assert (again["value"], again["references"]) == (pytest.approx(found["value"], rel=1e-6), "val.npz")
 
 
 def test_what_is_broken_or_too_few_and_an_add_on_that_fails_give_a_reason(small_inception, folder, monkeypatch):
     images = random_images(24)
-    content = (folder / "07.png").read_bytes()
-    (folder / "07.png").write_bytes(b"no image")
-    assert "07.png cannot be read" in fid(images, folder)["reason"]
-    (folder / "07.png").write_bytes(content)
-    (folder / "cut.npz").write_bytes(b"PK\3\4")
-    assert "cannot be read as mu and sigma" in fid(images, folder / "cut.npz")["reason"]
+    for mu, sigma in (
+        (np.zeros(12), None), (np.zeros(12), np.zeros((12, 11))), (np.zeros(12), np.full((12, 12), np.nan)),
+        (np.float64(0), np.zeros((1, 1))), (np.zeros(5), np.eye(5)), (np.array([None]), np.eye(1)),
+    ):  # fmt: skip
+        np.savez(folder / "broken.npz", mu=mu, **({} if sigma is None else {"sigma": sigma}))
+        found = fid(images, folder / "broken.npz")
+        assert found["value"] is None and "broken.npz" in found["reason"]
+        assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
+    (folder / "broken.npz").write_bytes(b"PK\3\4")
+    assert "cannot be read as mu and sigma" in fid(images, folder / "broken.npz")["reason"]
     assert "19 images were made" in fid(images[:19], folder)["reason"]
     with monkeypatch.context() as patch:
         patch.setattr("sd_quant_scores.inception.inception", lambda: 1 / 0)
         assert "the add-on scores failed (ZeroDivisionError" in fid(images, folder)["reason"]
-    for path in list(folder.glob("[12]*.png")):
+    for path in folder.glob("[12]*.png"):
         path.unlink()
     assert f"10 images are in {folder}" in fid(images, folder)["reason"]
+    (folder / "07.png").write_bytes(b"no image")
+    monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 2)
+    assert "07.png cannot be read" in fid(images, folder)["reason"]
     with pytest.raises(ConfigError, match="neither a folder of images nor an .npz"):
         text_image.check_references(folder / "absent.npz")
 

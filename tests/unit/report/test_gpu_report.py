@@ -10,12 +10,12 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.places import HOME
 from sd_quant.report.gpu_report import MOST_BYTES, SCHEMA, read_report, row_of, without_names
 from sd_quant.report.recommendation import recommend
-from sd_quant.report.record import parsed
+from sd_quant.report.record import read_record
 from sd_quant.report.summary import read_sweep
 from sd_quant.report.warnings import warnings_of_run
 from tests.nested import with_values
 
-from .sweeps import record_of_plan, write_job
+from .sweeps import change_record, latency_of, record_of_plan, write_job
 
 pytestmark = pytest.mark.commit
 
@@ -116,11 +116,10 @@ HOPPER = {
     ],
 )
 def test_int8_on_hopper_is_told_to_be_fp8_and_is_not_recommended(tmp_path, changes, told):
-    folder = write_job(tmp_path / "run")
-    record = with_values(json.loads((folder / "metrics.json").read_text()), HOPPER | changes)
-    engine = record["knobs"]["infer"]["engine"]
-    record["latency"][engine] = record["latency"].pop("openvino")
-    (folder / "metrics.json").write_text(json.dumps(record))
-    assert (f"FORMAT: {TAKE_FP8}." in warnings_of_run(parsed(record), [engine], [])) is told
+    changes = HOPPER | changes
+    engine = changes["knobs.infer.engine"]
+    changes["latency"] = {engine: latency_of(1.3)["openvino"]}
+    folder = change_record(write_job(tmp_path / "run"), changes)
+    assert (f"FORMAT: {TAKE_FP8}." in warnings_of_run(read_record(folder), [engine], [])) is told
     recommended = recommend(read_sweep(folder))
     assert (TAKE_FP8 in recommended.sentence) is told and (recommended.job is None) is told

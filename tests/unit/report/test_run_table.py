@@ -1,7 +1,7 @@
 """The closing table of a run, and of a sweep."""
 
 import re
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 
 import pytest
 
@@ -29,9 +29,8 @@ def record() -> dict:
 
 def row(table: str, start: str, after: str = "") -> list[str]:
     """Cells of the first line beginning with ``start`` below the line beginning with ``after``."""
-    lines = table.splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith(after))
-    return next(line for line in lines[first:] if line.startswith(start)).removeprefix(start).split()
+    lines = dropwhile(lambda line: not line.startswith(after), table.splitlines())
+    return next(line for line in lines if line.startswith(start)).removeprefix(start).split()
 
 
 def test_every_number_stands_in_its_place():
