@@ -84,6 +84,8 @@ def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch, 
     outputs = {part: output["out"].item() for part, output in found.outputs[FRAMEWORK].items()}
     assert outputs == {"unet": 10.25, "vae": 50.25}
     assert by_batch.call_args.args[2] == [[0, 2, 10], [], [47], [], [92], [], [137], []]
+    assert [compare.sampled_calls(batches, 20) for batches in (1, 2)] == [[2, 7, 12, 17], [2, 7, 32, 37]]
+    assert max(compare.sampled_calls(8, 1)) < 8, "of an image of one step"
 
 
 @pytest.mark.parametrize("first", [[0, 1, 2], [4, 5, 6], range(7), []], ids=str)
@@ -212,28 +214,19 @@ def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path
     assert [images("one", "no engine"), images("one")] == [10, 0]
 
 
-def test_further_calls_are_of_other_images_and_other_steps_and_one_that_is_kept_twice_can_be_saved(
-    monkeypatch, tmp_path
-):
-    """With four steps the third is both half way and one of the further calls."""
-    for batches, expected in (8, [2, 47, 92, 137]), (1, [2, 7, 12, 17]), (2, [2, 7, 32, 37]):
-        assert compare.sampled_calls(batches, 20) == expected
-        assert max(compare.sampled_calls(batches, 1)) < batches
-    checkpoint, engines = faked(monkeypatch)
-    found = compare.compare_framework(checkpoint, engines[FRAMEWORK], of(["a cat"], steps=4))
-    assert found.inputs["unet"]["x"].item() == 2 and "2" in found.calls
-    found.images.clear()
-    save_file(shared.pack(found), tmp_path / "a.safetensors")
-
-
 @pytest.mark.parametrize("widths", [(64, 64), (64, 128)], ids=["one size", "several sizes"])
-def test_images_are_kept_as_they_were(widths):
+def test_images_are_kept_as_they_were(widths, tmp_path):
+    """And a call that is kept twice can be saved: with four steps the third is half way and a further one."""
     images = [np.full((64, width, 3), number, np.uint8) for number, width in enumerate(widths * 6)]
     latents = [torch.full((2, 4, 8, width // 8), float(number)) for number, width in enumerate(widths * 6)]
     same = len(set(widths)) == 1
     made = Generated(np.stack(images) if same else images, torch.stack(latents) if same else latents)
-    inputs, calls = {"vae": {"z": torch.ones(1)}}, {"7": {"z": torch.ones(2)}}
-    kept = shared.unpack(shared.pack(shared.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, calls)))
+    inputs = {"vae": {"z": torch.ones(2)}}
+    packed = shared.pack(
+        shared.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, {"7": inputs["vae"]})
+    )
+    save_file(packed, tmp_path / "a.safetensors")
+    kept = shared.unpack(packed)
     assert kept.calls["7"]["z"].shape == (2,)
     found = kept.images["framework"]
     assert type(found.images) is type(made.images) and type(found.latents) is type(made.latents)
