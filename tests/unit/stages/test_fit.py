@@ -30,7 +30,8 @@ from tests.presets import job, recipe_of
 from tests.refusals import refused
 from tests.zoo.families import sd15_of_one_level
 
-from . import sdxl
+from .conftest import loaded as sdxl
+from .conftest import opened
 
 pytestmark = pytest.mark.commit
 
@@ -194,8 +195,8 @@ def test_the_better_of_the_measured_choices_is_taken(monkeypatch, tmp_path, take
 @pytest.mark.slow
 def test_offers_count_every_part_in_its_own_precision():
     """The autoencoder in fp32, encoders and denoiser in fp16; what the networks keep is in no unit."""
-    offers = stage.offers_of(given := sdxl.loaded("fit=1.05GB"))
-    assert {part: offer.whole for part, offer in offers.items()} == sdxl.opened().stored_bytes
+    offers = stage.offers_of(given := sdxl("fit=1.05GB"))
+    assert {part: offer.whole for part, offer in offers.items()} == opened().stored_bytes
     assert offers["vae"].whole == 4 * given.parameters["vae"] and offers["clip2"].whole == 2 * given.parameters["clip2"]
     layers, sizes = stage.layers_of(given, "vae"), offers["vae"].sizes
     conv = sizes[name := "decoder.up_blocks.0.resnets.0.conv1"]
@@ -208,17 +209,17 @@ def test_offers_count_every_part_in_its_own_precision():
 @pytest.mark.slow
 def test_precise_steps_have_weights_of_their_own_in_the_limit():
     plain, precise = (
-        stage.offers_of(sdxl.loaded("fit=1.05GB", *knobs)) for knobs in ((), ("infer.schedule=fhcc", "infer.steps=4"))
+        stage.offers_of(sdxl("fit=1.05GB", *knobs)) for knobs in ((), ("infer.schedule=fhcc", "infer.steps=4"))
     )
     name, own = next(iter(plain["unet_xl"].sizes.items()))
     assert precise["unet_xl"].sizes[name] == {label: 2 * size for label, size in own.items()}
     assert precise["unet_xl"].whole == 3 * plain["unet_xl"].whole and precise["vae"] == plain["vae"]
-    chosen = stage.offers_of(sdxl.loaded("fit=1.05GB", "infer.precise_steps=2"))["unet_xl"]
+    chosen = stage.offers_of(sdxl("fit=1.05GB", "infer.precise_steps=2"))["unet_xl"]
     assert chosen.whole == 2 * plain["unet_xl"].whole, "full precision is opened to choose them alone"
 
 
 def test_what_cannot_fit_and_what_fits_as_it_is_are_refused_with_both_ends():
-    given = sdxl.loaded("fit=1.05GB")
+    given = sdxl("fit=1.05GB")
     offers = stage.offers_of(given)
     (group,) = stage.groups_of(given, offers)
     beside = group.working

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,12 +84,11 @@ def compared(
     return compare_latency(variants, infer, timing, **more)
 
 
-def read_from(latency: dict) -> Timed:
+def read_from(latency: dict, part: str = "unet_xl", samples: int = 2, **denoiser: object) -> Timed:
     """What a report reads of a record with this latency."""
-    return timed_alone("a", parsed({
-        "latency": latency, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-    }))  # fmt: skip
+    knobs = {"infer": {"engine": "openvino", "batch_size": 1}}
+    denoiser |= {"part": part, "samples_per_image": samples}
+    return timed_alone("a", parsed({"latency": latency, "denoiser": denoiser, "knobs": knobs}))
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -179,10 +179,7 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
     assert found["low"]["1"].get("speedup") == (pytest.approx(2) if others else None)
     assert found["image"]["1"]["full_precision"]["rest"] == 0.5
     assert found["image"]["1"]["quantized"]["p50_ms"] == pytest.approx(1000 * image)
-    read = timed_alone("a", parsed({
-        "latency": {"openvino": found}, "denoiser": {"part": "high", "samples_per_image": 1, "calls": calls},
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-    }))  # fmt: skip
+    read = read_from({"openvino": found}, "high", 1, calls=calls)
     assert read.image_speedup().value == found["image"]["1"]["speedup"] == pytest.approx(15 / image)
     assert read.denoiser_speedup().value == pytest.approx(10 / (image - 5)), "of the mean of an image's calls"
 
@@ -214,26 +211,11 @@ def test_an_image_whose_denoiser_was_disturbed_has_no_figure_and_no_ratio(checkp
     assert compared(checkpoint, variants)["openvino"]["image"]["1"]["full_precision"]["p50_ms"] is not None
 
 
-def test_what_is_compared_is_called_as_often_in_a_row_as_an_image_calls_it(checkpoint, clocked):
-    """Behind another engine's call each takes 10 ms more: half of that in the mean of a row of two steps."""
-    variants, last = clocked.variants(0.08, 0.04, 0.01), [None]
-
-    def after_another(name: str):
-        engine = variants[name]["unet_xl"]
-
-        def call(**inputs):
-            clocked.seconds += 0.01 * (last[0] != name)
-            last[0] = name
-            return engine(**inputs)
-
-        vars(call).update(vars(engine))
-        return call
-
-    engines = {name: after_another(name) for name in ("full_precision", "quantized")}
-    rounds = timing.denoiser_rounds(checkpoint, engines, INFER, TIMING)
-    assert {name: max(samples) for name, samples in rounds.samples.items()} == pytest.approx(
-        {"full_precision": 45, "quantized": 15}
-    )
+def test_what_is_compared_is_called_as_often_in_a_row_as_an_image_calls_it(checkpoint, clocked, monkeypatch):
+    monkeypatch.setattr(timing, "in_a_row", in_a_row := Mock(wraps=timing.in_a_row))
+    engines = {name: own["unet_xl"] for name, own in clocked.variants().items()}
+    timing.denoiser_rounds(checkpoint, engines, INFER, TIMING)
+    assert [call.args[1] for call in in_a_row.mock_calls] == [2] * 3, "steps"
 
 
 def test_engines_are_opened_again_where_memory_has_room(checkpoint, clocked, monkeypatch, caplog):

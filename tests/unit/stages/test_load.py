@@ -12,7 +12,7 @@ from sd_quant.stages.assign import assign_parts
 from sd_quant.stages.load import other_denoisers, presets_of_parts, read_the_text
 from tests.layers import drawn, statistics_of
 
-from .sdxl import loaded, opened
+from .conftest import loaded, opened
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
