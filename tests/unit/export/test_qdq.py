@@ -104,7 +104,6 @@ def test_readers_of_one_tensor_with_other_ranges_read_other_copies(network, assi
 
 
 def assert_same(path: Path, other: Path) -> None:
-    """Two files have the same weights."""
     found, expected = initializers(path), initializers(other)
     assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
 

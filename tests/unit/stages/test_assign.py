@@ -27,7 +27,6 @@ pytestmark = pytest.mark.commit
 
 
 def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatch, answering):
-    """Of the unconditional and the conditional half of each sampled call."""
     calls = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
     answering(stage, open_simulated=Mock(side_effect=lambda x: {"noise": 3 * x}, outputs=("noise",)), denoiser_of=None)
     monkeypatch.setattr(stage, "Switched", lambda simulated, run, layers: SimpleNamespace(error=lambda _: run()))
@@ -115,7 +114,10 @@ def test_auto_is_compared_with_a_given_alpha_as_whole_derivations_have_them(monk
 
 
 def test_beside_its_weights_a_lora_joins_what_is_derived_of_weights_without_it(monkeypatch, answering):
-    """Of the denoiser and of other parts."""
+    """Of the denoiser and of other parts. So statistics are those of the checkpoint alone, which the cache may have."""
+    made = {"inputs": {"checkpoint": {"sha256": "a"}, "lora 1 at 1.0": {"sha256": "b"}}}
+    jobs = (SimpleNamespace(quantize=SimpleNamespace(loras=loras)) for loras in ("fused", "beside"))
+    assert [calibrated_sha256(each, made) == "a" for each in jobs] == [False, True]
     monkeypatch.setattr(stage, "denoiser_weights", lambda checkpoint: checkpoint)
     monkeypatch.setattr(stage, "derive", lambda roles, weight_of, *_: {"a": weight_of("a")})
     monkeypatch.setattr(stage, "assign_nearest", lambda loaded, part, _: stage.weights_of_part(loaded, part))
@@ -154,7 +156,6 @@ def test_a_calibration_says_how_long_it_takes_and_a_long_one_the_ways_out(caplog
 
 
 def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others():
-    """Those that read one tensor together, an included linear among them; and their bytes."""
     roles = {"time": "linear", "conv": "conv", "to_q": "qkv", "to_k": "qkv", "last": "excluded"}
     family = SimpleNamespace(shared_inputs=lambda names: [SharedInput(("to_q", "to_k")), SharedInput(("last",))])
     checkpoint = SimpleNamespace(family=family)
@@ -189,11 +190,3 @@ def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_im
     calibrate.statistics_of(loaded, job(f"calibration={tmp_path}"), "ab")
     _, needed, *_, besides, _ = read.call_args.args
     assert (needed.keys(), besides.keys()) == ({"to_q"}, {"time"})
-
-
-@pytest.mark.parametrize(("loras", "shared"), [("fused", False), ("beside", True)])
-def test_loras_beside_the_weights_are_calibrated_without_them(loras, shared):
-    """So their statistics are those of the checkpoint alone, which the cache may have."""
-    made = {"inputs": {"checkpoint": {"sha256": "a"}, "lora 1 at 1.0": {"sha256": "b"}}}
-    job = SimpleNamespace(quantize=SimpleNamespace(loras=loras))
-    assert (calibrated_sha256(job, made) == "a") == shared

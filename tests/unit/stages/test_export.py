@@ -6,11 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 import torch
-from onnx import TensorProto, helper
 
 from sd_quant.cache import Cache
 from sd_quant.config import ExportShape, Trt
@@ -54,7 +53,6 @@ def test_what_is_written_makes_another_file_and_what_is_only_reported_does_not()
 
 
 def product(name: str) -> ir.Model:
-    """x times a weight."""
     x = ir.Value(name="x", shape=ir.Shape([2, 64]), type=ir.TensorType(ir.DataType.FLOAT))
     weight = ir.Value(name=f"{name}.weight", const_value=ir.tensor(np.ones((64, 64), np.float32)))
     node = ir.node("MatMul", [x, weight])
@@ -118,11 +116,10 @@ def trt(**knobs) -> Trt:
 
 @pytest.fixture
 def onnx_path(tmp_path):
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT16, ["batch", 4, "height", "width"])
-    out = helper.make_tensor_value_info("out", TensorProto.FLOAT16, None)
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["out"])], "graph", [x], [out])
-    path = tmp_path / "unet_xl.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
+    onnx.save(onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> '
+        "graph (float16[batch,4,height,width] x) => (float16[a,b,c,d] out) { out = Identity (x) }"
+    ), path := tmp_path / "unet_xl.onnx")  # fmt: skip
     return path
 
 

@@ -31,7 +31,6 @@ def row(name: str, *shape: int, **options) -> LayerAssignment:
 
 
 def test_what_a_target_loses_widens_or_stacks_is_counted_by_its_reason():
-    """Layers and attentions; ranges of a tensor of several layers; branches of a fused layer."""
     attention = LayerAssignment("attn", "attention", (), None, "int8", attention_amax=(torch.ones(1),) * 4)
     kept = LayerAssignment("kept", "qkv", (4, 4), reason="kept")
     rows = {each.name: each for each in (row("a", 4, 4), row("b", 4, 4, 3, 3), row("c", 4, 4, 1, 1), attention, kept)}

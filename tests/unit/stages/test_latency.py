@@ -157,6 +157,7 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
     }
     family = SimpleNamespace(DENOISER="high", DENOISERS=("high", "low"), GUIDES=False)
     checkpoint = SimpleNamespace(family=family, parts=lambda: parts)
+    calls, infer = {"high": 1, "low": 3}, replace(INFER, steps=4, num_timed_runs=5)
 
     def engine(seconds: float):
         def call(x):
@@ -172,9 +173,9 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
     images = ImageTimes([15e3], 0.5)
     monkeypatch.setattr(timing, "part_parameters", lambda _: dict.fromkeys(parts, 1))
     monkeypatch.setattr(timing, "image_times", lambda _, variants, *more: dict.fromkeys(variants, images))
-    calls, infer = {"high": 1, "low": 3}, replace(INFER, steps=4, num_timed_runs=5)
-    of_an_image = CallsOfAnImage(1, by_denoiser=calls)
-    found = compared(checkpoint, engines, together, infer, others=others, calls=of_an_image)["openvino"]
+    found = compared(checkpoint, engines, together, infer, others, calls=CallsOfAnImage(1, by_denoiser=calls))[
+        "openvino"
+    ]
     assert found["high"]["1"]["speedup"] == pytest.approx(4)
     assert found["low"]["1"].get("speedup") == (pytest.approx(2) if others else None)
     assert found["image"]["1"]["full_precision"]["rest"] == 0.5

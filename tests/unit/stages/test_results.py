@@ -54,64 +54,60 @@ def test_words_are_read_where_that_is_switched_on(monkeypatch):
     assert values_against_prompts(nothing) == {}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """What MLPerf's protocol asks for, but for size and number of images, and stand-ins for what judges them."""
-    folder = tmp_path_factory.mktemp("mlperf")
-    TINY["sdxl"](folder / "sdxl")
-    captions = "\n".join(f'{index}\t"A cat number {index}."' for index in range(IMAGES))
-    (folder / "captions_source.tsv").write_text(f"id\tcaption\n{captions}\n")
-    torch.save(torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)), folder / "latents.pt")
-    job = infer_job(
-        "model=sdxl", f"model.path={folder / 'sdxl'}", "infer.width=64", "infer.height=64", "infer.batch_size=8",
-        f"infer.prompts={folder / 'captions_source.tsv'}", f"infer.latents={folder / 'latents.pt'}", "infer.scale=8.0",
-        f'infer.negative_prompt="{PROTOCOL["negative_prompt"]}"', "infer.steps=2",
-    )  # fmt: skip
-    random = np.random.default_rng(0)
-    images, features = random.integers(0, 255, (IMAGES, 64, 64, 3), dtype=np.uint8), random.normal(size=(50, 12))
-    np.savez(folder / "val2014.npz", mu=100 + features.mean(0), sigma=np.cov(features, rowvar=False))
-    np.savez(folder / "other.npz", mu=np.zeros(12), sigma=np.eye(12))
-    torch.save(torch.zeros(1, 4, 8, 8), folder / "other.pt")
-    metrics = metrics_of(clip_weights=str(small_clip(folder / "clip")), fid_references=str(folder / "val2014.npz"))
-    checkpoint, prompts = open_unchecked(job.model).checkpoint, job.infer.prompt_list()
-    return SimpleNamespace(
-        folder=folder, infer=job.infer, checkpoint=checkpoint, prompts=prompts, images=images, metrics=metrics
-    )
-
-
 @pytest.fixture
-def verdict(run, monkeypatch):
-    """``verdict(infer={...}, ...)``: MLPerf's on the run with these changes, by a protocol of the run's own facts."""
+def run(tmp_path, monkeypatch):
+    """What MLPerf's protocol asks for, but for size and number of images, by a protocol of this run's own facts.
+
+    With stand-ins for what judges the images.
+    """
+    TINY["sdxl"](tmp_path / "sdxl")
+    captions = "\n".join(f'{index}\t"A cat number {index}."' for index in range(IMAGES))
+    (tmp_path / "captions_source.tsv").write_text(f"id\tcaption\n{captions}\n")
+    torch.save(torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)), tmp_path / "latents.pt")
+    job = infer_job(
+        "model=sdxl", f"model.path={tmp_path / 'sdxl'}", "infer.width=64", "infer.height=64", "infer.batch_size=8",
+        f"infer.prompts={tmp_path / 'captions_source.tsv'}", f"infer.latents={tmp_path / 'latents.pt'}",
+        "infer.scale=8.0", f'infer.negative_prompt="{PROTOCOL["negative_prompt"]}"', "infer.steps=2",
+    )  # fmt: skip
+    random, references = np.random.default_rng(0), tmp_path / "val2014.npz"
+    images, features = random.integers(0, 255, (IMAGES, 64, 64, 3), dtype=np.uint8), random.normal(size=(50, 12))
+    np.savez(references, mu=100 + features.mean(0), sigma=np.cov(features, rowvar=False))
     monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 20)
     monkeypatch.setattr(inception, "inception", Means)
+    metrics = metrics_of(clip_weights=str(small_clip(tmp_path / "clip")), fid_references=str(references))
+    prompts = job.infer.prompt_list()
     for name, value in {
-        "prompts": captions_sha256(run.prompts), "steps": 2, "height": 64, "width": 64,
-        "latents": digest_of(sampling_of(run.infer).latents), "clip_network": {"layers": 1, "width": 16, "patch": 16},
-        "fid_references": git_blob(run.folder / "val2014.npz"),
+        "prompts": captions_sha256(prompts), "steps": 2, "height": 64, "width": 64,
+        "latents": digest_of(sampling_of(job.infer).latents), "clip_network": {"layers": 1, "width": 16, "patch": 16},
+        "fid_references": git_blob(references),
     }.items():  # fmt: skip
         monkeypatch.setitem(PROTOCOL, name, value)
-    score = SCORES["clip_score"].compute(run.images, run.prompts, run.folder / "clip")["value"]
-    distance = fid(run.images, run.folder / "val2014.npz")["value"]
+    score = SCORES["clip_score"].compute(images, prompts, tmp_path / "clip")["value"]
+    distance = fid(images, references)["value"]
     monkeypatch.setattr(mlperf, "CLIP", (score - 0.1, score + 0.1))
     monkeypatch.setattr(mlperf, "FID", (distance * 0.98, distance * 1.02))
+    checkpoint = open_unchecked(job.model).checkpoint
+    return SimpleNamespace(infer=job.infer, checkpoint=checkpoint, prompts=prompts, images=images, metrics=metrics)
 
-    def verdict(infer: Mapping = {}, metrics: Mapping = {}, **changed) -> dict:
-        given = SimpleNamespace(**vars(run) | changed)
-        of_job = replace(run.metrics, **metrics), replace(run.infer, **infer)
-        found = text_scores(*of_job, given.checkpoint, given.prompts, {"quantized": given.images})
-        json.dumps(found, allow_nan=False)
-        return found["quantized"]["mlperf"]
 
-    return verdict
+def judged(run: SimpleNamespace, infer: Mapping = {}, metrics: Mapping = {}, **changed: object) -> dict:
+    """The scores of the run with these changes."""
+    given = SimpleNamespace(**vars(run) | changed)
+    of_job = replace(run.metrics, **metrics), replace(run.infer, **infer)
+    found = text_scores(*of_job, given.checkpoint, given.prompts, {"quantized": given.images})
+    json.dumps(found, allow_nan=False)
+    return found["quantized"]
 
 
 @pytest.mark.slow
-def test_the_protocol_is_followed_by_the_runs_own_facts_and_every_other_one_is_named(run, verdict):
-    """Where one is missing there is no verdict."""
-    assert verdict() == {"passes": True, "reason": None}
-    found = verdict(images=255 - run.images)
+def test_the_protocol_is_followed_by_the_runs_own_facts_and_every_other_one_is_named(run, tmp_path):
+    """Where one is missing, or weights cannot be used, there is no verdict."""
+    assert judged(run)["mlperf"] == {"passes": True, "reason": None}
+    found = judged(run, images=255 - run.images)["mlperf"]
     assert found["passes"] is False and "FID" in found["reason"] and "is not within" in found["reason"]
-    shutil.copytree(run.folder / "sdxl", other := run.folder / "other")
+    np.savez(tmp_path / "other.npz", mu=np.zeros(12), sigma=np.eye(12))
+    torch.save(torch.zeros(1, 4, 8, 8), tmp_path / "other.pt")
+    shutil.copytree(tmp_path / "sdxl", other := tmp_path / "other")
     scheduler = other / "scheduler/scheduler_config.json"
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | {"timestep_spacing": "trailing"}))
     other_sampler = open_unchecked(infer_job("model=sdxl", f"model.path={other}").model).checkpoint
@@ -121,21 +117,16 @@ def test_the_protocol_is_followed_by_the_runs_own_facts_and_every_other_one_is_n
         ({"infer": {"steps": 3}}, "steps is 3 instead of 2"),
         ({"infer": {"scale": 7.5}}, "guidance_scale is 7.5 instead of 8.0"),
         ({"infer": {"negative_prompt": None}}, "negative_prompt is None instead"),
-        ({"infer": {"latents": str(run.folder / "other.pt")}}, "latents are not the one noise of tools/latents.pt"),
+        ({"infer": {"latents": str(tmp_path / "other.pt")}}, "latents are not the one noise of tools/latents.pt"),
         ({"infer": {"latents": None, "height": 128}}, "height is 128 instead of 64; latents are not"),
         ({"infer": {"latents": None, "width": 128}}, "width is 128 instead of 64; latents are not"),
         ({"metrics": {"clip_weights": None}}, "clip_network is None instead of"),
-        ({"metrics": {"fid_references": str(run.folder / "other.npz")}}, "fid_references are not tools/val2014.npz"),
+        ({"metrics": {"fid_references": str(tmp_path / "other.npz")}}, "fid_references are not tools/val2014.npz"),
     ):
-        found = verdict(**changes)
+        found = judged(run, **changes)["mlperf"]
         assert found["passes"] is None and found["reason"].startswith(f"not MLPerf's protocol: {sentence}")
         assert found["reason"].count("; ") == sentence.count("; ")
-
-
-@pytest.mark.slow
-def test_weights_that_cannot_be_used_are_a_reason_and_no_verdict(run, tmp_path):
-    given = metrics_of(clip_weights=str(tmp_path)), run.infer, run.checkpoint, run.prompts, {"quantized": run.images}
-    found = text_scores(*given)["quantized"]
+    found = judged(run, metrics={"clip_weights": str(other), "fid_references": None})
     assert found["clip_score"]["value"] is None and "has no config.json" in found["clip_score"]["reason"]
     assert found["fid"] == {"value": None, "reason": "metrics does not ask for it"}
     assert found["mlperf"]["passes"] is None and "fid_references are not" in found["mlperf"]["reason"]
