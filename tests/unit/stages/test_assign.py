@@ -26,24 +26,19 @@ from tests.presets import job
 pytestmark = pytest.mark.commit
 
 
-def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatch, answering):
-    calls = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
-    answering(stage, open_simulated=Mock(side_effect=lambda x: {"noise": 3 * x}, outputs=("noise",)), denoiser_of=None)
-    monkeypatch.setattr(stage, "Switched", lambda simulated, run, layers: SimpleNamespace(error=lambda _: run()))
-    monkeypatch.setattr(stage, "sensitivity_of", lambda error, *_: error([]))
-    measured = stage.measure_sensitivity(None, {}, Statistics({}, {"x": Sample(calls, torch.arange(3))}), 0, 7.5)
-    assert torch.equal(measured, torch.cat([guided(3 * call, 7.5) for call in calls])) and len(measured) == 3
-
-
 def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, answering, tmp_path):
-    """Than the same assignment on the same calls with the same guidance; how many layers are kept is nothing else."""
-    asked = []
+    """Than the same assignment on the same calls with the same guidance; how many layers are kept is nothing else.
+
+    What guidance makes of the output is compared: of the unconditional and the conditional half of each call.
+    """
+    asked, outputs = [], []
 
     def switched(simulated, run, layers):
+        outputs.append(run())
         return SimpleNamespace(error=lambda quantized: asked.append(quantized) or 1 / (1 + len(quantized)))
 
     monkeypatch.setattr(stage, "Switched", switched)
-    answering(stage, open_simulated=SimpleNamespace(module=None, outputs=("out",)), denoiser_of=None)
+    answering(stage, open_simulated=Mock(side_effect=lambda x: {"out": 3 * x}, outputs=("out",)), denoiser_of=None)
     facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "", "usable_cores": 1, "gpus": []}}
     shared = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9))
     one, other = (
@@ -52,13 +47,16 @@ def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, answeri
 
     def measured(assignment=one, call=0.0, scale=5.0, kept=0) -> int:
         asked.clear()
-        statistics = Statistics({}, {"x": Sample(torch.full((1, 2), call), torch.arange(1))})
+        calls = torch.arange(12.0).reshape(3, 2, 2) + call
+        statistics = Statistics({}, {"x": Sample(calls, torch.arange(3))})
         found = stage.measure_sensitivity(None, assignment, statistics, kept, scale, shared)
         assert found.network_error == {"a": 0.5, "b": 0.5}
         return len(asked)
 
     everything = 2 + 2  # each layer, and the curve's points of none and one that is kept
     assert [measured(), measured(), measured(kept=1)] == [everything, 0, 0]
+    expected = [guided(3 * call, 5.0) for call in torch.arange(12.0).reshape(3, 2, 2)]
+    assert torch.equal(outputs[0], torch.cat(expected))
     assert [measured(other), measured(call=1.0), measured(scale=7.5), measured()] == [everything] * 3 + [0]
 
 

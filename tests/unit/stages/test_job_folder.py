@@ -32,7 +32,7 @@ def job(tmp_path) -> QuantizeJob:
     return presets.job(f"infer.prompts={prompts}")
 
 
-def test_only_knobs_prompts_files_and_versions_make_another_job(job, tmp_path):
+def test_only_knobs_prompts_files_and_versions_make_another_job(job, tmp_path, monkeypatch):
     before = job_folder.fingerprint_of(job, FACTS)
     job.cache.dir, job.trackers, job.trt.timing_cache = None, ["mlflow"], "elsewhere"
     facts = deepcopy(FACTS) | {"machine": {"cpu": "another"}, "started": "tomorrow"}
@@ -40,6 +40,20 @@ def test_only_knobs_prompts_files_and_versions_make_another_job(job, tmp_path):
     assert job_folder.fingerprint_of(job, facts) == before
 
     known = {before}
+    monkeypatch.chdir(tmp_path)
+    for section, knob in ("quantize", "assignment"), ("infer", "latents"):  # files that are edited
+        assert knob not in job_folder.inputs_of(job)
+        setattr(job, section, replace(getattr(job, section), **{knob: f"{knob}.yaml"}))
+        for text in ("conv: nvfp4", "conv: int8"):
+            (tmp_path / f"{knob}.yaml").write_text(text)
+            inputs = job_folder.inputs_of(job)
+            assert inputs[knob].absolute() == tmp_path / f"{knob}.yaml"
+            known.add(job_folder.fingerprint_of(job, FACTS | {"inputs": job_folder.made_of(inputs)["inputs"]}))
+    job.model.prompts = "prompts.txt"
+    kept = job_folder.kept_knobs(job)
+    assert kept["quantize"]["assignment"] == str(tmp_path / "assignment.yaml"), "found from elsewhere too"
+    assert kept["model"]["prompts"] == str(tmp_path / "prompts.txt")
+    assert kept["model"]["path"] == job.model.path == "checkpoints/sdxl_mini.nemo", "which ships"
     (tmp_path / "prompts.txt").write_text("a cat\na bird\n")  # under the same name
     known.add(job_folder.fingerprint_of(job, facts))
     job.quantize = replace(job.quantize, alpha=0.3)
@@ -48,7 +62,7 @@ def test_only_knobs_prompts_files_and_versions_make_another_job(job, tmp_path):
     known.add(job_folder.fingerprint_of(job, facts))
     facts["versions"]["torch"] = "2.11"
     known.add(job_folder.fingerprint_of(job, facts))
-    assert len(known) == 5
+    assert len(known) == 9
 
 
 def test_controlnets_and_their_images_are_inputs_of_a_job_and_its_weights(tmp_path):
@@ -86,28 +100,6 @@ def test_another_finished_run_is_overwritten_only_on_request(job, tmp_path):
     job.overwrite = True
     job_folder.check_no_other_run(job, tmp_path, "this")
     assert job_folder.fingerprint_of(job, FACTS) == fingerprint
-
-
-def test_the_config_that_is_kept_leads_to_the_same_files_from_elsewhere(job, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    job.model.prompts = "prompts.txt"
-    kept = job_folder.kept_knobs(job)["model"]
-    assert kept["prompts"] == str(tmp_path / "prompts.txt")
-    assert kept["path"] == job.model.path == "checkpoints/sdxl_mini.nemo"  # which ships
-
-
-@pytest.mark.parametrize(("section", "knob"), [("quantize", "assignment"), ("infer", "latents")])
-def test_a_file_is_an_input_that_makes_another_job_when_it_is_edited(job, tmp_path, monkeypatch, section, knob):
-    monkeypatch.chdir(tmp_path)
-    file, known = tmp_path / "a.yaml", set()
-    assert knob not in job_folder.inputs_of(job)
-    setattr(job, section, replace(getattr(job, section), **{knob: "a.yaml"}))
-    for text in ("conv: nvfp4", "conv: int8"):
-        file.write_text(text)
-        assert job_folder.inputs_of(job)[knob].absolute() == file
-        facts = FACTS | {"inputs": job_folder.made_of(job_folder.inputs_of(job))["inputs"]}
-        known.add(job_folder.fingerprint_of(job, facts))
-    assert len(known) == 2 and job_folder.kept_knobs(job)["quantize"]["assignment"] in (None, str(file))
 
 
 @pytest.mark.slow
