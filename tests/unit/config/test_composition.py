@@ -115,20 +115,16 @@ def test_the_preset_is_nemos():
 
 def test_knobs_have_the_same_meaning_at_the_top_and_in_their_group():
     given = {
-        "quant_level": 2, "alpha": 0.8, "smoothing": "modelopt", "keep": 10, "percentile": 0.9,
+        "quant_level": 4, "alpha": 0.8, "smoothing": "modelopt", "keep": 10, "percentile": 0.9, "attention": "fp8",
         "collect_method": "min-max", "calib_size": 8, "calibration": "outputs/cache/statistics/0123",
     }  # fmt: skip
     assert given.keys() <= set(SHORTHANDS)
-    at_4 = (read(QuantizeJob, composed("quantize", "quant_level=4", f"{name}=fp8")) for name in
-            ("attention", "quantize.attention"))  # fmt: skip
-    assert {each.quantize.enable.attention for each in at_4} == {"fp8"}
     short, full, usual = (
-        read(QuantizeJob, composed("quantize", *(f"{prefix}{knob}={value}" for knob, value in knobs.items())))
+        read(QuantizeJob, composed("quantize", *(f"{prefix}{knob}={value}" for knob, value in knobs.items()))).quantize
         for prefix, knobs in (("", given), ("quantize.", given), ("", {}))
     )
-    assert short == full
-    for knob, value in given.items():
-        assert getattr(short.quantize, knob) == value != getattr(usual.quantize, knob)
+    assert short == full and short.enable.attention == "fp8"
+    assert all(getattr(short, knob) == value != getattr(usual, knob) for knob, value in given.items())
 
 
 @pytest.mark.parametrize("primary", JOBS)

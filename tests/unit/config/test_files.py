@@ -195,13 +195,16 @@ def earlier(run) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("given", [{"assignment": "edited and removed.yaml"}, {"budget": 0.2}])
-def test_a_run_with_a_file_of_presets_or_a_budget_has_its_copy(earlier, run, given):
-    """The recipe is known even if the file is gone, and nothing is measured again; a copy describes the same recipe."""
-    folder = earlier(quantize=given)
+def test_a_run_with_a_file_of_presets_a_budget_or_drawn_prompts_has_its_copy(earlier, run, given):
+    """What a run took is known even if the file is gone, and nothing is measured again: copies describe the same."""
+    drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
+    folder = earlier(quantize=given, infer=drawn)
     (run / "assignment.yaml").write_text("conv: nvfp4")
+    (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
     for found in (run_job(folder), recipe_of_run(folder, CacheFolder(None, 1.0))):
         assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
         assert not found.quantize.chooses_bits
+        assert (found.infer.prompt_list(), found.infer.categories()) == (["a cat"], ["Animals"])
 
 
 @pytest.mark.parametrize("missing", MARKS)
@@ -213,14 +216,6 @@ def test_a_run_without_one_of_its_files_is_named_as_that(earlier, run, missing):
     assert not is_finished_run(run)
     with pytest.raises(ConfigError, match=f"which has no {missing}, expected the folder of a finished run"):
         run_subject("run", run, SimpleNamespace(cache=CacheFolder(None, 1.0), session=None))
-
-
-def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):
-    """The prompts are known even if their data set is gone."""
-    drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
-    (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
-    infer = run_job(earlier(infer=drawn)).infer
-    assert (infer.prompt_list(), infer.categories()) == (["a cat"], ["Animals"])
 
 
 def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(earlier, run):
