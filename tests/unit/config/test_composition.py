@@ -54,9 +54,7 @@ def test_composing_opens_no_checkpoint_and_a_job_that_starts_does(monkeypatch):
 
     for reader in ("own_size", "own_parts"):
         monkeypatch.setattr(unopened, reader, opened)
-    every = [(primary, option) for primary, option in options() if option == "model=sdxl"]
-    assert {("quantize", "model=sdxl"), ("infer", "model=sdxl")} <= {*every}
-    for primary, option in every + in_turn("model="):
+    for primary, option in ("quantize", "model=sdxl"), ("infer", "model=sdxl"), *in_turn("model="):
         if "${own:" not in (CONF / f"{option.replace('=', '/')}.yaml").read_text():
             continue  # nothing to ask a checkpoint for
         with composing(primary):
@@ -143,9 +141,8 @@ def test_help_and_cfg_show_what_the_default_job_has():
         text, shown = help_of("quantize", config, []), yaml.safe_load(printed(compose("quantize"), None))
     assert {"quant_level=3", "alpha=auto", "smoothing=folded", "infer.steps=20", "…"} <= {*text.split()}
     assert not re.search(r"\$\{", text) and (shown["quant_level"], shown["alpha"]) == (3, "auto")
-    assert read(QuantizeJob, {name: shown[name] for name in composed("quantize")}) == read(
-        QuantizeJob, composed("quantize")
-    )
+    usual = composed("quantize")
+    assert read(QuantizeJob, {name: shown[name] for name in usual}) == read(QuantizeJob, usual)
     assert help_of("quantize", config, ["alpha", "quantize.alpha"]).count("auto searches\n    it per layer") == 2
 
 
