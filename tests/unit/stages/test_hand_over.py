@@ -21,6 +21,7 @@ from tests.presets import job as composed_job
 from tests.refusals import refused
 
 from ..config.composition import composed
+from .conftest import loaded
 
 pytestmark = pytest.mark.commit
 
@@ -75,7 +76,7 @@ def test_every_column_decides_but_those_of_errors(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["write", "card", "meanwhile"])
-def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, answering, when):
+def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, when):
     folder, earlier = tmp_path / "gguf", json.dumps({"files": ["old", "../canary"]})
     folder.mkdir()
     (folder / target_folder.FIGURES).write_text(earlier)
@@ -92,18 +93,9 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
 
     def make() -> dict:
         rows = {"unet_xl": {"a": row("a", 32, 32)}}
-        return target_folder.write_target(TARGETS["gguf"], loaded, rows, rows, folder, "sd-quant", None, tmp_path)
+        return target_folder.write_target(TARGETS["gguf"], loaded(), rows, rows, folder, "sd-quant", None, tmp_path)
 
     monkeypatch.setattr(target_folder, "write_folder", write)
-    answering(targets, left_out=[], absent=[], sampled=None)
-    answering(target_folder, versions={}, written_marks={}, for_files=["Add a node."])
-    family = SimpleNamespace(DENOISER="unet_xl", NETWORKS={"unet": "UNet2DConditionModel"})
-    parts = {"unet_xl": SimpleNamespace(component="unet", contract=SimpleNamespace(weights=torch.float16))}
-    loaded = SimpleNamespace(
-        checkpoint=SimpleNamespace(path=tmp_path, family=family, parts=lambda: parts), denoiser="unet_xl",
-        model=SimpleNamespace(adapters=lambda: [], family="sdxl"), infer=SimpleNamespace(given_schedule=None),
-        recipe=SimpleNamespace(**dict.fromkeys(target_folder.KNOBS)),
-    )  # fmt: skip
     if when == "write":
         with pytest.raises(KeyboardInterrupt):
             make()
@@ -126,17 +118,16 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
     monkeypatch.setattr("sys.argv", ["quantize.py"])  # of a checkout, which the reader of a card may not have
     said, run = [], tmp_path / AWKWARD
     monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[5]))
-    knobs = SimpleNamespace(model=None, infer=composed_job().infer)
-    checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISER="unet", DENOISERS=()))
-    loaded = SimpleNamespace(checkpoint=checkpoint, infer=knobs.infer)
     answering(
-        hand_over, measured_by=None, images_of_run=None, recipe_of_run=knobs, handed_over_table=None, as_text=[],
-        record_of_run=parsed(None), chosen_again=(loaded, {"unet": {"a": row("a", 32, 32)}}),
+        hand_over, measured_by=None, images_of_run=None, recipe_of_run=composed_job(), handed_over_table=None,
+        record_of_run=parsed(None), chosen_again=(loaded(), {"unet_xl": {"a": row("a", 32, 32)}}), as_text=[],
         open_session=SimpleNamespace(checkpoint=None),
     )  # fmt: skip
     given = ["prompts=[it's a rocket, a key]", "hand_over=[gguf]", "model.path='${x}'"]
     shared = SimpleNamespace(facts={"overrides": given})
-    hand_over.hand_over_run(SimpleNamespace(loaded=loaded, directory=run, shared=shared, assignments={}), {"gguf": {}})
+    hand_over.hand_over_run(
+        SimpleNamespace(loaded=loaded(), directory=run, shared=shared, assignments={}), {"gguf": {}}
+    )
     assert words_of(said.pop(), tmp_path / "bin") == ["sd-quant", "quantize", *given]
     for images in (True, False):
         job = SimpleNamespace(run=AWKWARD, cache=None, targets=lambda: ["gguf"], images=images)
