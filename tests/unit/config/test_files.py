@@ -97,19 +97,26 @@ def test_a_job_whose_files_do_not_suffice_is_refused(places, primary, knobs, sen
 def test_parts_come_from_the_run_single_paths_go_before_and_without_either_an_export_is_of_the_checkpoint(
     archive, run, tmp_path
 ):
+    """Images by the original denoiser take it from beside the run's; NeMo's inference loads it first."""
     unquantized = job("export_trt", {"model.path": archive})
     assert unquantized.unquantized()
     unquantized.check_files()
     job("export_trt", {"trt.library": "none"})  # its ONNX files alone
     own, missing = tmp_path / "own.onnx", artifact(run, "onnx", "clip1")
-    own.touch()
+    beside = artifact(run / "full_precision", "onnx", "unet_xl")
+    beside.parent.mkdir(parents=True)
+    for file in (own, beside):
+        file.touch()
+    quantized = {part: run / f"onnx/{part}/{part}.onnx" for part in PART_NAMES}
+    original = {"run": run, "variant": "full_precision"}
+    given = original | {"files.unet_xl": quantized["unet_xl"]}
     export = job("export_trt", {"run": run, "files.vae": own})
     export.check_files()
-    paths = part_paths(export, "onnx")
-    assert list(paths) == list(PART_NAMES)
-    assert (paths["vae"], paths["unet_xl"]) == (own, run / "onnx/unet_xl/unet_xl.onnx")
+    assert list(part_paths(export, "onnx").items()) == list((quantized | {"vae": own}).items())
+    assert part_paths(job("infer", {"run": run}), "onnx") == quantized == part_paths(job("infer", given), "onnx")
+    assert part_paths(job("infer", original), "onnx") == quantized | {"unet_xl": beside}
     assert artifact(run, "plan", "unet_xl") == run / "plan/unet_xl.plan"
-    job("export_trt", {"files.unet_xl": artifact(run, "onnx", "unet_xl")}).check_files()  # images need all
+    job("export_trt", {"files.unet_xl": quantized["unet_xl"]}).check_files()  # images need all
     missing.unlink()
     with refused(f"clip1 should be at {missing}, which does not exist"):
         export.check_files()
@@ -136,19 +143,6 @@ def test_a_missing_runtime_is_refused_with_its_extra(archive, knob):
     told = r"the package tensorrt is not installed.* pip install 'sd-quant\[tensorrt\]'"
     with refused(told, ResourceError):
         job("quantize", {knob: "tensorrt", "model.path": archive}).check_files()
-
-
-def test_either_denoiser_of_a_run_can_be_opened(run):
-    """NeMo's inference loads the original first."""
-    original = {"run": run, "variant": "full_precision"}
-    beside = artifact(run / "full_precision", "onnx", "unet_xl")
-    beside.parent.mkdir(parents=True)
-    beside.touch()
-    quantized = {part: artifact(run, "onnx", part) for part in PART_NAMES}
-    assert part_paths(job("infer", {"run": run}), "onnx") == quantized
-    assert part_paths(job("infer", original), "onnx") == quantized | {"unet_xl": beside}
-    given = job("infer", original | {"files.unet_xl": quantized["unet_xl"]})
-    assert part_paths(given, "onnx") == quantized
 
 
 @pytest.mark.parametrize(("paths", "names"), [

@@ -111,28 +111,11 @@ def test_auto_is_compared_with_a_given_alpha_as_whole_derivations_have_them(monk
         assert stage.auto_compared(loaded, statistics, given) is None
 
 
-def test_beside_its_weights_a_lora_joins_what_is_derived_of_weights_without_it(monkeypatch, answering):
-    """Of the denoiser and of other parts. So statistics are those of the checkpoint alone, which the cache may have."""
+def test_with_loras_beside_the_weights_statistics_are_those_of_the_checkpoint_alone():
+    """Which the cache may have."""
     made = {"inputs": {"checkpoint": {"sha256": "a"}, "lora 1 at 1.0": {"sha256": "b"}}}
     jobs = (SimpleNamespace(quantize=SimpleNamespace(loras=loras)) for loras in ("fused", "beside"))
     assert [calibrated_sha256(each, made) == "a" for each in jobs] == [False, True]
-    monkeypatch.setattr(stage, "denoiser_weights", lambda checkpoint: checkpoint)
-    monkeypatch.setattr(stage, "derive", lambda roles, weight_of, *_: {"a": weight_of("a")})
-    monkeypatch.setattr(stage, "assign_nearest", lambda loaded, part, _: stage.weights_of_part(loaded, part))
-    answering(stage, roles_of_part={})
-    monkeypatch.setattr(stage, "with_loras_beside", lambda *given: {"joined": given})
-    fused, base = ({"a.weight": each, "components": each} for each in ("with", "without"))
-    own = SimpleNamespace(needs_inputs=False)
-    loaded = SimpleNamespace(
-        checkpoint=fused, base=SimpleNamespace(components={"text_encoder": "text"}), denoiser="unet", roles={},
-        recipe=Recipe(3.0, None), shared_inputs=[], attentions={}, exclude=[], weights_alone=[],
-        parts={"clip1": SimpleNamespace(component="text_encoder")}, part_recipes={"clip1": own}, others={},
-    )  # fmt: skip
-    assert stage.assign_parts(loaded, {}) == {"clip1": {"joined": (fused, "clip1", "text")}}
-    loaded.base = base
-    assert stage.assign(loaded, Statistics({}, {})) == {"joined": (fused, "unet", {"a": "without"})}
-    loaded.base = fused
-    assert stage.assign(loaded, Statistics({}, {})) == {"a": "with"}
 
 
 def test_a_calibration_says_how_long_it_takes_and_a_long_one_the_ways_out(caplog):

@@ -19,6 +19,7 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages import export_onnx
 from sd_quant.stages.export_onnx import REPORTED, assignment_digest, delivered_files, export_parts, files_of_a_run
 from sd_quant.stages.export_trt import build_plans, check_gpu, profile
+from tests.graphs import save_graph
 from tests.presets import job
 
 pytestmark = pytest.mark.commit
@@ -52,16 +53,6 @@ def test_what_is_written_makes_another_file_and_what_is_only_reported_does_not()
 # What is delivered
 
 
-def product(name: str) -> ir.Model:
-    x = ir.Value(name="x", shape=ir.Shape([2, 64]), type=ir.TensorType(ir.DataType.FLOAT))
-    weight = ir.Value(name=f"{name}.weight", const_value=ir.tensor(np.ones((64, 64), np.float32)))
-    node = ir.node("MatMul", [x, weight])
-    (output,) = node.outputs
-    output.name, output.shape, output.type = "y", ir.Shape([2, 64]), ir.TensorType(ir.DataType.FLOAT)
-    graph = ir.Graph([x], [output], nodes=[node], initializers=[weight], opset_imports={"": 20}, name=name)
-    return ir.Model(graph, ir_version=10)
-
-
 @pytest.mark.parametrize(("refused", "quantized", "delivered", "written"), [
     ((), ["unet"], ["unet", "vae", "text"], ["text", "vae", "full_precision/unet", "unet"]),
     ((), ["unet", "text"], ["unet", "vae", "text"],
@@ -91,6 +82,12 @@ def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
     parts = {name: SimpleNamespace(contract=name, identity="", refused=None) for name in ("unet", "vae")}
     checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
     monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
+    node, weight = onnx.helper.make_node("MatMul", ["x", "weight"], ["y"]), np.ones((64, 64), np.float32)
+
+    def product(part: str) -> ir.Model:
+        shapes = {"x": [2, 64]}, {"y": [2, 64]}
+        return ir.load(save_graph(tmp_path / f"{part}.onnx", [node], {"weight": weight}, *shapes, np.float32))
+
     monkeypatch.setattr(export_onnx, "trace_part", lambda checkpoint, part: product(part))
     monkeypatch.setattr(
         export_onnx, "write_part", lambda graph, checkpoint, part, path, chosen: onnx_file.save(product(part), path)
