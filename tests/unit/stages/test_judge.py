@@ -1,7 +1,7 @@
 """What is said of a candidate, and of a run as one, of whose config nothing is executed."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -143,29 +143,18 @@ def test_the_command_of_a_folder_is_what_was_given(monkeypatch):
     assert plan["command"] == ["sd-quant", "judge", "candidates=[a b.gguf]"]
 
 
-@dataclass
-class Knobs:
-    layers: int = 3
-    candidates: tuple = ("a.gguf",)
-
-    def categories(self) -> None:
-        return None
-
-
 def test_what_decides_a_verdict_decides_whether_it_is_found_again():
     """Which others stand in the list does not; a library that was installed since does."""
-    facts = {"inputs": {"checkpoint": {"sha256": "c"}}, "versions": {"torch": "2"}}
-    here = baseline(model=Knobs(), infer=Knobs(), judge=Knobs(), metrics=Knobs(), facts=facts)
+    made, facts = job(), {"inputs": {"checkpoint": {"sha256": "c"}}, "versions": {"torch": "2"}}
+    usual = {"model": made.model, "infer": made.infer, "judge": made.judge, "metrics": made.metrics, "facts": facts}
 
     def mark(sha256: str = "f", runtime: OwnLibrary | None = None, **changes) -> str:
-        return judge.mark_of(
-            replace(subject(runtime=runtime), file={"sha256": sha256}), baseline(**vars(here) | changes)
-        )
+        candidate = replace(subject(runtime=runtime), file={"sha256": sha256})
+        return judge.mark_of(candidate, baseline(**usual | changes))
 
-    assert mark() == mark(judge=Knobs(candidates=("a.gguf", "b.gguf")))
-    others = [mark("g"), mark(runtime=OwnLibrary("SDNQ", None)), mark(judge=Knobs(layers=4)), mark(prompts=["a cat"])]
-    others.append(mark(metrics=Knobs(layers=4)))
-    assert len({mark(), *others}) == 6
+    others = [mark("g"), mark(runtime=OwnLibrary("SDNQ", None)), mark(prompts=["a cat"])]
+    others += [mark(judge=replace(made.judge, layers=4)), mark(metrics=replace(made.metrics, ocr=True))]
+    assert mark() == mark(judge=replace(made.judge, candidates=["b.gguf"])) and len({mark(), *others}) == 6
 
 
 @pytest.fixture
