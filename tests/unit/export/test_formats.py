@@ -86,10 +86,7 @@ def test_it_is_valid_onnx_of_the_first_opset_that_has_its_formats(exported):
 
 
 def test_weights_of_the_level_are_stored_in_their_formats_own_type(exported):
-    """The codes and scales of the rewritten weight, read back by onnx; the float weight is gone.
-
-    With scales, a number takes 8 bits in int8 and fp8, 4.25 in int4, 4.5 in nvfp4 and in mxfp4, whose scales are fp16.
-    """
+    """With scales, a number takes 8 bits in int8 and fp8, 4.25 in int4, 4.5 in nvfp4 and in mxfp4, with fp16 scales."""
     assert set(exported.layers) == {name for name, role in exported.network.roles.items() if role != "excluded"}
     stored = stored_in(exported.path)
     for name, layer in exported.layers.items():

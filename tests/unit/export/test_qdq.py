@@ -56,10 +56,7 @@ def test_unquantized_it_computes_what_torch_does(full_precision, network, size):
 def test_exactly_the_assigned_layers_have_codes_and_other_parameters_are_the_checkpoints(
     assignments, network, smoothing, tmp_path
 ):
-    """The weights in fp16, smoothed where the assignment says so.
-
-    Folded, an input is quantized once for all its readers, and multiplied only where no module makes it.
-    """
+    """Folded, an input is quantized once for all its readers, and multiplied only where no module makes it."""
     path = network.write(tmp_path / "unet.onnx", assignment := assignments[smoothing])
     stored = initializers(path)
     int8 = {name.removesuffix(".weight.int8") for name in stored if name.endswith(".weight.int8")}

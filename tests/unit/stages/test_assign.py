@@ -27,10 +27,7 @@ pytestmark = pytest.mark.commit
 
 
 def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, answering, tmp_path):
-    """Than the same assignment on the same calls with the same guidance; how many layers are kept is nothing else.
-
-    What guidance makes of the output is compared: of the unconditional and the conditional half of each call.
-    """
+    """Than the same assignment, calls and guidance, which is applied; how many layers are kept is nothing else."""
     asked, outputs = [], []
 
     def switched(simulated, run, layers):

@@ -71,10 +71,7 @@ def backwards(batches, make, also):
 
 @pytest.mark.parametrize("by_batch", [compare.in_turn, backwards])
 def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch, by_batch):
-    """Not on the first call, of pure noise: both engines get the inputs that the framework's had there.
-
-    Each batch brings the calls that are kept of it, whoever makes it and in whichever order.
-    """
+    """Not on the first call, of pure noise; whoever makes the batches, and in whichever order."""
     checkpoint, engines = faked(monkeypatch)
     by_batch, infer = Mock(side_effect=by_batch), of(["a cat"] * 8, steps=20)
     found = compare.compare_framework(checkpoint, engines[FRAMEWORK], infer, by_batch)

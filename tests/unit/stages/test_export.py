@@ -1,7 +1,4 @@
-"""Which assignments share a cached file, what is delivered, which shapes plans have, and what is handed over.
-
-Of the last, what of a recipe and a pipeline is lost, and what is not written.
-"""
+"""Which assignments share a cached file, what is delivered, which shapes plans have, and what is handed over."""
 
 import json
 import shutil

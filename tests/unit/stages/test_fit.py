@@ -45,10 +45,7 @@ RECIPE = cache(recipe_of)
 
 
 def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tuple[str, ...] = ()) -> SimpleNamespace:
-    """``proj`` is excluded, ``first`` by its role; of ``alone`` the first preset quantizes the weights alone.
-
-    The first preset itself excludes the layers ``exclude``, which can have the second.
-    """
+    """``proj`` is excluded, ``first`` by role, ``exclude`` by the first preset, which leaves the inputs of ``alone``."""
     recipe = replace(RECIPE(INT4, "quant_level=3", "alpha=0.5", "quantize.budget=0.9"), budget=budget)
     given = SimpleNamespace(
         recipe=recipe, roles=ROLES, shapes=SHAPES, shared_inputs=INPUTS, exclude=["proj"], denoiser="unet",
@@ -60,10 +57,7 @@ def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tu
 
 
 def test_what_a_layer_can_have_and_with_which_it_chooses():
-    """Readers of one input together if any preset folds; what a preset excludes or its blocks do not divide is none.
-
-    What is excluded does not choose, and a layer whose weight alone is quantized has no branch.
-    """
+    """Readers of one input choose together if any preset folds; what is excluded does not choose."""
     branch = 2 * loaded().recipe.rank_of("linear", SHAPES["out"]) * sum(SHAPES["out"])
     sizes = [stage.offer_of_denoiser(given, 0).sizes["out"][INT4] for given in (loaded(), loaded(alone=("out",)))]
     assert branch > 0 and sizes[0] - sizes[1] == branch

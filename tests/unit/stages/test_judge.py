@@ -193,10 +193,7 @@ def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, tmp_path):
 def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
     theirs, runs, monkeypatch, answering, tmp_path, of_run, beside
 ):
-    """Its recipe is derived of the checkpoint without them; a run with them is as it is, and no other is taken.
-
-    The recipe is the run's, and model, images and places are ours.
-    """
+    """The recipe is the run's, derived without them; model and images are ours. No run of other weights is taken."""
     seen = []
 
     def chosen_again(job, run, step, session, directory):

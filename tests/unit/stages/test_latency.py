@@ -93,10 +93,7 @@ def read_from(latency: dict, part: str = "unet_xl", samples: int = 2, **denoiser
 
 @pytest.mark.parametrize("together", [True, False])
 def test_each_number_is_of_its_own_variant(checkpoint, clocked, together):
-    """4 s of every unquantized part, 1 s of the denoiser and of one text encoder.
-
-    The compiled framework's, of 2 s, is a second baseline in the rounds of the engines.
-    """
+    """4 s of every unquantized part, 1 s of the denoiser and of one text encoder; compiled, 2 s, a second baseline."""
     variants = clocked.variants()
     variants["compiled_framework"] = {"unet_xl": clocked.taking(2.0)}
     variants["quantized"] |= {"clip1": clocked.taking(1.0, "clip1")}

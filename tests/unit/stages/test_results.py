@@ -56,10 +56,7 @@ def test_words_are_read_where_that_is_switched_on(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """What MLPerf's protocol asks for, but for size and number of images, by a protocol of this run's own facts.
-
-    With stand-ins for what judges the images.
-    """
+    """By a protocol of this run's own facts: MLPerf's, but for size and number of images, and with stand-in judges."""
     TINY["sdxl"](tmp_path / "sdxl")
     captions = "\n".join(f'{index}\t"A cat number {index}."' for index in range(IMAGES))
     (tmp_path / "captions_source.tsv").write_text(f"id\tcaption\n{captions}\n")
@@ -189,10 +186,7 @@ def test_each_variant_has_its_difference_from_full_precision_prompt_by_prompt(mo
 
 
 def test_sizes_are_those_of_a_parts_own_files(tmp_path):
-    """A graph counts with the weights beside it; in fp32 a number has four bytes.
-
-    A part that is not exported has none, whatever else lies in the folder.
-    """
+    """A graph counts with the weights beside it; what is not exported has none, whatever else lies in the folder."""
     for name, size in {
         "onnx/unet/unet.onnx": 10, "onnx/unet/unet.onnx.data": 300, "plan/unet.plan": 5, "onnx/vae/vae.onnx": 70,
         "full_precision/onnx/unet/unet.onnx": 20, "full_precision/onnx/unet/unet.onnx.data": 2000,

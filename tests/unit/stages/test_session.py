@@ -1,7 +1,4 @@
-"""What a job takes of memory, GPU and disk; every check is made when a session opens; what knobs say of images.
-
-And the tables of a pipeline: what is printed is what was observed, and a network that is not exported says why.
-"""
+"""What a job takes of memory, GPU and disk, what a session checks, what knobs say of images, a pipeline's tables."""
 
 import json
 import shutil

@@ -38,10 +38,7 @@ def graph(path, weights: str):
 
 @pytest.fixture
 def sweep(tmp_path):
-    """``sweep(name=(weights, overrides, changes of the record), ...)``: a folder as a sweep's jobs leave it.
-
-    Without weights a job has no file of its denoiser.
-    """
+    """``sweep(name=(weights or none, overrides, changes of the record), ...)``: a folder as a sweep's jobs leave it."""
 
     def write(**jobs):
         image = {"full_precision": {"p50_ms": 50.0, "rest": 0.5}}
