@@ -45,7 +45,7 @@ RECIPE = cache(recipe_of)
 
 
 def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tuple[str, ...] = ()) -> SimpleNamespace:
-    """``proj`` is excluded, ``first`` by role, ``exclude`` by the first preset, which leaves the inputs of ``alone``."""
+    """``proj`` is excluded, ``first`` by role, ``exclude`` by the first preset, leaving inputs of ``alone``."""
     recipe = replace(RECIPE(INT4, "quant_level=3", "alpha=0.5", "quantize.budget=0.9"), budget=budget)
     given = SimpleNamespace(
         recipe=recipe, roles=ROLES, shapes=SHAPES, shared_inputs=INPUTS, exclude=["proj"], denoiser="unet",
