@@ -25,6 +25,8 @@ from .composition import CONF, JOBS, NEEDED, composed, defaults_of, groups_of, j
 
 pytestmark = pytest.mark.commit
 
+TURBO = ["model=sdxl_turbo", "model.path=some_model"]
+
 
 def test_every_file_under_conf_is_composed_by_the_test_below():
     """Those whose names begin with _ hold what primaries share, and are no options of a group."""
@@ -184,9 +186,6 @@ def test_a_folder_has_parts_of_its_own(tmp_path):
         ("quantize", ["model=sd3", lean, f"model.parts=[{','.join(usual)}]"], usual),
     ):  # fmt: skip
         assert composed(primary, *overrides)["model"]["parts"] == parts
-
-
-TURBO = ["model=sdxl_turbo", "model.path=some_model"]
 
 
 @pytest.mark.slow

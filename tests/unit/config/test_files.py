@@ -24,6 +24,9 @@ from .composition import TABLE, job, mapping_of
 
 pytestmark = pytest.mark.commit
 
+GIVEN, DRAWN = {"model.path": "{archive}"}, {"model.path": "{archive}", "infer.prompts": "{here}/set.tsv"}
+STRENGTH = r"model.loras .* a file, or file:strength with a number"
+
 
 @pytest.fixture
 def places(archive, run, tmp_path) -> dict[str, Path]:
@@ -40,10 +43,6 @@ def places(archive, run, tmp_path) -> dict[str, Path]:
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\nthree\n")
     (tmp_path / "set.tsv").write_text(TABLE)
     return {"archive": archive, "run": run, "images": tmp_path / "images", "here": tmp_path}
-
-
-GIVEN, DRAWN = {"model.path": "{archive}"}, {"model.path": "{archive}", "infer.prompts": "{here}/set.tsv"}
-STRENGTH = r"model.loras .* a file, or file:strength with a number"
 
 
 @pytest.mark.parametrize(("primary", "knobs", "sentence"), [

@@ -22,6 +22,8 @@ from .composition import TABLE, job
 
 pytestmark = pytest.mark.commit
 
+NO_GPU = "there is no NVIDIA GPU that torch can use"
+
 
 @pytest.mark.parametrize(("stated", "expected"), [
     ("style.safetensors", ("style.safetensors", 1.0)),
@@ -110,11 +112,6 @@ def test_steps_are_chosen_by_prompts_that_calibration_does_not_see():
 def test_published_policies_know_ends_alone():
     ends = {"hhcch": (2, 1), "ccc": (0, 0), None: (0, 0), "hhh": (3, 0), "hcrch": (1, 1), "chc": None, "hcf": None}
     assert {schedule: ends_of(schedule) for schedule in ends} == ends
-
-
-# infer=auto
-
-NO_GPU = "there is no NVIDIA GPU that torch can use"
 
 
 @pytest.fixture

@@ -134,25 +134,23 @@ def test_what_is_no_mapping_of_labels_is_refused(tmp_path, text, sentence):
         entries_in("no/such.yaml")
 
 
-HELD = {
-    "comfyui": {  # which quantizes inputs whatever the recipe says, and has one scale for a weight in fp8
-        "int8": PER_ROW, "int8_weight_only": PER_ROW, "fp8": STATIC, "fp8_per_row": None, "nvfp4": AS_ASSIGNED,
-        "mxfp4": None, "mxfp8": AS_ASSIGNED, "convrot_w4a4": PER_ROW, "convrot_w4a8": PER_ROW,
-    },
-    "diffusers_torchao": {"int8": STATIC, "int8_dynamic": PER_ROW, "int8_weight_only": FP16},
-    "diffusers_bfl": {"fp8_per_row": PER_ROW}, "diffusers_sdnq": {"rotated_w4a4": None},
-    "gguf": {"int8": FP16, "int8_weight_only": FP16, "q4_k_weight_only": FP16, "svdquant_w4a16": None},  # no branch
-    "nunchaku": {"svdquant_w4a4": IN_BLOCKS, "svdquant_w4a16": None},
-    "sglang_fp8": {"fp8_per_block": IN_BLOCKS}, "modelopt_export": {"fp8_per_block": None},
-    "onnx": {"convrot_w4a8": None}, "openvino": {"q6_k_weight_only": None},  # whose graph would hold fp16
-}  # fmt: skip
-
-
 def test_how_a_target_computes_a_preset_and_which_tools_execute_one_that_is_simulated_here():
-    assert {
+    held = {
+        "comfyui": {  # which quantizes inputs whatever the recipe says, and has one scale for a weight in fp8
+            "int8": PER_ROW, "int8_weight_only": PER_ROW, "fp8": STATIC, "fp8_per_row": None, "nvfp4": AS_ASSIGNED,
+            "mxfp4": None, "mxfp8": AS_ASSIGNED, "convrot_w4a4": PER_ROW, "convrot_w4a8": PER_ROW,
+        },
+        "diffusers_torchao": {"int8": STATIC, "int8_dynamic": PER_ROW, "int8_weight_only": FP16},
+        "diffusers_bfl": {"fp8_per_row": PER_ROW}, "diffusers_sdnq": {"rotated_w4a4": None},
+        "gguf": {"int8": FP16, "int8_weight_only": FP16, "q4_k_weight_only": FP16, "svdquant_w4a16": None},  # no branch
+        "nunchaku": {"svdquant_w4a4": IN_BLOCKS, "svdquant_w4a16": None},
+        "sglang_fp8": {"fp8_per_block": IN_BLOCKS}, "modelopt_export": {"fp8_per_block": None},
+        "onnx": {"convrot_w4a8": None}, "openvino": {"q6_k_weight_only": None},  # whose graph would hold fp16
+    }  # fmt: skip
+    assert held == {
         target: {preset: inputs_held(TARGETS[target], own_recipe(preset)) for preset in expected}
-        for target, expected in HELD.items()
-    } == HELD
+        for target, expected in held.items()
+    }
     assert inputs_held(TARGETS["comfyui"], dataclasses.replace(own_recipe("fp8"), per_channel=True)) is None
     by = {name: executed_by(own_recipe(name)) for name in presets()}
     assert by["svdquant_w4a4"] == ["diffusers_nunchaku_lite", "nunchaku"]

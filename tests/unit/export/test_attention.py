@@ -29,6 +29,8 @@ from .conftest import PREFIX, Exported, at_highest_level, exported, inputs
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
+JOINT = "transformer."
+
 
 @pytest.fixture(scope="module")
 def in_fp8(network, tmp_path_factory) -> Exported:
@@ -142,9 +144,6 @@ def test_weights_beside_the_graph_are_linked_where_its_attention_changes(export,
     assert (found / name).samefile(apart / name) and taken.stat().st_size < in_integers.stat().st_size / 2
     load_engine("openvino", taken, threads=1)
     assert with_softmax(full_precision, [], apart) == full_precision and len(list(apart.iterdir())) == 2
-
-
-JOINT = "transformer."
 
 
 @cache

@@ -41,6 +41,9 @@ from .conftest import CONFIG, POOLED, PREFIX, at_highest_level, exported
 
 pytestmark = pytest.mark.commit
 
+WIDTH = 256
+CONTRACT = Contract({"z": ("batch", WIDTH, 4, 4)}, ("dec",), {"z": torch.float32}, torch.float32)
+
 
 @pytest.fixture(scope="module")
 def in_dtype(network):
@@ -124,10 +127,6 @@ def test_an_operation_that_onnx_has_no_bf16_for_is_in_fp32(tmp_path):
     onnx.checker.check_model(onnx.load(path), full_check=True)
     x = drawn(2, 5, 3).bfloat16()
     assert torch.equal(load(path, threads=1)(x=x)["y"], x.transpose(1, 2))
-
-
-WIDTH = 256
-CONTRACT = Contract({"z": ("batch", WIDTH, 4, 4)}, ("dec",), {"z": torch.float32}, torch.float32)
 
 
 class Decoder(nn.Module):

@@ -22,6 +22,9 @@ from tests.graphs import run, save_graph
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
+HALF, FULL = torch.float16, torch.float32
+Call = Callable[[Tensor, Tensor], Tensor]
+
 
 def shapes_of(values) -> dict[str, tuple]:
     return {
@@ -185,10 +188,6 @@ def test_an_opset_is_raised_past_operations_that_gain_types_and_not_past_others(
     )
     with pytest.raises(ArtifactError, match=f"GroupNormalization, which may mean something else in opset {opset}"):
         raise_opset(ir.from_proto(onnx.parser.parse_model(grouped)), opset)
-
-
-HALF, FULL = torch.float16, torch.float32
-Call = Callable[[Tensor, Tensor], Tensor]
 
 
 class Calls(nn.Module):

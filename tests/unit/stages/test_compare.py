@@ -26,6 +26,21 @@ from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 pytestmark = pytest.mark.commit
 
 VARIANTS = {FRAMEWORK: 0.25, FULL_PRECISION: 0.5}  # to what each one adds
+CONTRACT = Contract({"x": ("batch", 4)}, ("y",), {"x": torch.float16}, torch.float16)
+SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
+READERS = (("a", "b"),), (("a",), ("b",))
+THINGS = {  # as usual, and another
+    "checkpoint": ("a", "b"), "source": ("a", "b"), "cpu": ("a", "b"), "cores": (2, 4), "gpus": ([], ["H100"]),
+    "contract": (CONTRACT, CONTRACT.in_dtype(torch.float32)), "identity": ("plain", "in pairs of reals"),
+    "arguments": ({}, {"num_frames": 9}), "prompts": (["a cat"], ["a dog"]), "engine": ("openvino", "torch"),
+    "sampling": (SAMPLING, replace(SAMPLING, sampler="ddim")), "precision": ("fp32", "bf16"), "device": ("cpu", "cuda"),
+    "layers": (["a", "b"], ["a"]), "hessians": tuple(Hessians(64, readers) for readers in READERS), "newer": ("", ""),
+    "onnx": (b"1", b"2"), "profile": (1, 2), "library": ("tensorrt_rtx", "tensorrt"), "targets": ([], ["SM89"]),
+    "level": (3, 5), "gib": (4, 1), "rows": (None, [{"mode": "x"}]),
+}  # fmt: skip
+ALL = {"torch", "diffusers", "transformers"}
+OF_IMAGES = {"checkpoint", "source", "contract", "arguments", "prompts", "sampling"}
+OF_STATISTICS = OF_IMAGES | {"layers", "hessians", "device", "rows"}
 
 
 def of(prompts: list[str], **knobs: object) -> SimpleNamespace:
@@ -246,20 +261,6 @@ def test_errors_are_measured_once_whoever_asks(tmp_path):
     assert jobs.found("schedules", {"a": 1}, lambda: pytest.fail("it is in the cache")) == made
 
 
-CONTRACT = Contract({"x": ("batch", 4)}, ("y",), {"x": torch.float16}, torch.float16)
-SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
-READERS = (("a", "b"),), (("a",), ("b",))
-THINGS = {  # as usual, and another
-    "checkpoint": ("a", "b"), "source": ("a", "b"), "cpu": ("a", "b"), "cores": (2, 4), "gpus": ([], ["H100"]),
-    "contract": (CONTRACT, CONTRACT.in_dtype(torch.float32)), "identity": ("plain", "in pairs of reals"),
-    "arguments": ({}, {"num_frames": 9}), "prompts": (["a cat"], ["a dog"]), "engine": ("openvino", "torch"),
-    "sampling": (SAMPLING, replace(SAMPLING, sampler="ddim")), "precision": ("fp32", "bf16"), "device": ("cpu", "cuda"),
-    "layers": (["a", "b"], ["a"]), "hessians": tuple(Hessians(64, readers) for readers in READERS), "newer": ("", ""),
-    "onnx": (b"1", b"2"), "profile": (1, 2), "library": ("tensorrt_rtx", "tensorrt"), "targets": ([], ["SM89"]),
-    "level": (3, 5), "gib": (4, 1), "rows": (None, [{"mode": "x"}]),
-}  # fmt: skip
-
-
 class Asked(Exception):
     """Holds the key by which something was looked for."""
 
@@ -305,11 +306,6 @@ def key_of_plan(now, patch, folder) -> None:
     knobs = SimpleNamespace(optimization_level=now.level, workspace_gib=now.gib, timing_cache=None)
     cache = SimpleNamespace(provide=lambda kind, origin, target, make: ask(origin))
     export_trt.build_plans({"unet": folder}, folder, knobs, None, cache)
-
-
-ALL = {"torch", "diffusers", "transformers"}
-OF_IMAGES = {"checkpoint", "source", "contract", "arguments", "prompts", "sampling"}
-OF_STATISTICS = OF_IMAGES | {"layers", "hessians", "device", "rows"}
 
 
 @pytest.mark.parametrize(("look", "things", "packages"), [  # on which each depends

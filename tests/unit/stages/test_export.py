@@ -46,6 +46,8 @@ OTHER = {
     "low_rank": (torch.ones(2, 1).half(), torch.ones(1, 4).half()),
     "attention_amax": (torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2)), "key_mean": torch.ones(2, 16),
 }  # fmt: skip
+SHAPE = ExportShape(out_path=None, width=1024, height=512, batch_size=2)
+SIZES = ["512x1024", "1024x512", "768x768"]
 
 
 def test_what_is_written_makes_another_file_and_what_is_only_reported_does_not():
@@ -60,9 +62,6 @@ def test_what_is_written_makes_another_file_and_what_is_only_reported_does_not()
     assert len({assignment_digest({"layer": row}) for row in rows}) == len(rows)
     reported = replace(LAYER, reason="kept", alpha=0.5, output_error=0.1)
     assert assignment_digest({"layer": reported}) == assignment_digest({"layer": LAYER})
-
-
-# What is delivered
 
 
 @pytest.mark.parametrize(("without", "quantized", "delivered", "written"), [
@@ -115,9 +114,6 @@ def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
     }
 
 
-SHAPE = ExportShape(out_path=None, width=1024, height=512, batch_size=2)
-
-
 def trt(**knobs) -> Trt:
     usual = {"library": "auto", "targets": [], "static_batch": False, "min_batch_size": 1, "max_batch_size": 8}
     return Trt(**dict.fromkeys(field.name for field in fields(Trt)) | usual | knobs)
@@ -130,9 +126,6 @@ def onnx_path(tmp_path):
         "graph (float16[batch,4,height,width] x) => (float16[a,b,c,d] out) { out = Identity (x) }"
     ), path := tmp_path / "unet_xl.onnx")  # fmt: skip
     return path
-
-
-SIZES = ["512x1024", "1024x512", "768x768"]
 
 
 @pytest.mark.parametrize(("part", "scale", "knobs", "batches", "sides"), [
@@ -168,9 +161,6 @@ def test_a_gpu_builds_for_the_formats_that_it_has(monkeypatch):
     check_gpu({"int8", "int4", "fp8"})
     with pytest.raises(ResourceError, match=r"compute capability 8.9 and nvfp4 takes 10;"):
         check_gpu({"int8", "nvfp4"})
-
-
-# What is handed over
 
 
 def row(name: str, *shape: int, **options) -> LayerAssignment:

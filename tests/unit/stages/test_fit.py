@@ -42,10 +42,31 @@ QUANTIZED = ("conv", "q", "k", "out")
 PARAMETERS = 5000 + sum(stored_bytes(shape, "ffn", None) // 2 for shape in SHAPES.values())  # those of norms too
 INT4, INT8 = "svdquant_w4a16", "int8_weight_only"
 RECIPE = cache(recipe_of)
+OFFERS = {
+    "unet": stage.Offer(
+        "", [("a", "b"), ("c",)], dict.fromkeys("abc", "ffn"),
+        {name: {"int4": size, "int8": 2 * size, KEPT: 4 * size} for name, size in {"a": 2, "b": 3, "c": 2}.items()},
+        {"int4": RECIPE(INT4), "int8": RECIPE(INT8), KEPT: None}, 30,
+    ),
+    "text": stage.Offer(
+        "text:", [("d",)], {"d": "linear"}, {"d": {"int8": 10, KEPT: 40}}, {"int8": RECIPE(INT8), KEPT: None}, 50
+    ),
+    "vae": stage.Offer("vae:", [], {}, {}, {"int8": RECIPE(INT8), KEPT: None}, 6),
+}  # fmt: skip
+OF_LAYERS = {
+    "unet": {"int4": {"a": 0.3, "b": 0.4, "c": 0.1}, "int8": {"a": 0.03, "b": 0.04, "c": 0.01}},
+    "text": {"int8": {"d": 0.05}}, "vae": {},
+}  # fmt: skip
+RATES = {"int4": 0.02, "int8": 0.01, "text:int8": 3.0}  # what a squared error does to images
+KNOBS = {"quant_level": 2, "alpha": 0.7}
+ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+TO_Q, TO_K = f"{ATTENTION}.to_q", f"{ATTENTION}.to_k"
+CONV, OTHER = "down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.proj_out"
+NO_ALPHA = "an alpha, expected none"
 
 
 def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tuple[str, ...] = ()) -> SimpleNamespace:
-    """``proj`` is excluded, ``first`` by role, ``exclude`` by the first preset, leaving inputs of ``alone``."""
+    """``proj`` is excluded, ``first`` by role; the first preset leaves out ``exclude`` and the inputs of ``alone``."""
     recipe = replace(RECIPE(INT4, "quant_level=3", "alpha=0.5", "quantize.budget=0.9"), budget=budget)
     given = SimpleNamespace(
         recipe=recipe, roles=ROLES, shapes=SHAPES, shared_inputs=INPUTS, exclude=["proj"], denoiser="unet",
@@ -96,23 +117,6 @@ def test_what_a_budget_leaves_for_layers_and_one_that_cannot_be_met_or_asks_for_
 
 
 # All parts
-
-OFFERS = {
-    "unet": stage.Offer(
-        "", [("a", "b"), ("c",)], dict.fromkeys("abc", "ffn"),
-        {name: {"int4": size, "int8": 2 * size, KEPT: 4 * size} for name, size in {"a": 2, "b": 3, "c": 2}.items()},
-        {"int4": RECIPE(INT4), "int8": RECIPE(INT8), KEPT: None}, 30,
-    ),
-    "text": stage.Offer(
-        "text:", [("d",)], {"d": "linear"}, {"d": {"int8": 10, KEPT: 40}}, {"int8": RECIPE(INT8), KEPT: None}, 50
-    ),
-    "vae": stage.Offer("vae:", [], {}, {}, {"int8": RECIPE(INT8), KEPT: None}, 6),
-}  # fmt: skip
-OF_LAYERS = {
-    "unet": {"int4": {"a": 0.3, "b": 0.4, "c": 0.1}, "int8": {"a": 0.03, "b": 0.04, "c": 0.01}},
-    "text": {"int8": {"d": 0.05}}, "vae": {},
-}  # fmt: skip
-RATES = {"int4": 0.02, "int8": 0.01, "text:int8": 3.0}  # what a squared error does to images
 
 
 def in_images(labels: dict[str, dict[str, str]], what: str = "") -> float:
@@ -266,9 +270,6 @@ def left(monkeypatch) -> list[str]:
     return found
 
 
-KNOBS = {"quant_level": 2, "alpha": 0.7}
-
-
 @pytest.mark.nightly
 def test_the_file_that_a_run_leaves_gives_its_assignment_back_bit_for_bit(model, statistics, tmp_path, left):
     """Of INT8 with folded smoothing and NVFP4 with chosen codes; the budget is half-way between both."""
@@ -301,11 +302,6 @@ def test_a_plain_run_leaves_a_file_too_and_one_line_of_it_changes_one_layer(mode
     assert same(untouched, {each: plain[each] for each in untouched}) and len(untouched) > len(plain) / 2
 
 
-ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
-TO_Q, TO_K = f"{ATTENTION}.to_q", f"{ATTENTION}.to_k"
-CONV, OTHER = "down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.proj_out"
-
-
 @pytest.fixture(scope="module")
 def with_file(model, tmp_path_factory) -> Loaded:
     """A job whose file gives a layer each of three presets."""
@@ -313,9 +309,6 @@ def with_file(model, tmp_path_factory) -> Loaded:
     file.write_text(f"{TO_Q}: int8\n{CONV}: svdquant_w4a4\n{OTHER}: q4_k_weight_only")
     job = model.job("nvfp4", {"quant_level": 3, "assignment": str(file)})
     return load.with_recipe(model.session, job.model, job.infer, job.quantize)
-
-
-NO_ALPHA = "an alpha, expected none"
 
 
 @pytest.mark.slow

@@ -23,6 +23,18 @@ FACTS = {
     "inputs": {"checkpoint": {"path": "here.nemo", "sha256": "ab", "bytes": 2}},
     "versions": {"torch": "2.10"}, "machine": {"cpu": "one"}, "started": "today",
 }  # fmt: skip
+OURS = (
+    "onnx/unet_xl/unet_xl.onnx", "onnx/unet_xl/unet_xl.onnx.data", "plan/vae.plan", "plan/vae.plan.json", "budget.csv",
+    "full_precision/onnx/unet_xl/unet_xl.onnx", "images/quantized/0000.png", "images/grid.png", "metrics.json",
+    ".unfinished-1/part", "onnx/unet_xl/.unet_xl.onnx.7.part", "full_precision/onnx/.unet_xl.7.part/unet_xl.onnx",
+    ".a.csv.some_host-12.part", "hand_over/gguf/model.gguf", "hand_over/gguf/hand_over.json",
+    "hand_over/.gguf.host-3.part/a",
+)  # fmt: skip
+THEIRS = (
+    "images/family.png", "images/quantized/grandmother.png", "onnx/model.onnx", "onnx/mine/weights.bin", "plan/b.txt",
+    "images.txt", "notes/onnx", "full_precision/x", ".secret.part", "notes/.unfinished-thesis",
+    "hand_over/gguf/card.md", "hand_over/comfyui/lora.safetensors",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -112,20 +124,6 @@ def test_a_job_is_known_to_be_done_without_what_would_do_it(job, tmp_path):
     assert job_folder.done_before(job, tmp_path) is None
     code = "import sys, sd_quant.commands.quantize; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-OURS = (
-    "onnx/unet_xl/unet_xl.onnx", "onnx/unet_xl/unet_xl.onnx.data", "plan/vae.plan", "plan/vae.plan.json", "budget.csv",
-    "full_precision/onnx/unet_xl/unet_xl.onnx", "images/quantized/0000.png", "images/grid.png", "metrics.json",
-    ".unfinished-1/part", "onnx/unet_xl/.unet_xl.onnx.7.part", "full_precision/onnx/.unet_xl.7.part/unet_xl.onnx",
-    ".a.csv.some_host-12.part", "hand_over/gguf/model.gguf", "hand_over/gguf/hand_over.json",
-    "hand_over/.gguf.host-3.part/a",
-)  # fmt: skip
-THEIRS = (
-    "images/family.png", "images/quantized/grandmother.png", "onnx/model.onnx", "onnx/mine/weights.bin", "plan/b.txt",
-    "images.txt", "notes/onnx", "full_precision/x", ".secret.part", "notes/.unfinished-thesis",
-    "hand_over/gguf/card.md", "hand_over/comfyui/lora.safetensors",
-)  # fmt: skip
 
 
 def put(folder: Path, *names: str) -> None:

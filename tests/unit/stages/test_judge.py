@@ -26,6 +26,8 @@ from tests.refusals import refused
 
 pytestmark = pytest.mark.commit
 
+SDNQ = OwnLibrary("SDNQ", None)
+
 
 def subject(name: str = "a.gguf", runtime: OwnLibrary | None = None, **more) -> Subject:
     denoiser = SubjectPart("gguf", "GGUF 3", 4_000_000, 4.0, more.pop("rows", []), None)
@@ -42,9 +44,6 @@ def baseline(**more) -> SimpleNamespace:
 
 def images(value: int) -> Generated:
     return Generated(np.full((2, 64, 64, 3), value, np.uint8), torch.zeros(2, 1))
-
-
-SDNQ = OwnLibrary("SDNQ", None)
 
 
 def test_a_library_is_compared_with_our_reading_and_timed_beside_torch_or_a_reason_says_why_not(answering, monkeypatch):

@@ -20,6 +20,10 @@ from ..tiny import tiny  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.commit
 
+HALF, INFER = 10 * "cr", job().infer
+# The error with all four steps precise, and what quantizing the inputs of each adds: the last adds most.
+PRODUCTS = torch.diag(torch.tensor([1.0, 1.0, 4.0, 9.0, 100.0], dtype=torch.float64))
+
 
 @pytest.mark.parametrize(("speedup", "rest", "steps"), [(2.0, 0.0, 10), (2.0, 0.5, 5), (1.9, 0.0, 11), (1.0, 0.3, 20)])
 def test_the_control_takes_no_less_time(speedup, rest, steps):
@@ -35,9 +39,6 @@ def test_half_calls_count_by_their_time():
     assert CallsOfAnImage(20, in_a_step=2.0).share({}, 10) == 1
     precise = CallsOfAnImage(20, precise={"h": 4, "f": 1})
     assert precise.share({"h": 1.5, "f": 2.0}, 20) == pytest.approx(23 / 20)
-
-
-HALF, INFER = 10 * "cr", job().infer
 
 
 @pytest.mark.parametrize(("family", "levers", "sentence"), [
@@ -63,10 +64,6 @@ def test_a_recipe_of_bits_alone_has_no_levers():
     assert levers.compared(None, SimpleNamespace(of_an_image=CallsOfAnImage(20)), INFER, {}, None) is None
     assert levers.scheduled(None, SimpleNamespace(infer=INFER), None) == (INFER, {"chosen": None, "precise": None})
     assert replace(INFER, sampler_steps=12).pulls_levers
-
-
-# The error with all four steps precise, and what quantizing the inputs of each adds: the last adds most.
-PRODUCTS = torch.diag(torch.tensor([1.0, 1.0, 4.0, 9.0, 100.0], dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("wanted", "step_time", "found"), [

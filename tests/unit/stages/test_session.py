@@ -27,6 +27,9 @@ from ..observed.conftest import observe, tiny_folder  # noqa: F401  fixtures
 
 pytestmark = pytest.mark.commit
 
+SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
+STORED = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
+
 
 @pytest.mark.parametrize(("sides", "warned"), [
     ({}, []), ({"width": 128, "height": 128}, ["model.width and model.height ask for 128 x 128"]),
@@ -114,10 +117,6 @@ def test_drawn_prompts_are_kept_and_whole_texts_are_not(tmp_path):
         if kept:
             again = infer_job(f"infer.prompts={file}").infer
             assert (again.prompt_list(), again.categories()) == (infer.prompt_list(), infer.categories())
-
-
-SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
-STORED = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
 
 
 def images(size: int = 1024, engine: str = "openvino", vae_tile: int | None = None) -> SimpleNamespace:
@@ -212,9 +211,6 @@ def test_decoding_takes_most_of_a_small_model_and_tiles_bound_it():
     whole, tiled = (memory_model.working_bytes(SDXL, workload_of(images(vae_tile=tile))) for tile in (None, 512))
     assert tiled["vae"] - memory_model.PROCESS == (whole["vae"] - memory_model.PROCESS) / 4
     assert tiled["unet_xl"] == whole["unet_xl"]
-
-
-# Tables
 
 
 @pytest.fixture

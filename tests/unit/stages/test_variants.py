@@ -29,6 +29,8 @@ FULL = {part: RUN / f"full_precision/onnx/{part}/{part}.onnx" for part in PARTS}
 PLANS, FULL_PLANS = ({part: folder / f"plan/{part}.plan" for part in PARTS} for folder in (RUN, RUN / "full_precision"))
 NATIVE, CODES = ({part: Native(part, quantized=quantized) for part in PARTS} for quantized in (False, True))
 SIMULATED, BY_TORCH = {"unet": Simulated("unet")}, {"vae": "vae"}
+INFER = job("infer.width=64", "infer.height=64").infer
+OPENED = ("unet_xl", "clip1", "vae")
 
 
 class Opened(Session):
@@ -175,10 +177,6 @@ def test_a_runtime_is_told_of_what_it_has_and_the_part_needs(monkeypatch, part, 
     open_parts.open_file(Path(f"{part}.onnx"), infer(**knobs))
     given = {name: load.call_args.kwargs.get(name) for name in ("precision", "kept")}
     assert given == {"precision": None, "kept": None} | told
-
-
-INFER = job("infer.width=64", "infer.height=64").infer
-OPENED = ("unet_xl", "clip1", "vae")
 
 
 def measured(monkeypatch, simulated: str | None = None, **beside: str):
