@@ -93,9 +93,7 @@ def test_a_job_whose_files_do_not_suffice_is_refused(places, primary, knobs, sen
         job(primary, named).check_files()
 
 
-def test_parts_come_from_the_run_single_paths_go_before_and_without_either_an_export_is_of_the_checkpoint(
-    archive, run, tmp_path
-):
+def test_parts_come_from_a_run_from_single_paths_or_from_the_checkpoint(archive, run, tmp_path):
     """Images by the original denoiser take it from beside the run's; NeMo's inference loads it first."""
     unquantized = job("export_trt", {"model.path": archive})
     assert unquantized.unquantized()

@@ -53,9 +53,7 @@ def test_unquantized_it_computes_what_torch_does(full_precision, network, size):
 
 
 @pytest.mark.parametrize("smoothing", ["folded", "modelopt"])
-def test_exactly_the_assigned_layers_have_codes_and_other_parameters_are_the_checkpoints(
-    assignments, network, smoothing, tmp_path
-):
+def test_exactly_the_assigned_layers_have_codes(assignments, network, smoothing, tmp_path):
     """Folded, an input is quantized once for all its readers, and multiplied only where no module makes it."""
     path = network.write(tmp_path / "unet.onnx", assignment := assignments[smoothing])
     stored = initializers(path)

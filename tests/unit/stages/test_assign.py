@@ -149,9 +149,7 @@ def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others
     assert found("quantize=nvfp4", "quantize.hessian=256") == (expected, 4 * (4 * 256 * 256 + 36 * 36))
 
 
-def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_images_negative_prompts(
-    answering, monkeypatch, tmp_path
-):
+def test_linears_that_may_be_included_are_calibrated_with_negative_prompts_in_turn(answering, monkeypatch, tmp_path):
     """These in turn, as its prompts are others. Of statistics from elsewhere such linears are not asked."""
     network = nn.ModuleDict({"time": nn.Linear(4, 4), "first": nn.Conv2d(4, 4, 3), "to_q": nn.Linear(4, 4)})
     answering(calibrate, empty_denoiser=network, load_model=None, origin={}, denoiser_part=SimpleNamespace(contract=0))

@@ -72,9 +72,7 @@ def test_what_is_written_makes_another_file_and_what_is_only_reported_does_not()
     (("unet",), ["unet"], ["vae", "text"], ["text", "vae"]),
     (("unet", "vae", "text"), ["unet"], [], []),
 ])  # fmt: skip
-def test_parts_that_are_refused_have_no_files_and_each_quantized_one_is_behind_its_unquantized_twin(
-    without, quantized, delivered, written
-):
+def test_refused_parts_have_no_files_and_quantized_ones_follow_their_twins(without, quantized, delivered, written):
     parts = {name: SimpleNamespace(refused="because" if name in without else None) for name in ("unet", "vae", "text")}
     checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
     assignments = dict.fromkeys(quantized, {"layer": LAYER})
@@ -136,9 +134,7 @@ def onnx_path(tmp_path):
     ("unet_xl", 5.0, {}, (1, 4, 16), [(64, 128)] * 3),
     ("vae", None, {"sizes": SIZES}, (1, 2, 8), [(64, 64), (64, 128), (128, 128)]),  # every width with every height
 ])  # fmt: skip
-def test_a_plan_holds_the_doubling_of_guidance_and_all_sizes_and_is_tuned_for_one(
-    onnx_path, part, scale, knobs, batches, sides
-):
+def test_a_plan_holds_guidances_doubling_and_all_sizes(onnx_path, part, scale, knobs, batches, sides):
     of_job = "infer.width=1024", "infer.height=512", "infer.batch_size=2", f"infer.scale={scale}"
     shape = SHAPE if scale is None else job(*of_job).infer
     expected = tuple((batch, 4, *side) for batch, side in zip(batches, sides, strict=True))

@@ -189,9 +189,7 @@ def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, tmp_path):
 
 
 @pytest.mark.parametrize(("of_run", "beside"), [("with", False), ("without", True), ("other", None)])
-def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
-    theirs, runs, monkeypatch, answering, tmp_path, of_run, beside
-):
+def test_a_run_without_the_loras_gets_them_beside(theirs, runs, monkeypatch, answering, tmp_path, of_run, beside):
     """The recipe is the run's, derived without them; model and images are ours. No run of other weights is taken."""
     seen = []
 

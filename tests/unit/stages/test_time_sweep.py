@@ -180,9 +180,7 @@ def test_what_cannot_be_timed_here_is_left_out_and_says_why(sweep, opened):
         time_sweep.time_sweep(folder / "a")
 
 
-def test_what_was_timed_is_timed_again_for_longer_or_when_asked_and_stays_until_there_is_better(
-    sweep, opened, monkeypatch
-):
+def test_what_was_timed_stays_until_there_is_better_or_more_is_asked_for(sweep, opened, monkeypatch):
     folder = sweep(a=("one", [], {}))
     for _ in range(2):
         time_sweep.time_sweep(folder)
