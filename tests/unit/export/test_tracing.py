@@ -27,9 +27,7 @@ Call = Callable[[Tensor, Tensor], Tensor]
 
 
 def shapes_of(values) -> dict[str, tuple]:
-    return {
-        value.name: tuple(axis if isinstance(axis, int) else axis.value for axis in value.shape) for value in values
-    }
+    return {each.name: tuple(axis if isinstance(axis, int) else axis.value for axis in each.shape) for each in values}
 
 
 def test_inputs_and_outputs_are_the_contracts_with_its_dynamic_axes_and_nothing_but_the_graph_is_kept(network):

@@ -38,9 +38,7 @@ def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, answeri
     answering(stage, open_simulated=Mock(side_effect=lambda x: {"out": 3 * x}, outputs=("out",)), denoiser_of=None)
     facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "", "usable_cores": 1, "gpus": []}}
     shared = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9))
-    one, other = (
-        {name: LayerAssignment(name, "ffn", (4, 4), format=each) for name in "ab"} for each in ("int8", "fp8")
-    )
+    one, other = ({name: LayerAssignment(name, "ffn", (4, 4), each) for name in "ab"} for each in ("int8", "fp8"))
 
     def measured(assignment=one, call=0.0, scale=5.0, kept=0) -> int:
         asked.clear()

@@ -258,9 +258,8 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
     )  # fmt: skip
     given = ["prompts=[it's a rocket, a key]", "hand_over=[gguf]", "model.path='${x}'"]
     shared = SimpleNamespace(facts={"overrides": given})
-    hand_over.hand_over_run(
-        SimpleNamespace(loaded=loaded(), directory=run, shared=shared, assignments={}), {"gguf": {}}
-    )
+    variants = SimpleNamespace(loaded=loaded(), directory=run, shared=shared, assignments={})
+    hand_over.hand_over_run(variants, {"gguf": {}})
     assert words_of(said.pop(), tmp_path / "bin") == ["sd-quant", "quantize", *given]
     for images in (True, False):
         asked = SimpleNamespace(run=AWKWARD, cache=None, targets=lambda: ["gguf"], images=images)

@@ -98,9 +98,7 @@ def test_what_a_layer_can_have_and_with_which_it_chooses():
 
 
 def test_what_a_budget_leaves_for_layers_and_one_that_cannot_be_met_or_asks_for_nothing_is_refused():
-    sizes = {
-        name: [stored_bytes(SHAPES[name], ROLES[name], own) for own in (None, loaded().recipe)] for name in QUANTIZED
-    }
+    sizes = {key: [stored_bytes(SHAPES[key], ROLES[key], own) for own in (None, loaded().recipe)] for key in QUANTIZED}
     whole, quantized = map(sum, zip(*sizes.values(), strict=True))
     fewest = 2 * PARAMETERS - whole + quantized  # everything else in fp16, and branches
     assert stage.limit_of(loaded()) is None
@@ -135,9 +133,7 @@ def fitted_to(monkeypatch, folder: Path, *groups: stage.Group, squared_error_of=
 
     monkeypatch.setattr(stage, "assigned", assigned)
     monkeypatch.setattr(stage, "quantized_alone", alone)
-    wholes = {
-        offer.named(label): {part: offer.all_in(label)} for part, offer in OFFERS.items() for label in offer.labels
-    }
+    wholes = {offer.named(each): {part: offer.all_in(each)} for part, offer in OFFERS.items() for each in offer.labels}
     uniform = {label: in_images(labels) ** 0.5 for label, labels in wholes.items()}
     given = SimpleNamespace(denoiser="unet", recipe=SimpleNamespace(choices=[]), offered={})
     limited = stage.Limited(OFFERS, groups, 80, "all")

@@ -170,9 +170,8 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
     images = ImageTimes([15e3], 0.5)
     monkeypatch.setattr(timing, "part_parameters", lambda _: dict.fromkeys(parts, 1))
     monkeypatch.setattr(timing, "image_times", lambda _, variants, *more: dict.fromkeys(variants, images))
-    found = compared(checkpoint, engines, together, infer, others, calls=CallsOfAnImage(1, by_denoiser=calls))[
-        "openvino"
-    ]
+    of_an_image = CallsOfAnImage(1, by_denoiser=calls)
+    found = compared(checkpoint, engines, together, infer, others, calls=of_an_image)["openvino"]
     assert found["high"]["1"]["speedup"] == pytest.approx(4)
     assert found["low"]["1"].get("speedup") == (pytest.approx(2) if others else None)
     assert found["image"]["1"]["full_precision"]["rest"] == 0.5
