@@ -242,15 +242,16 @@ def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, 
             assert make()["bytes"] == {"weights": 200_000}
             names = {path.name for path in folder.iterdir()}
             assert names == {"weights", "README.md", target_folder.FIGURES}
-            assert names == set(json.loads((folder / target_folder.FIGURES).read_text())["files"])
+            figures = json.loads((folder / target_folder.FIGURES).read_text())
+            assert names == set(figures["files"]) and "choose the nearest in KSampler" in figures["sampling"][0]
         assert (tmp_path / "canary").exists()
 
 
 def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["quantize.py"])  # of a checkout, which the reader of a card may not have
-    said, run = [], tmp_path / AWKWARD
-    monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[5]))
+    said, held, run = [], [], tmp_path / AWKWARD
+    monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[5]) or held.append(given[3]))
     answering(
         hand_over, measured_by=None, images_of_run=None, recipe_of_run=job(), handed_over_table=None,
         record_of_run=parsed(None), chosen_again=(loaded(), {"unet_xl": {"a": row("a", 32, 32)}}), as_text=[],
@@ -268,6 +269,7 @@ def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
         made = composed(command, *words)
         assert (program, command, made["run"]) == ("sd-quant", "hand_over", AWKWARD)
         assert (made["to"], made["images"]) == ("gguf", images)
+    assert [rows["unet_xl"]["a"].format for rows in held[1:]] == ["int8", "int8"]
 
 
 def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path, monkeypatch, answering):
