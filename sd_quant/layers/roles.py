@@ -170,7 +170,8 @@ def _shared_inputs(flow: Flow) -> list[SharedInput]:
         if len(runs) > 1 and (text or producer is None):
             found += [SharedInput(tuple(call.name for call in run), text=text) for run in runs]
         else:
-            found.append(SharedInput(tuple(call.name for call in calls), producer, text, modulation))
+            one_row = flow.one_row(calls[0].name)
+            found.append(SharedInput(tuple(call.name for call in calls), producer, text, modulation, one_row))
     return _producers_first(sorted(found, key=lambda shared: min(order[name] for name in shared.readers)))
 
 

@@ -85,6 +85,13 @@ def available_cuda_memory_bytes() -> int | None:
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
+def reset_peaks() -> bool:
+    """Reset the peaks of the process and of torch on the current GPU; whether the process's can be reset."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return reset_peak()
+
+
 class MemoryTaken(NamedTuple):
     """Memory of an engine, in bytes more than before it was opened."""
 
@@ -94,14 +101,13 @@ class MemoryTaken(NamedTuple):
 
 
 def memory_taken(
-    opened: Callable[[], Callable[[], object]], on_gpu: bool, restart: Callable[[], object] = reset_peak
+    opened: Callable[[], Callable[[], object]], on_gpu: bool, restart: Callable[[], object] = reset_peaks
 ) -> MemoryTaken:
     """Measure the memory, of the current GPU or of this process, that an engine takes.
 
-    ``opened`` opens the engine and returns a function that calls it; ``restart`` resets the process's peak.
+    ``opened`` opens the engine and returns a function that calls it; ``restart`` resets the peaks.
     """
     now, peak = (cuda_bytes, cuda_peak_bytes) if on_gpu else (lambda: resident_bytes(os.getpid()), peak_memory_bytes)
-    restart = torch.cuda.reset_peak_memory_stats if on_gpu else restart
     give_back()
     before = now()
     restart()
@@ -150,9 +156,8 @@ class StageTimer:
         self.started = perf_counter()
         self.stages: dict[str, dict[str, float | int]] = {}  # seconds and peak_memory_bytes of each
         self.highest = 0  # bytes in the running stage before the peak was reset last
-        self.resets = reset_peak()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        self.highest_on_gpu = 0  # bytes in the job, likewise
+        self.resets = reset_peaks()
 
     @property
     def seconds(self) -> float:
@@ -165,6 +170,12 @@ class StageTimer:
         value = max(stage["peak_memory_bytes"] for stage in self.stages.values())
         reason = "of the process since its start: /proc/self/clear_refs cannot be written"
         return value if self.resets else {"value": value, "reason": reason}
+
+    @property
+    def peak_on_gpu(self) -> int | None:
+        """The record's ``peak_cuda_memory_bytes``, the maximum of the job; None without a GPU."""
+        latest = peak_cuda_memory_bytes()
+        return None if latest is None else max(self.highest_on_gpu, latest)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -189,6 +200,7 @@ class StageTimer:
             LOG.info("%s: %.1f s, peak %.2f GiB", name, seconds, peak / 2**30)
 
     def restart_peak(self) -> None:
-        """Reset the process's peak during a stage; the stage's own peak so far is kept."""
+        """Reset the peaks during a stage; those of the stage and of the job's GPU so far are kept."""
         self.highest = max(self.highest, peak_memory_bytes())
-        reset_peak()
+        self.highest_on_gpu = self.peak_on_gpu or 0
+        reset_peaks()

@@ -281,6 +281,7 @@ class SharedInput:
     # If the tensor is ``norm * (1 + scale) + shift`` and the producer is a linear that computes both: the indices (of
     # the shift, of the scale) among the producer's output chunks, each as wide as the tensor. None: no modulation.
     modulation: tuple[int, int] | None = None
+    one_row: bool = False  # whether it is one row an image, such as the input of a modulation, instead of tokens
 
     def rows(self, width: int) -> tuple[slice, ...]:
         """Return slices of the producer's output channels that factors of this tensor's ``width`` channels multiply."""

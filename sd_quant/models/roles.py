@@ -16,6 +16,7 @@ QKV = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 FEED_FORWARD = ("ff", "ff_context")
 FIRST_OF_FEED_FORWARD = re.compile(r"(.*)\.ff(_context|)\.net\.0\.proj")
 MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm.linear")  # endings of the names of a block's modulations
+ONE_ROW = (*MODULATIONS, "norm_out.linear")  # of the names of layers that read one row an image
 # Chunks (shift, scale) in the outputs of diffusers' modulations: AdaLayerNormZero, AdaLayerNormZeroSingle and
 # SD35AdaLayerNormZeroX begin with the attention's, AdaLayerNormContinuous is a scale, then a shift.
 OF_ATTENTION, OF_FEED_FORWARD, OF_SECOND_ATTENTION, CONTINUOUS = (0, 1), (3, 4), (6, 7), (1, 0)
@@ -104,7 +105,7 @@ def inputs_of_transformer(linears: Iterable[str]) -> list[SharedInput]:
         readers = tuple(reader for reader in readers if reader in known and reader not in seen)
         if readers:
             made = (producer, text, modulation) if producer in known else (None, text, None)
-            inputs.append(SharedInput(readers, *made))
+            inputs.append(SharedInput(readers, *made, one_row=readers[0].endswith(ONE_ROW)))
             seen.update(readers)
 
     for name in names:

@@ -28,7 +28,9 @@ from sd_quant.quantization.statistics import LayerStatistics
 
 ALPHAS = tuple(index / 10 for index in range(11))  # tried by alpha=auto
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # outputs and sampled inputs of a layer that the search evaluates
-UNSEEN = 3e-4  # assumed share of rows in which a channel reaches its maximum; chosen on the bench of checkpoints
+# assumed share of rows in which a channel reaches its maximum, of tokens and where an image has one row; both were
+# chosen on the bench of checkpoints
+UNSEEN, UNSEEN_OF_ONE_ROW = 3e-4, 1e-2
 
 
 def assign_linears(
@@ -72,6 +74,7 @@ class Readers:
     weight_amax: Tensor  # fp32 [in_features], the range of each column over the weights of the quantized layers
     statistics: LayerStatistics  # of the tensor
     vector: Callable[[Tensor, Tensor, float], Tensor]  # ``pre_quant_scale`` or ``range_keeping_scale``
+    unseen: float = UNSEEN
 
     @property
     def quantized(self) -> list[LayerAssignment]:
@@ -127,7 +130,7 @@ class Readers:
         """Return a function of alpha and ``quiet``: the sum of the layers' squared relative output errors.
 
         Rounding errors are measured without clipping on ``SEARCHED_OUTPUTS`` evenly spaced outputs of each layer and
-        ``SEARCHED_ROWS`` sampled inputs. A static range adds ``UNSEEN`` times the error of ``clipped_squares``.
+        ``SEARCHED_ROWS`` sampled inputs. A static range adds ``unseen`` times the error of ``clipped_squares``.
         Whole layers, or an observer for each alpha, would take longer than all other steps of the derivation.
         """
         rows = replace(self.statistics.rows, values=self.statistics.rows.values[:SEARCHED_ROWS])
@@ -143,7 +146,7 @@ class Readers:
         def error(alpha: float, quiet: float) -> float:
             found = sum((layer.output_error or 0) ** 2 for layer in searched.assigned(alpha, unclipped, quiet))
             if static and found:
-                found += UNSEEN * (self.clipped_squares(alpha, quiet) * gain).sum().item()
+                found += self.unseen * (self.clipped_squares(alpha, quiet) * gain).sum().item()
             return found
 
         return error
@@ -174,7 +177,8 @@ def readers_of(
     vector = pre_quant_scale if shared.modulation is None else range_keeping_scale
     if not quantized:
         return None
-    return Readers(layers, weights, input_amax([weights[each] for each in quantized]), statistics[quantized[0]], vector)
+    amax, unseen = input_amax([weights[each] for each in quantized]), UNSEEN_OF_ONE_ROW if shared.one_row else UNSEEN
+    return Readers(layers, weights, amax, statistics[quantized[0]], vector, unseen)
 
 
 def absorb_scale(

@@ -206,10 +206,7 @@ def report(run: Run, record: Seconds, not_begun: dict[str, list[str]], others: S
     print(f"{run.elapsed():7.0f} s  in all, of {LIMIT} s")
     commit, known = (sum(s for (part, _), s in each.items() if part == "test") / 2 for each in (run.seconds, record))
     print(f"commit cases: {commit:.0f} s on two workers, {known:.0f} s by the record, {COMMIT_GOAL} s is the goal")
-    print("\nthe ten slowest cases")
-    for case in sorted(run.cases, key=lambda case: -case.seconds)[:10]:
-        print(f"{case.seconds:7.1f} s  {case.file}::{case.name}")
-    print("\nsince the record", *change(record, run.seconds, rows=5), sep="\n")
+    print("since the record", *change(record, run.seconds, rows=5), sep="\n")
     left_out = Counter(case.file for case in run.cases if case.late)
     print(f"\nleft out for time: {left_out.total()} cases of {len(left_out)} files")
     print(*(f"{count:4} of {file}" for file, count in sorted(left_out.items())), sep="\n")

@@ -1,15 +1,12 @@
 """``python -m tests.run faults --kills 60``: every command killed, starved of disk, raced and put into hard places.
 
-Each command is first left alone. Then it is killed, as often as is asked for in all, and given again: what it leaves
-has to be what it left before, by hash, and nothing may lie under a temporary name; in between nothing may lie under a
-final name that is not whole. A plan is built anew with other bytes each time, so of plans the record's hash and the
-size count. The main job is also cancelled, and starved of disk in some stages. After that each command works with 64
-file descriptors, without shared memory, with a cache from the future and the past, on a full and a read-only disk, and
-four processes of one with one cache: it has to leave the same, or to end with a code from 2 to 4 (a sweep with 1) and
-one sentence. With ``faketime`` (Debian's package) the clock is also set a year back and ahead while a command works.
+Each command is first left alone. Whatever befalls it then, the same command given again has to leave what it left
+before, by hash and without a temporary name; in between nothing may lie under a final name that is not whole. Of plans,
+which are built with other bytes each time, the record's hash and the size count. In a hard place (few file
+descriptors, no shared memory, an old cache or one on a full disk, with ``faketime`` a clock that is set) a command may
+also end with a code from 2 to 4 (a sweep with 1) and one sentence.
 
-A stage begins when its line appears in the log. Every file that a command promises is the same in every run on one
-machine, but for times, sizes of memory and plans. Python's hashes are not drawn anew here, because ModelOpt writes the
+A stage begins when its line appears in the log. Python's hashes are not drawn anew here, because ModelOpt writes the
 state of its quantizers in the order of a set.
 """
 
@@ -28,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Timer
@@ -49,12 +46,8 @@ FAST = (
 MOST = 600  # seconds that a command may take
 PLAN = ".plan"
 KEPT = (".png", ".csv", ".pt", ".safetensors", ".xml", ".bin", ".onnx", ".data", PLAN)  # what a command promises
-# The report's table and its plots, which show what it recommends, and that depends on latencies.
-WITH_TIMES = ("summary.csv", "pareto_latency.png", "pareto_size.png", "trajectory.png")
-MEASURED = {  # or where it lies
-    "latency", "seconds", "stages", "peak_memory_bytes", "environment", "overrides", "fingerprint", "plans", "knobs",
-    "hand_over",
-}  # fmt: skip
+WITH_TIMES = ("summary.csv", "pareto_latency.png", "pareto_size.png", "trajectory.png")  # show what is recommended
+MEASURED = {*"latency seconds stages peak_memory_bytes environment overrides fingerprint plans knobs hand_over".split()}
 CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 130, signal.SIGTERM: 130}
 SOON = 15  # seconds that a cancelled job may take to end
 SPARED = 64 * 1024  # bytes that a full disk still has for logs
@@ -125,17 +118,10 @@ def strike(process: subprocess.Popen, number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def follow(
-    process: subprocess.Popen,
-    on_stage: Callable[[str], object] = lambda stage: None,
-    seconds: float = MOST,
-    number: int = signal.SIGKILL,
-) -> Ended:
-    """Read the job to its end, which a signal may hasten after some seconds; ``on_stage`` hears of stages' begins."""
-    lines, stages = [], []
-    limits = [Timer(seconds, strike, [process, number]), Timer(MOST, strike, [process, signal.SIGKILL])]
-    for limit in limits:
-        limit.start()
+def follow(process: subprocess.Popen, on_stage: Callable[[str], object] = lambda stage: None) -> Ended:
+    """Read the job to its end; ``on_stage`` hears of stages' begins."""
+    lines, stages, limit = [], [], Timer(MOST, strike, [process, signal.SIGKILL])
+    limit.start()
     with process, process.errors:
         for line in process.stdout:
             lines.append(line)
@@ -143,8 +129,7 @@ def follow(
                 stages.append(found[1])
                 on_stage(found[1])
         code = process.wait()
-        for limit in limits:
-            limit.cancel()
+        limit.cancel()
         process.errors.seek(0)
         return Ended(code, "".join(lines), process.errors.read(), tuple(stages))
 
@@ -282,72 +267,57 @@ def commands(folder: Path, model: Sequence[str]) -> list[Job]:
 
 @dataclass
 class Unbroken:
-    """``moments``: stage to the second at which it began; ``used``: stage to the bytes on disk then."""
+    """``used``: the bytes on disk as each stage began, and at the end."""
 
     artifacts: dict[str, str]
-    moments: dict[str, float]
     used: dict[str, int]
     seconds: float
 
 
 def unbroken(job: Job) -> Unbroken:
     job.empty()
-    start, moments, used = time.monotonic(), dict[str, float](), dict[str, int]()
+    start, used = time.monotonic(), dict[str, int]()
 
     def note(stage: str) -> None:
-        moments[stage], used[stage] = time.monotonic() - start, bytes_in(job.root)
+        used[stage] = shutil.disk_usage(job.root).used
 
     ended = follow(job.start(), note)
     if ended.code:
         raise SystemExit(f"{job.name} failed undisturbed: {ended.stderr[-2000:]}")
-    used["end"] = bytes_in(job.root)
-    found = Unbroken(artifacts(job), moments, used, time.monotonic() - start)
-    print(f"{job.name}: {found.seconds:.0f} s, {len(found.artifacts)} files, {used['end'] / 1e6:.0f} MB", flush=True)
+    note("end")
+    found = Unbroken(artifacts(job), used, time.monotonic() - start)
+    print(f"{job.name}: {found.seconds:.0f} s, {len(found.artifacts)} files", flush=True)
     return found
-
-
-def bytes_in(folder: Path) -> int:
-    """On disk, of every file once, however many names it has."""
-    blocks = {}
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            found = path.lstat()
-            blocks[found.st_ino] = found.st_blocks * 512
-    return sum(blocks.values())
 
 
 # Signals
 
 
-def at_stage(job: Job, stage: str, act: Callable[[subprocess.Popen], object]) -> tuple[Ended, float]:
-    """Act on the job when the stage's line appears in its log; return the seconds from then to its end as well."""
-    acted: list[float] = []
+def disturbed(job: Job, moment: str | float, act: Callable[[subprocess.Popen], object]) -> tuple[Ended, float]:
+    """Act on the job as a stage's line appears in its log, or after some seconds; return the seconds from then to its
+    end as well."""
+    acted, process = list[float](), job.start()
 
-    def on_stage(begun: str) -> None:
-        if begun == stage and not acted:
+    def now() -> None:
+        if not acted:  # a sweep has each stage several times
             acted.append(time.monotonic())
             act(process)
 
-    process = job.start()
-    ended = follow(process, on_stage)
-    return ended, time.monotonic() - acted[0]
-
-
-def killed_at(job: Job, stage: str, number: int) -> tuple[Ended, float]:
-    return at_stage(job, stage, lambda process: strike(process, number))
+    timer = Timer(moment if isinstance(moment, float) else MOST, now)
+    timer.start()
+    ended = follow(process, lambda begun: now() if begun == moment else None)
+    timer.cancel()
+    return ended, time.monotonic() - acted[0] if acted else 0.0
 
 
 def struck(job: Job, model: Unbroken, sent: signal.Signals, stage: str | None, draw: random.Random, tally: Tally):
     """The signal as a stage begins or, without one, at a random moment, and then the command again."""
     job.empty()
-    if stage is None:
-        seconds, started = draw.uniform(0.2, model.seconds), time.monotonic()
-        ended = follow(job.start(), seconds=seconds, number=sent)
-        after = time.monotonic() - started - seconds
-        kind = f"{job.name}, {sent.name} after {seconds:.1f} s, in {ended.stages[-1] if ended.stages else 'the start'}"
-    else:
-        ended, after = killed_at(job, stage, sent)
-        kind = f"{job.name}, {sent.name} as {stage} begins"
+    moment = stage or draw.uniform(0.2, model.seconds)
+    ended, after = disturbed(job, moment, lambda process: strike(process, sent))
+    where = ended.stages[-1] if ended.stages else "the start"
+    when = f"as {stage} begins" if stage else f"after {moment:.1f} s, in {where}"
+    kind = f"{job.name}, {sent.name} {when}"
     problems = []
     if ended.code == 0:
         kind += ", too late"
@@ -384,7 +354,7 @@ def starved(job: Job, stage: str, filler: Path, spared: int, expected: dict[str,
         fill(filler, spared)
         strike(process, signal.SIGCONT)
 
-    ended, _ = at_stage(job, stage, act)
+    ended, _ = disturbed(job, stage, act)
     filler.unlink(missing_ok=True)
     problems = whole(job, expected) if ended.code else []
     if ended.code != 4 or len(ended.errors) != 1 or "disk" not in ended.errors[0]:
@@ -481,7 +451,7 @@ def run(wanted: argparse.Namespace) -> int:
         signals += [(signal.SIGINT, signal.SIGTERM)[number % 2] for number in range(wanted.cancels)]
         for number, sent in enumerate(signals):
             command = made[number % len(made) if sent == signal.SIGKILL else 0]
-            turn, stages = number // len(made), [*alone[command.name].moments]
+            turn, stages = number // len(made), [*alone[command.name].used][:-1]
             stage = stages[turn // 2 % len(stages)] if stages and turn % 2 else None
             struck(command, alone[command.name], sent, stage, draw, tally)
         if wanted.disk:

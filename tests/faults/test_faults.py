@@ -40,8 +40,8 @@ def emptied(unbroken_job) -> tuple[Job, Unbroken]:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_is_killed_and_given_again_leaves_what_an_unbroken_one_leaves(emptied, sent):
     job, model = emptied
-    assert tuple(model.moments) == STAGES and len(model.artifacts) >= 10
-    ended, _ = run.killed_at(job, "plans", sent)
+    assert tuple(model.used) == (*STAGES, "end") and len(model.artifacts) >= 10
+    ended, _ = run.disturbed(job, "plans", lambda process: run.strike(process, sent))
     assert ended.code == run.CODES[sent] and ended.stages[-1] == "plans"
     assert whole(job, model.artifacts) == []
     assert sent == signal.SIGKILL or leftovers(job) == []

@@ -8,7 +8,6 @@ was read which does not belong to the input.
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -133,10 +132,6 @@ def check_refusal(error: SdQuantError) -> None:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
     def stop(*_: object) -> None:
         raise TookTooLong
 

@@ -11,8 +11,9 @@ It takes ``pip install -e '.[fuzz]' -c constraints.txt``. What it finds is kept 
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from textwrap import wrap
 
 CORPUS = Path(__file__).with_name("corpus.json")
 FUZZER = "-print_final_stats=0 -verbosity=0 -detect_leaks=0 -close_fd_mask=0 -rss_limit_mb=0 -reload=0 -timeout=60"
@@ -22,7 +23,15 @@ LONGEST = 2048  # bytes of an input, from which some hundred numbers are drawn
 def read_corpus(path: Path) -> dict[str, list[bytes]]:
     """The inputs that were kept, by reader."""
     found = json.loads(path.read_text()) if path.is_file() else {}
-    return {name: list(map(bytes.fromhex, inputs)) for name, inputs in found.items()}
+    return {name: [bytes.fromhex(each) for line in lines for each in line.split()] for name, lines in found.items()}
+
+
+def write_corpus(path: Path, known: Mapping[str, list[bytes]]) -> None:
+    """Several inputs stand on a line."""
+    lines = {}
+    for name, inputs in sorted(known.items()):
+        lines[name] = wrap(" ".join(sorted(each.hex() for each in set(inputs))), 110, break_long_words=False)
+    path.write_text(json.dumps(lines, indent=1) + "\n")
 
 
 def run(wanted: argparse.Namespace) -> int:
@@ -33,8 +42,6 @@ def run(wanted: argparse.Namespace) -> int:
     with atheris.instrument_imports(include=["sd_quant", "yaml"]):
         from . import run as fuzzing
     from hypothesis import given, settings
-
-    from sd_quant.files import write_json
 
     known = read_corpus(wanted.corpus)
     wanted.corpus = wanted.corpus.resolve()
@@ -48,8 +55,7 @@ def run(wanted: argparse.Namespace) -> int:
         atheris.Fuzz()
 
     def keep(reader: fuzzing.Reader, folder: Path) -> None:
-        known[reader.name] = sorted({*known.get(reader.name, ()), *(path.read_bytes() for path in folder.iterdir())})
-        kept = {name: [each.hex() for each in inputs] for name, inputs in sorted(known.items())}
-        write_json(wanted.corpus, kept)
+        known[reader.name] = [*known.get(reader.name, ()), *(path.read_bytes() for path in folder.iterdir())]
+        write_corpus(wanted.corpus, known)
 
     return fuzzing.run(wanted, learn, keep)

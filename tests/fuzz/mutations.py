@@ -57,24 +57,18 @@ def edited(data: bytes, edits: Sequence[Edit], hot: Ranges = (), other: bytes = 
     return data
 
 
-def _flip(data: bytes, at: int, other: bytes, bit: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
-
-
 def _number(data: bytes, at: int, other: bytes, width: str, order: str, value: int) -> bytes:
-    bits = 8 * struct.calcsize(width)
-    content = struct.pack(order + width.upper(), value % 2**bits)
+    content = struct.pack(order + width.upper(), value % 2 ** (8 * struct.calcsize(width)))
     return data[:at] + content + data[at + len(content) :]
 
 
 def _digits(data: bytes, at: int, other: bytes, value: int | str) -> bytes:
     """In place of the next number that is written as text, as tar and JSON have them."""
-    found = re.compile(rb"\d+").search(data, at)
-    return data[: found.start()] + str(value).encode() + data[found.end() :] if found else data
+    return data[:at] + re.sub(rb"\d+", str(value).encode(), data[at:], count=1)
 
 
 BYTES: dict[str, Callable[..., bytes]] = {
-    "flip": _flip,
+    "flip": lambda data, at, other, bit: data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :],
     "byte": lambda data, at, other, value: data[:at] + bytes([value]) + data[at + 1 :],
     "cut": lambda data, at, other: data[:at],
     "insert": lambda data, at, other, content, times: data[:at] + content * times + data[at:],
@@ -179,6 +173,9 @@ def to_yaml(document: Any) -> bytes:
     for name, content in (PLANTS | YAML_PLANTS).items():
         text = text.replace(f"'{name}'", content)
     return text.encode("utf-8", "surrogatepass")
+
+
+DOCUMENTS = {"json": (json.loads, to_json, VALUES), "yaml": (yaml.safe_load, to_yaml, YAML_VALUES)}
 
 
 # Pickles
@@ -321,21 +318,6 @@ def with_numbers(data: bytes, name: str, edits: list) -> bytes:
     return data[:start] + piece + data[stop:]
 
 
-def decisive_header(data: bytes) -> list[tuple[int, int]]:
-    return [(0, 8), (8, 8 + int.from_bytes(data[:8], "little"))]
-
-
-described = st.one_of(st.tuples(st.just("bytes"), byte_edits), st.tuples(st.just("header"), document_edits))
-
-
-def damaged_safetensors(data: bytes, recipe: tuple) -> bytes:
-    kind, edits = recipe
-    if kind == "bytes":
-        return edited(data, edits, decisive_header(data))
-    header, content = header_of(data)
-    return with_header(changed(header, edits), content)
-
-
 def damaged_metadata(data: bytes, key: str, edits: list) -> bytes:
     """With another document, or text that is none, in one entry of the header's metadata."""
     header, content = header_of(data)
@@ -352,27 +334,16 @@ def decisive(archive: bytes) -> list[tuple[int, int]]:
     return [(0, 64), (start, archive.index(b"PK", start)), (directory, len(archive))]
 
 
-either = st.one_of(st.tuples(st.just("bytes"), byte_edits), st.tuples(st.just("pickle"), pickle_edits))
-
-
-def damaged_weights(archive: bytes, recipe: tuple) -> bytes:
-    kind, edits = recipe
-    if kind == "bytes":
-        return edited(archive, edits, decisive(archive))
-    return with_pickle(archive, partial(repickled, edits=edits))
-
-
 def damages_of(path: str, data: bytes) -> Iterator[Way]:
     """The ways in which a file of its kind is damaged."""
     suffix = path.rpartition(".")[2]
     if suffix == "safetensors":
         yield from damages_of_safetensors(path, data)
     elif suffix in ("pt", "pth", "ckpt"):
-        yield either, lambda recipe: {path: damaged_weights(data, recipe)}
-    elif suffix in ("json", "yaml"):
-        read, write, values = (
-            (json.loads, to_json, VALUES) if suffix == "json" else (yaml.safe_load, to_yaml, YAML_VALUES)
-        )
+        yield byte_edits, lambda edits: {path: edited(data, edits, decisive(data))}
+        yield pickle_edits, lambda edits: {path: with_pickle(data, partial(repickled, edits=edits))}
+    elif suffix in DOCUMENTS:
+        read, write, values = DOCUMENTS[suffix]
         document = read(data)
         yield byte_edits, lambda edits: {path: edited(data, edits)}
         yield from [(document_edits, lambda edits: {path: write(changed(document, edits, values))})] * 2
@@ -383,10 +354,11 @@ def damages_of(path: str, data: bytes) -> Iterator[Way]:
 def damages_of_safetensors(path: str, data: bytes) -> Iterator[Way]:
     """Damages of a safetensors file: header, numbers, texts stored as tensors, documents in the metadata, names."""
     header, content = header_of(data)
-    names, known = sorted(header.keys() - {"__metadata__"}), sorted(header.get("__metadata__", ()))
-    yield described, lambda recipe: {path: damaged_safetensors(data, recipe)}
-    yield st.tuples(st.sampled_from(names), byte_edits), lambda drawn: {path: with_numbers(data, *drawn)}
     first = len(data) - len(content)
+    names, known = sorted(header.keys() - {"__metadata__"}), sorted(header.get("__metadata__", ()))
+    yield byte_edits, lambda edits: {path: edited(data, edits, [(0, 8), (8, first)])}
+    yield document_edits, lambda edits: {path: with_header(changed(header, edits), content)}
+    yield st.tuples(st.sampled_from(names), byte_edits), lambda drawn: {path: with_numbers(data, *drawn)}
     ranges = [(first + start, first + stop) for start, stop in (header[name]["data_offsets"] for name in names)]
     if texts := [(start, stop) for start, stop in ranges if data[start : start + 2] == b'{"']:
         yield byte_edits, lambda edits: {path: edited(data, edits, texts)}

@@ -29,20 +29,7 @@ from sd_quant.models.sdxl_nemo import TextShape, build_modules
 from .. import small_nemo, zoo
 from ..zoo.families import TINY
 from .harness import Reader
-from .mutations import (
-    Files,
-    byte_edits,
-    damaged_safetensors,
-    damaged_weights,
-    damages,
-    decisive,
-    described,
-    digest,
-    digests,
-    edited,
-    either,
-    ways,
-)
+from .mutations import Files, byte_edits, damages, decisive, digest, digests, edited, ways
 
 
 def tar_of(members: Mapping[str, bytes], form: int, mtime: float = 0) -> bytes:
@@ -56,13 +43,10 @@ def tar_of(members: Mapping[str, bytes], form: int, mtime: float = 0) -> bytes:
 
 
 def headers_of(archive: bytes) -> list[tuple[int, int]]:
-    """Where the blocks of a sound tar are that are no content."""
-    found, position = [], 0
-    while any(archive[position : position + 512]):
-        size = tarfile.TarInfo.frombuf(archive[position : position + 512], "utf-8", "strict").size
-        found.append((position, position + 512))
-        position += 512 + -(-size // 512) * 512
-    return [*found, (position, min(position + 1024, len(archive)))]
+    """Where the blocks of a sound tar are that say what follows, and its end."""
+    end = -(-len(archive.rstrip(b"\0")) // 512) * 512
+    starts = [start for start in range(0, end, 512) if archive[start + 257 : start + 262] == b"ustar"]
+    return [*((start, start + 512) for start in starts), (end, end + 1024)]
 
 
 def with_checksums(archive: bytes, headers: list[tuple[int, int]]) -> bytes:
@@ -133,10 +117,7 @@ def weights() -> Reader:
     def read(folder: Path) -> dict[str, tuple]:
         return digests(stored_tensors(whole_file(folder / "a.ckpt")))
 
-    def mutate(recipe: tuple) -> Files:
-        return {"a.ckpt": damaged_weights(sound, recipe)}
-
-    return Reader("weights", {"a.ckpt": sound}, either, mutate, read, check, weight=40)
+    return Reader("weights", {"a.ckpt": sound}, read=read, check=check, weight=40, **damages({"a.ckpt": sound}))
 
 
 def nemo(scratch: Path) -> Reader:
@@ -197,10 +178,8 @@ def safetensors() -> Reader:
     def read(folder: Path) -> dict[str, tuple]:
         return digests(read_safetensors(whole_file(folder / "a.safetensors")))
 
-    def mutate(recipe: tuple) -> Files:
-        return {"a.safetensors": damaged_safetensors(sound, recipe)}
-
-    return Reader("safetensors", {"a.safetensors": sound}, described, mutate, read, check, weight=30)
+    files = {"a.safetensors": sound}
+    return Reader("safetensors", files, read=read, check=check, weight=30, **damages(files))
 
 
 def pipeline(scratch: Path, families: Collection[str] = TINY) -> Reader:

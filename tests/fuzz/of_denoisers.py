@@ -63,14 +63,10 @@ Tensors = dict[str, Tensor]
 def denoisers(scratch: Path) -> list[Reader]:
     """One for each kind of file."""
     flux = Flux(scratch)
-    return [
-        flux.reader("gguf", "gguf", *gguf_file(flux.stored_shapes)),
-        *(
-            flux.reader(name, *flux.written(target, recipes, scratch / name))
-            for name, (target, recipes) in WRITTEN.items()
-        ),
-        *(flux.reader(name, reader, flux.by_hand(*made), ".") for name, (reader, made) in by_hand(flux).items()),
-    ]
+    samples = {"gguf": ("gguf", *gguf_file(flux.stored_shapes))}
+    samples |= {name: flux.written(target, recipes, scratch / name) for name, (target, recipes) in WRITTEN.items()}
+    samples |= {name: (reader, flux.by_hand(*made), ".") for name, (reader, made) in by_hand(flux).items()}
+    return [flux.reader(name, *sample) for name, sample in samples.items()]
 
 
 class Flux:
@@ -200,11 +196,8 @@ def gguf_file(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Files, str]:
 
 def of_gguf(path: str, sound: bytes) -> Iterator[Way]:
     header = gguf.Header(sound)
-    names = [name.encode() for name, *_ in header.parsed()[2]]
-    hot, name = (
-        [(0, 24), (24, 500), (24, header.position), (header.position - 500, header.position)],
-        st.sampled_from(names),
-    )
+    name = st.sampled_from([name.encode() for name, *_ in header.parsed()[2]])
+    hot = [(0, 24), (24, 500), (24, header.position), (header.position - 500, header.position)]
 
     def behind(name: bytes) -> int:
         """Where the sides, type and offset of a tensor are."""

@@ -44,24 +44,7 @@ from ..presets import model_of
 from ..unit.calibration import some_statistics
 from ..unit.report.sweeps import LAYERS, MEMORY, QUIET, record_of, timing
 from .harness import Reader
-from .mutations import (
-    LARGE,
-    Files,
-    byte_edits,
-    changed,
-    damaged_safetensors,
-    damaged_weights,
-    damages,
-    described,
-    digest,
-    document_edits,
-    edited,
-    either,
-    header_of,
-    to_json,
-    to_yaml,
-    with_header,
-)
+from .mutations import LARGE, Files, byte_edits, damages, digest, edited, header_of, to_json, to_yaml, ways, with_header
 
 
 def prompts() -> Reader:
@@ -75,11 +58,6 @@ def prompts() -> Reader:
         "entries.json": json.dumps(entries).encode(), "captions.json": json.dumps(captions).encode(),
     }  # fmt: skip
 
-    def mutate(recipe: tuple) -> Files:
-        name, edits = recipe
-        other = files["prompts.tsv" if name == "prompts.txt" else "prompts.txt"]
-        return {name: edited(files[name], edits, other=other)}
-
     def check(folder: Path, found: list[list[str]]) -> None:
         for prompts in found:
             assert prompts and all(prompt == prompt.strip() and 0 < len(prompt) <= 2000 for prompt in prompts)
@@ -92,7 +70,7 @@ def prompts() -> Reader:
     def read(folder: Path) -> list[list[str]]:
         return [read_prompts(folder / name) for name in files]
 
-    return Reader("prompts", files, st.tuples(st.sampled_from(sorted(files)), byte_edits), mutate, read, check)
+    return Reader("prompts", files, read=read, check=check, **damages(files))
 
 
 def statistics(scratch: Path) -> Reader:
@@ -113,11 +91,8 @@ def statistics(scratch: Path) -> Reader:
         return damaged
 
     def packed(folder: Path) -> dict[str, torch.Tensor]:
-        return pack(
-            read_statistics(
-                folder, some_statistics.LAYERS, some_statistics.CONTRACT, {"form": 2, **some_statistics.ORIGIN}, 2
-            )
-        )
+        origin = {"form": 2, **some_statistics.ORIGIN}
+        return pack(read_statistics(folder, some_statistics.LAYERS, some_statistics.CONTRACT, origin, 2))
 
     def check(folder: Path, found: dict[str, tuple]) -> None:
         """Statistics read from a file: the same layers and inputs, finite numbers, no range below zero."""
@@ -139,14 +114,6 @@ def noise() -> Reader:
     np.save(array, values.numpy())
     files = {"a.pt": stored.getvalue(), "a.npy": array.getvalue(), "a.safetensors": save_safetensors({"a": values})}
 
-    def mutate(recipe: tuple) -> Files:
-        which, weights, header, edits = recipe
-        if which == "a.pt":
-            return {which: damaged_weights(files[which], weights)}
-        if which == "a.safetensors":
-            return {which: damaged_safetensors(files[which], header)}
-        return {which: edited(files[which], edits, [(0, 128)])}
-
     def loaded(folder: Path) -> list[tuple]:
         return [digest(read_latents(folder / name, {1, 2}, 8, 8)) for name in files]
 
@@ -158,8 +125,7 @@ def noise() -> Reader:
         array = np.load(folder / "a.npy", allow_pickle=False)
         assert digest(torch.from_numpy(array.astype("<f4"))) == found[1]
 
-    return Reader("noise", files, st.tuples(st.sampled_from(sorted(files)), either, described, byte_edits), mutate,
-                  loaded, check)  # fmt: skip
+    return Reader("noise", files, read=loaded, check=check, **damages(files))
 
 
 def lora() -> Reader:
@@ -246,20 +212,16 @@ def onnx_graph() -> Reader:
     sound = graph_with(["a.data", "sub/c.data"])
     files = {"a.onnx": sound, "a.data": bytes(16), "b.data": bytes(16), "sub/c.data": bytes(16)}
 
-    def mutate(recipe: tuple) -> Files:
-        kind, edits = recipe
-        if kind == "bytes":
-            return {"a.onnx": edited(sound, edits, other=files["a.onnx"][::-1])}
-        return {"a.onnx": graph_with([LOCATIONS[number % len(LOCATIONS)] for number in edits])}
+    def named(numbers: tuple[int, int]) -> Files:
+        return {"a.onnx": graph_with([LOCATIONS[number % len(LOCATIONS)] for number in numbers])}
 
     def check(folder: Path, found: list[Path]) -> None:
         assert all(path.is_file() and path.resolve().is_relative_to(folder.resolve()) for path in found)
         onnx.load(folder / "a.onnx", load_external_data=False)
 
-    recipes = st.one_of(
-        *[st.tuples(st.just("bytes"), byte_edits)] * 3, st.tuples(st.just("locations"), st.tuples(LARGE, LARGE))
-    )
-    return Reader("onnx", files, recipes, mutate, lambda folder: onnx_files(folder / "a.onnx"), check)
+    damaged = byte_edits, lambda edits: {"a.onnx": edited(sound, edits, other=sound[::-1])}
+    recipes = ways(damaged, damaged, damaged, (st.tuples(LARGE, LARGE), named))
+    return Reader("onnx", files, read=lambda folder: onnx_files(folder / "a.onnx"), check=check, **recipes)
 
 
 def plan_record() -> Reader:
@@ -270,31 +232,18 @@ def plan_record() -> Reader:
     )  # fmt: skip
     files = {"a.plan": header, "a.plan.json": to_json(dataclasses.asdict(report))}
 
-    def mutate(recipe: tuple) -> Files:
-        kind, edits = recipe
-        if kind == "node":
-            return {"a.plan.json": to_json(changed(dataclasses.asdict(report), edits))}
-        name = "a.plan" if kind == "header" else "a.plan.json"
-        return {name: edited(files[name], edits, [(0, RTX_HEADER.size)])}
-
     def told(folder: Path) -> tuple[dict, dict]:
         return describe_plan(folder / "a.plan"), dataclasses.asdict(read_record(folder / "a.plan"))
 
     def check(folder: Path, found: tuple[dict, dict]) -> None:
         """The record of a plan equals the file's JSON and has the types that a build writes."""
         record = found[1]
-        assert (
-            json.loads(record_path(folder / "a.plan").read_text("utf-8")) | {"timing_cache": record["timing_cache"]}
-            == record
-        )
+        stored = json.loads(record_path(folder / "a.plan").read_text("utf-8"))
+        assert stored | {"timing_cache": record["timing_cache"]} == record
         assert all(type(target) is str for target in record["targets"]) and type(record["sha256"]) is str
         assert all(type(side) is int for shapes in record["profile"].values() for shape in shapes for side in shape)
 
-    recipes = st.one_of(
-        st.tuples(st.just("header"), byte_edits), st.tuples(st.just("bytes"), byte_edits),
-        *[st.tuples(st.just("node"), document_edits)] * 2,
-    )  # fmt: skip
-    return Reader("plan", files, recipes, mutate, told, check)
+    return Reader("plan", files, read=told, check=check, **damages(files))
 
 
 def cache_entry() -> Reader:
@@ -305,12 +254,6 @@ def cache_entry() -> Reader:
     }}  # fmt: skip
     files = contents | {MANIFEST: to_json(manifest)}
 
-    def mutate(recipe: tuple) -> Files:
-        name, (kind, edits) = recipe
-        if kind == "node":
-            return {MANIFEST: to_json(changed(manifest, edits))}
-        return {name: edited(files[name], edits)}
-
     def names(folder: Path) -> list[str]:
         if not (found := sound(folder, origin)):
             raise ArtifactError("the entry is damaged")
@@ -319,11 +262,7 @@ def cache_entry() -> Reader:
     def check(folder: Path, found: list[str]) -> None:
         assert set(found) <= contents.keys() and all((folder / name).read_bytes() == contents[name] for name in found)
 
-    recipes = st.tuples(
-        st.sampled_from(sorted(files)),
-        st.one_of(st.tuples(st.just("bytes"), byte_edits), *[st.tuples(st.just("node"), document_edits)] * 2),
-    )
-    return Reader("cache", files, recipes, mutate, names, check)
+    return Reader("cache", files, read=names, check=check, **damages(files))
 
 
 def a_record(decibels: float, speedup: float) -> dict:

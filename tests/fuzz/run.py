@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -31,13 +30,26 @@ from hypothesis import seed as seeded
 
 from sd_quant.process import mapped_bytes, peak_memory_bytes, reset_peak
 
+from . import of_checkpoints, of_runs
 from .harness import OTHER, REFUSED, SAME, Place, Reader, Wrong, outcome
-from .readers import make_readers
+from .of_denoisers import denoisers
 
 CHUNK = 250  # inputs to a child
 MEMORY_CAP = 2**30  # above what the child has at its start
 WRONG = "anything else"
 EVERY_INPUT = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}  # is tried, once
+
+
+def make_readers(scratch: Path) -> list[Reader]:
+    """Every reader of files that come from strangers, with their sound inputs made below ``scratch``."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    return [
+        of_checkpoints.archives(), of_checkpoints.weights(), of_checkpoints.nemo(scratch), of_checkpoints.safetensors(),
+        of_checkpoints.pipeline(scratch), of_checkpoints.observed(scratch / "observed"), of_runs.prompts(),
+        of_runs.statistics(scratch), of_runs.records(), of_runs.report(), of_runs.configuration(),
+        of_runs.onnx_graph(), of_runs.noise(), of_runs.lora(), of_runs.images(), of_runs.plan_record(),
+        of_runs.cache_entry(), *denoisers(scratch / "denoisers"),
+    ]  # fmt: skip
 
 
 @dataclass
@@ -104,7 +116,7 @@ def fuzz(readers: Sequence[Reader], wanted: argparse.Namespace, scratch: Path, d
 
 
 def run_chunk(reader: Reader, count: int, root: Path, wanted: argparse.Namespace, tally: Tally, draw: Callable) -> None:
-    """In a child; when that dies or hangs, the input that it was reading is what killed it."""
+    """In a child; when that dies, as by its alarm when it hangs, the input that it was reading is what killed it."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -116,18 +128,9 @@ def run_chunk(reader: Reader, count: int, root: Path, wanted: argparse.Namespace
             os._exit(70)
         os._exit(0)
     os.close(sending)
-    buffer, ended = b"", False
-    while not ended:
-        ready, _, _ = select.select([receiving], [], [], 60 + wanted.seconds)
-        if not ready:
-            os.kill(child, signal.SIGKILL)
-            break
-        data = os.read(receiving, 65536)
-        ended = not data
-        *lines, buffer = (buffer + data).split(b"\n")
-        for kind, seconds, most in map(json.loads, lines):
+    with open(receiving) as told:
+        for kind, seconds, most in map(json.loads, told):
             tally.add({kind: 1}, seconds, most)
-    os.close(receiving)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status != 0:
         tally.counts[WRONG] += 1
@@ -152,6 +155,7 @@ def in_child(reader: Reader, count: int, root: Path, sending: int, wanted: argpa
 
     def read_one(recipe: object) -> None:
         number = next(numbers)
+        signal.alarm(60 + round(wanted.seconds))  # which ends native code too
         told = tried(place, recipe, keep, f"{root.name}-{number}", wanted.seconds)
         os.write(sending, json.dumps(told).encode() + b"\n")
         if number + 1 == count:

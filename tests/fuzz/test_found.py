@@ -35,16 +35,12 @@ def quickly(refuse) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        constant("x" * 200_000) + b")R",  # torch searches its own message; where there are millions, for a day
-        b"}" + SHARED + b"h\xc8K\x01s",  # the hash of a key
-        SHARED + b"h\xc8)R",  # the text of what is called
-        b"}" + b")" + b"2\x86" * 60 + b"K\x01s",
-    ],
-    ids=["text", "key", "function", "duplicated"],
-)
+@pytest.mark.parametrize("content", [
+    constant("x" * 200_000) + b")R",  # torch searches its own message; where there are millions, for a day
+    b"}" + SHARED + b"h\xc8K\x01s",  # the hash of a key
+    SHARED + b"h\xc8)R",  # the text of what is called
+    b"}" + b")" + b"2\x86" * 60 + b"K\x01s",
+], ids=["text", "key", "function", "duplicated"])  # fmt: skip
 def test_a_small_pickle_does_not_stand_for_a_large_one(tmp_path, content):
     path = tmp_path / "a.ckpt"
     path.write_bytes(with_pickle(weights_file(), lambda data: b"\x80\x02" + content + b"."))

@@ -39,9 +39,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.interchange.denoiser import QuantizedDenoiser, weights_alone
 from sd_quant.interchange.holding import why_not_served
 from sd_quant.interchange.weights import JoinedLayers, by_authors_names
-from sd_quant.models.checkpoint import denoiser_part
 from sd_quant.models.family import family_named
-from sd_quant.models.parts import axes
 from sd_quant.names.authors import assembled
 from sd_quant.numbers import relative_error
 
@@ -51,7 +49,6 @@ from .pipelines import PIPELINES, pipeline_rows
 from .rows import Row, facts_of, is_worse, kept, listed, save, shown, with_facts
 from .sampled import sampled_row
 
-WIDTH, HEIGHT = 256, 288  # in pixels: ComfyUI 0.33.0 divides by zero where both sides of PixArt have less than 528
 AUTHORS = ("comfyui", "gguf")  # targets whose files have the names of a model's authors
 
 
@@ -118,21 +115,18 @@ def source_of(program: Program) -> tuple[Path | None, str]:
 class Called(Tiny):
     """A tiny checkpoint whose random inputs have the positions of pixels, and a mask that hides words of one text."""
 
+    SIZE = {"width": 256, "height": 288}  # ComfyUI 0.33.0 divides by zero where both sides of PixArt are below 528
+
     def inputs(self, seed: int = 7) -> dict[str, Tensor]:
-        random = torch.Generator().manual_seed(seed)
-        shapes = denoiser_part(self.checkpoint).contract.shapes(**axes(batch=2, width=WIDTH, height=HEIGHT))
-        found = {
-            name: torch.randn(shape, generator=random) if len(shape) > 1 else torch.full(shape, 0.5)
-            for name, shape in shapes.items()
-        }
-        patches = torch.arange(HEIGHT / 16), torch.arange(WIDTH / 16)  # of 2 x 2 latents
-        fixed = {
-            "img_ids": torch.cartesian_prod(torch.zeros(1), *patches),
-            "txt_ids": torch.zeros(shapes.get("txt_ids", 0)),
-        }
-        if mask := shapes.get("encoder_attention_mask"):
-            fixed["encoder_attention_mask"] = (torch.arange(mask[1]) < torch.tensor([[mask[1]], [5]])).float()
-        return found | {name: each for name, each in fixed.items() if name in found}
+        found = super().inputs(seed)
+        if "img_ids" in found:
+            patches = (torch.arange(self.SIZE[side] / 16) for side in ("height", "width"))  # of 2 x 2 latents
+            found["img_ids"] = torch.cartesian_prod(torch.zeros(1), *patches)
+            found["txt_ids"] = torch.zeros_like(found["txt_ids"])
+        if (mask := found.get("encoder_attention_mask")) is not None:
+            words = torch.tensor([[mask.shape[1]], [5]])
+            found["encoder_attention_mask"] = (torch.arange(mask.shape[1]) < words).float()
+        return found
 
 
 @dataclass(frozen=True)

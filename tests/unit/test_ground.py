@@ -47,13 +47,12 @@ pytestmark = pytest.mark.commit
 
 # Text and numbers
 
-HOSTILE = "\x1b[31mred\n\u202edesrever\ud800"
-
 
 def test_foreign_text_is_shown_without_control_sequences_and_cut_with_dots():
-    assert printable(HOSTILE) == " [31mred  desrever "
-    assert escaped(HOSTILE) == r"\x1b[31mred\n\u202edesrever\ud800"
-    assert one_line(HOSTILE) == "[31mred desrever"
+    hostile = "\x1b[31mred\n\u202edesrever\ud800"
+    assert printable(hostile) == " [31mred  desrever "
+    assert escaped(hostile) == r"\x1b[31mred\n\u202edesrever\ud800"
+    assert one_line(hostile) == "[31mred desrever"
     assert one_line("a page\n\n  of a library's words", 9) == "a page..."
     assert one_line("  nine\nletters ", 12) == "nine letters"
     assert one_line(ValueError()) == ""
@@ -218,10 +217,8 @@ def test_what_fails_as_ctrl_c_passes_is_cancelled(capsys):
 
 def by_engine(name: str, folder: Path) -> None:
     """The product of two small inputs is a petabyte."""
-    node = helper.make_node("MatMul", ["x", "y"], ["product"])
-    path = save_graph(
-        folder / "a.onnx", [node], {}, {"x": ["n", 1], "y": [1, "n"]}, {"product": ["n", "n"]}, np.float32
-    )
+    node, inputs = helper.make_node("MatMul", ["x", "y"], ["product"]), {"x": ["n", 1], "y": [1, "n"]}
+    path = save_graph(folder / "a.onnx", [node], {}, inputs, {"product": ["n", "n"]}, np.float32)
     # with two threads, because with one OpenVINO 2026.4 gives a tensor of no elements and says nothing
     load_engine(name, path, threads=2)(x=torch.zeros(1 << 24, 1), y=torch.zeros(1, 1 << 24))
 
@@ -238,13 +235,11 @@ def test_too_little_memory(ask, tmp_path):
     words = str(refused)
     assert words.startswith("out of memory in the stage pictures, with up to ") and " GB of memory (" in words
     assert words.endswith("or take a larger machine") and len(words) <= LONGEST and words.isprintable()
-    with pytest.raises(
-        ArtifactError
-    ) as complaint:  # an engine says that a file cannot be compiled, whatever the reason
+    with pytest.raises(ArtifactError) as complaint:
         try:
             ask(tmp_path)
         except Exception as error:
-            raise ArtifactError("the file cannot be compiled") from error
+            raise ArtifactError("the file cannot be compiled") from error  # as an engine says, whatever the reason
     assert str(of_the_machine(complaint.value)).startswith("out of memory (")
 
 

@@ -1,6 +1,5 @@
 """What ``make programs-check`` makes of what a program says; the programs themselves are no part of these tests."""
 
-import csv
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -104,8 +103,7 @@ def test_what_is_written_is_opened_by_diffusers():
 
 def test_the_table_has_every_preset_of_every_target_that_a_program_opens():
     """Of one family at least; ``--keep`` writes it."""
-    with rows.RECORD.open(encoding="utf-8", newline="") as file:
-        found = {(row["target"], row["preset"]) for row in csv.DictReader(file, delimiter="\t")}
+    found = {(target, preset) for _, target, _, preset in kept()}
     for target, facts in TARGETS.items():
         wanted = preset_names(target) if facts.runtime is None else ["int8"]
         assert {(target, preset) for preset in wanted} <= found

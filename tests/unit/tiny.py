@@ -40,6 +40,7 @@ class Tiny:
     """A checkpoint in full precision, and its layers' statistics over two calls with random inputs."""
 
     checkpoint: DiffusersCheckpoint
+    SIZE = {"width": 64, "height": 128}  # in pixels
 
     @property
     def component(self) -> str:
@@ -64,7 +65,7 @@ class Tiny:
     def inputs(self, seed: int = 7) -> dict[str, Tensor]:
         """A time has one axis, and is neither the first nor the last."""
         random = torch.Generator().manual_seed(seed)
-        shapes = denoiser_part(self.checkpoint).contract.shapes(**axes(batch=2, width=64, height=128))
+        shapes = denoiser_part(self.checkpoint).contract.shapes(**axes(batch=2, **self.SIZE))
         return {
             name: torch.randn(shape, generator=random) if len(shape) > 1 else torch.full(shape, 0.5)
             for name, shape in shapes.items()

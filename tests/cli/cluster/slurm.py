@@ -10,13 +10,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import psutil
 
@@ -174,8 +172,3 @@ def slurm(folder: Path, nodes: int = 2, memory_mb: int = 5000) -> Iterator[Slurm
         yield cluster
     finally:
         cluster.stop()
-
-
-if __name__ == "__main__":  # python tests/cli/cluster/slurm.py 8 <command>: the command, beside a Slurm of eight nodes
-    with TemporaryDirectory(prefix="slurm") as here, slurm(Path(here), nodes=int(sys.argv[1])) as beside:
-        sys.exit(subprocess.run(sys.argv[2:], env=os.environ | beside.environment, check=False).returncode)

@@ -48,9 +48,7 @@ def defaults_of(primary: str) -> list:
 
 
 def groups_of(primary: str) -> set[str]:
-    return {
-        name.removeprefix("optional ") for entry in defaults_of(primary) if isinstance(entry, dict) for name in entry
-    }
+    return {name.removeprefix("optional ") for each in defaults_of(primary) if isinstance(each, dict) for name in each}
 
 
 def options() -> list[tuple[str, str]]:

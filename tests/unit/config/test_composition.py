@@ -25,6 +25,8 @@ from .composition import CONF, JOBS, NEEDED, composed, defaults_of, groups_of, j
 
 pytestmark = pytest.mark.commit
 
+TURBO = ["model=sdxl_turbo", "model.path=some_model"]
+
 
 def test_every_file_under_conf_is_composed_by_the_test_below():
     """Those whose names begin with _ hold what primaries share, and are no options of a group."""
@@ -54,9 +56,7 @@ def test_composing_opens_no_checkpoint_and_a_job_that_starts_does(monkeypatch):
 
     for reader in ("own_size", "own_parts"):
         monkeypatch.setattr(unopened, reader, opened)
-    every = [(primary, option) for primary, option in options() if option == "model=sdxl"]
-    assert {("quantize", "model=sdxl"), ("infer", "model=sdxl")} <= {*every}
-    for primary, option in every + in_turn("model="):
+    for primary, option in ("quantize", "model=sdxl"), ("infer", "model=sdxl"), *in_turn("model="):
         if "${own:" not in (CONF / f"{option.replace('=', '/')}.yaml").read_text():
             continue  # nothing to ask a checkpoint for
         with composing(primary):
@@ -115,20 +115,16 @@ def test_the_preset_is_nemos():
 
 def test_knobs_have_the_same_meaning_at_the_top_and_in_their_group():
     given = {
-        "quant_level": 2, "alpha": 0.8, "smoothing": "modelopt", "keep": 10, "percentile": 0.9,
+        "quant_level": 4, "alpha": 0.8, "smoothing": "modelopt", "keep": 10, "percentile": 0.9, "attention": "fp8",
         "collect_method": "min-max", "calib_size": 8, "calibration": "outputs/cache/statistics/0123",
     }  # fmt: skip
     assert given.keys() <= set(SHORTHANDS)
-    at_4 = (read(QuantizeJob, composed("quantize", "quant_level=4", f"{name}=fp8")) for name in
-            ("attention", "quantize.attention"))  # fmt: skip
-    assert {each.quantize.enable.attention for each in at_4} == {"fp8"}
     short, full, usual = (
-        read(QuantizeJob, composed("quantize", *(f"{prefix}{knob}={value}" for knob, value in knobs.items())))
+        read(QuantizeJob, composed("quantize", *(f"{prefix}{knob}={value}" for knob, value in knobs.items()))).quantize
         for prefix, knobs in (("", given), ("quantize.", given), ("", {}))
     )
-    assert short == full
-    for knob, value in given.items():
-        assert getattr(short.quantize, knob) == value != getattr(usual.quantize, knob)
+    assert short == full and short.enable.attention == "fp8"
+    assert all(getattr(short, knob) == value != getattr(usual, knob) for knob, value in given.items())
 
 
 @pytest.mark.parametrize("primary", JOBS)
@@ -147,9 +143,8 @@ def test_help_and_cfg_show_what_the_default_job_has():
         text, shown = help_of("quantize", config, []), yaml.safe_load(printed(compose("quantize"), None))
     assert {"quant_level=3", "alpha=auto", "smoothing=folded", "infer.steps=20", "…"} <= {*text.split()}
     assert not re.search(r"\$\{", text) and (shown["quant_level"], shown["alpha"]) == (3, "auto")
-    assert read(QuantizeJob, {name: shown[name] for name in composed("quantize")}) == read(
-        QuantizeJob, composed("quantize")
-    )
+    usual = composed("quantize")
+    assert read(QuantizeJob, {name: shown[name] for name in usual}) == read(QuantizeJob, usual)
     assert help_of("quantize", config, ["alpha", "quantize.alpha"]).count("auto searches\n    it per layer") == 2
 
 
@@ -182,20 +177,15 @@ def test_a_folder_has_images_of_its_own_size(tmp_path):
 @pytest.mark.slow
 def test_a_folder_has_parts_of_its_own(tmp_path):
     usual = ["transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
-    for name, t5 in (("whole", ["transformers", "T5EncoderModel"]), ("lean", [None, None])):
-        (tmp_path / name).mkdir()
-        index = {part: ["some", "Kind"] for part in usual[:4]} | {usual[4]: t5}
-        (tmp_path / name / "model_index.json").write_text(json.dumps(index))
-    whole, lean = (f"model.path={tmp_path / name}" for name in ("whole", "lean"))
+    index = {part: ["some", "Kind"] for part in usual[:4]} | {usual[4]: [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    lean, nowhere = f"model.path={tmp_path}", "model.path=nowhere"
     for primary, overrides, parts in (
-        ("quantize", ["model=sd3", lean], usual[:4]), ("infer", ["model=sd3", whole], usual),
-        ("export_trt", ["model=sd3_no_t5", whole], usual[:4]), ("infer", ["model=sd3", "model.path=nowhere"], usual),
+        ("quantize", ["model=sd3", lean], usual[:4]), ("infer", ["model=sd3", nowhere], usual),
+        ("export_trt", ["model=sd3_no_t5", nowhere], usual[:4]),
         ("quantize", ["model=sd3", lean, f"model.parts=[{','.join(usual)}]"], usual),
     ):  # fmt: skip
         assert composed(primary, *overrides)["model"]["parts"] == parts
-
-
-TURBO = ["model=sdxl_turbo", "model.path=some_model"]
 
 
 @pytest.mark.slow

@@ -24,6 +24,9 @@ from .composition import TABLE, job, mapping_of
 
 pytestmark = pytest.mark.commit
 
+GIVEN, DRAWN = {"model.path": "{archive}"}, {"model.path": "{archive}", "infer.prompts": "{here}/set.tsv"}
+STRENGTH = r"model.loras .* a file, or file:strength with a number"
+
 
 @pytest.fixture
 def places(archive, run, tmp_path) -> dict[str, Path]:
@@ -40,10 +43,6 @@ def places(archive, run, tmp_path) -> dict[str, Path]:
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\nthree\n")
     (tmp_path / "set.tsv").write_text(TABLE)
     return {"archive": archive, "run": run, "images": tmp_path / "images", "here": tmp_path}
-
-
-GIVEN, DRAWN = {"model.path": "{archive}"}, {"model.path": "{archive}", "infer.prompts": "{here}/set.tsv"}
-STRENGTH = r"model.loras .* a file, or file:strength with a number"
 
 
 @pytest.mark.parametrize(("primary", "knobs", "sentence"), [
@@ -94,22 +93,27 @@ def test_a_job_whose_files_do_not_suffice_is_refused(places, primary, knobs, sen
         job(primary, named).check_files()
 
 
-def test_parts_come_from_the_run_single_paths_go_before_and_without_either_an_export_is_of_the_checkpoint(
-    archive, run, tmp_path
-):
+def test_parts_come_from_a_run_from_single_paths_or_from_the_checkpoint(archive, run, tmp_path):
+    """Images by the original denoiser take it from beside the run's; NeMo's inference loads it first."""
     unquantized = job("export_trt", {"model.path": archive})
     assert unquantized.unquantized()
     unquantized.check_files()
     job("export_trt", {"trt.library": "none"})  # its ONNX files alone
     own, missing = tmp_path / "own.onnx", artifact(run, "onnx", "clip1")
-    own.touch()
+    beside = artifact(run / "full_precision", "onnx", "unet_xl")
+    beside.parent.mkdir(parents=True)
+    for file in (own, beside):
+        file.touch()
+    quantized = {part: run / f"onnx/{part}/{part}.onnx" for part in PART_NAMES}
+    original = {"run": run, "variant": "full_precision"}
+    given = original | {"files.unet_xl": quantized["unet_xl"]}
     export = job("export_trt", {"run": run, "files.vae": own})
     export.check_files()
-    paths = part_paths(export, "onnx")
-    assert list(paths) == list(PART_NAMES)
-    assert (paths["vae"], paths["unet_xl"]) == (own, run / "onnx/unet_xl/unet_xl.onnx")
+    assert list(part_paths(export, "onnx").items()) == list((quantized | {"vae": own}).items())
+    assert part_paths(job("infer", {"run": run}), "onnx") == quantized == part_paths(job("infer", given), "onnx")
+    assert part_paths(job("infer", original), "onnx") == quantized | {"unet_xl": beside}
     assert artifact(run, "plan", "unet_xl") == run / "plan/unet_xl.plan"
-    job("export_trt", {"files.unet_xl": artifact(run, "onnx", "unet_xl")}).check_files()  # images need all
+    job("export_trt", {"files.unet_xl": quantized["unet_xl"]}).check_files()  # images need all
     missing.unlink()
     with refused(f"clip1 should be at {missing}, which does not exist"):
         export.check_files()
@@ -136,19 +140,6 @@ def test_a_missing_runtime_is_refused_with_its_extra(archive, knob):
     told = r"the package tensorrt is not installed.* pip install 'sd-quant\[tensorrt\]'"
     with refused(told, ResourceError):
         job("quantize", {knob: "tensorrt", "model.path": archive}).check_files()
-
-
-def test_either_denoiser_of_a_run_can_be_opened(run):
-    """NeMo's inference loads the original first."""
-    original = {"run": run, "variant": "full_precision"}
-    beside = artifact(run / "full_precision", "onnx", "unet_xl")
-    beside.parent.mkdir(parents=True)
-    beside.touch()
-    quantized = {part: artifact(run, "onnx", part) for part in PART_NAMES}
-    assert part_paths(job("infer", {"run": run}), "onnx") == quantized
-    assert part_paths(job("infer", original), "onnx") == quantized | {"unet_xl": beside}
-    given = job("infer", original | {"files.unet_xl": quantized["unet_xl"]})
-    assert part_paths(given, "onnx") == quantized
 
 
 @pytest.mark.parametrize(("paths", "names"), [
@@ -195,13 +186,16 @@ def earlier(run) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("given", [{"assignment": "edited and removed.yaml"}, {"budget": 0.2}])
-def test_a_run_with_a_file_of_presets_or_a_budget_has_its_copy(earlier, run, given):
-    """The recipe is known even if the file is gone, and nothing is measured again; a copy describes the same recipe."""
-    folder = earlier(quantize=given)
+def test_a_run_with_a_file_of_presets_a_budget_or_drawn_prompts_has_its_copy(earlier, run, given):
+    """What a run took is known even if the file is gone, and nothing is measured again: copies describe the same."""
+    drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
+    folder = earlier(quantize=given, infer=drawn)
     (run / "assignment.yaml").write_text("conv: nvfp4")
+    (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
     for found in (run_job(folder), recipe_of_run(folder, CacheFolder(None, 1.0))):
         assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
         assert not found.quantize.chooses_bits
+        assert (found.infer.prompt_list(), found.infer.categories()) == (["a cat"], ["Animals"])
 
 
 @pytest.mark.parametrize("missing", MARKS)
@@ -213,14 +207,6 @@ def test_a_run_without_one_of_its_files_is_named_as_that(earlier, run, missing):
     assert not is_finished_run(run)
     with pytest.raises(ConfigError, match=f"which has no {missing}, expected the folder of a finished run"):
         run_subject("run", run, SimpleNamespace(cache=CacheFolder(None, 1.0), session=None))
-
-
-def test_a_run_with_drawn_prompts_has_its_copy_of_them(earlier, run):
-    """The prompts are known even if their data set is gone."""
-    drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
-    (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
-    infer = run_job(earlier(infer=drawn)).infer
-    assert (infer.prompt_list(), infer.categories()) == (["a cat"], ["Animals"])
 
 
 def test_a_strangers_run_describes_its_recipe_and_decides_nothing_else(earlier, run):

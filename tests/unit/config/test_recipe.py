@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from sd_quant.config import recipe, targets_for
+from sd_quant.config import recipe
 from sd_quant.config.assignment_file import entries_in, text_of
 from sd_quant.config.recipe import own_recipe, part_presets, part_recipe, presets
 from sd_quant.config.targets import executed_by, inputs_held
@@ -17,16 +17,6 @@ from .composition import job
 pytestmark = pytest.mark.commit
 
 
-@pytest.mark.parametrize(("preset", "per_token", "rotation"), [
-    ("int8", True, 0), ("int8", True, 256), ("fp8", True, 4), ("int4_w4a4", False, 16), ("nvfp4", False, 16),
-])  # fmt: skip
-def test_inputs_that_can_be_scaled_per_token_or_rotated_are(preset, per_token, rotation):
-    quantize = job(preset, {"per_token": per_token, "rotation": rotation}).quantize
-    assert (quantize.scaled_per_token("conv"), quantize.rotation_of("conv", 768)) == (False, 0)
-    assert (quantize.scaled_per_token("ffn"), quantize.rotation_of("qkv", 768)) == (per_token, rotation)
-    assert quantize.rotation_of("qkv", 640) == min(rotation, 64)
-
-
 def test_attention_has_a_format_of_its_own_or_the_presets():
     """With NVFP4 linears, as ModelOpt's default for Flux is; what is read again of a finished run is the same."""
     found = job("nvfp4", {"quant_level": 4, "attention": "fp8"})
@@ -37,29 +27,27 @@ def test_attention_has_a_format_of_its_own_or_the_presets():
     assert job("int8", {"quant_level": 4}).formats()["attention"] == {"int8"}
 
 
-@pytest.mark.parametrize(("preset", "level", "library", "targets"), [
-    ("int8", 4, "auto", ["SM89", "SM120"]), ("fp8", 4, "auto", ["SM89", "SM120"]), ("mxfp4", 1, "auto", ["SM120"]),
-    ("nvfp4", 3, "auto", ["SM120"]), ("mxfp8", 3, "none", None),
-])  # fmt: skip
-def test_by_default_plans_are_for_the_usual_targets_that_have_the_format(preset, level, library, targets):
-    found = job(preset, {"quant_level": level})
-    assert found.trt.library == library
-    assert targets is None or targets_for(found.trt, set().union(*found.formats().values())) == targets
+def test_presets_of_other_parts_and_of_choices_are_as_they_are_where_no_knob_is_given():
+    """Of parts with smoothing folded; level and batches of a choice are the job's; neither has attention's format."""
 
+    def as_it_is(preset: str, **changes: object) -> Recipe:
+        own = job(preset, {"quant_level": 3}).quantize
+        fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(Recipe)}
+        return Recipe(**fields | {"enable": dataclasses.replace(own.enable, attention=None)} | changes)
 
-def test_other_parts_have_every_preset_as_it_is_without_knobs():
-    """With scales per tensor where the preset says nothing; smoothing is folded, and attention has no format there."""
     assert set(part_presets()) == set(presets())
+    for preset in part_presets():
+        smooths = as_it_is(preset).smoothing != "none"
+        changes = {"smoothing": "folded" if smooths else "none", "alpha": "auto" if smooths else None, "batch_size": 1}
+        assert part_recipe(preset) == as_it_is(preset, **changes), preset
     without_statistics = [preset for preset in part_presets() if not part_recipe(preset).needs_inputs]
     assert without_statistics == ["int8_weight_only"], "inputs decide of codes, of a branch and of codes chosen by them"
     job("int8", {"parts": {"vae": "int8_weight_only"}, "calibration": "a folder"})
-    for preset in part_presets():
-        of_part, own = part_recipe(preset), job(preset, {"quant_level": 3}).quantize
-        smooths = own.smoothing != "none"
-        expected = {"smoothing": "folded" if smooths else "none", "alpha": "auto" if smooths else None}
-        expected |= {"enable": dataclasses.replace(own.enable, attention=None), "batch_size": 1}
-        for field in dataclasses.fields(Recipe):
-            assert getattr(of_part, field.name) == expected.get(field.name, getattr(own, field.name)), field.name
+    knobs = {"budget": 0.3, "quant_level": 4, "alpha": 0.3, "batch_size": 2}
+    offered = job("int8", knobs | {"choices": ["svdquant_w4a4", "nemo", "int8"]}).quantize.offered()
+    assert list(offered) == ["int8", "svdquant_w4a4", "nemo"] and offered["int8"].alpha == 0.3
+    for preset in ("svdquant_w4a4", "nemo"):
+        assert offered[preset] == as_it_is(preset, quant_level=4.0, batch_size=2)
 
 
 @pytest.mark.parametrize("content", ["", "format: mine", "enable: 3", "enable: {conv: {weight: int3}}"])
@@ -79,19 +67,6 @@ def test_a_format_alone_is_no_choice_and_the_presets_that_have_it_are_named(name
     with pytest.raises(ConfigError) as refusal:
         job("int8", {"choices": [name]})
     assert str(refusal.value).endswith(end)
-
-
-def test_another_preset_is_offered_as_it_is_where_no_knob_is_given():
-    """Its own smoothing, rank and rounding; the level, and the batches of calibration, are the job's."""
-    found = job("int8", {"budget": 0.3, "quant_level": 4, "alpha": 0.3, "batch_size": 2, "choices": ["svdquant_w4a4",
-                "nemo", "int8"]}).quantize.offered()  # fmt: skip
-    assert list(found) == ["int8", "svdquant_w4a4", "nemo"] and found["int8"].alpha == 0.3
-    for preset in ("svdquant_w4a4", "nemo"):
-        own = job(preset, {"quant_level": 3}).quantize
-        expected = {"enable": dataclasses.replace(own.enable, attention=None), "quant_level": 4.0, "batch_size": 2}
-        for field in dataclasses.fields(Recipe):
-            wanted = expected.get(field.name, getattr(own, field.name))
-            assert getattr(found[preset], field.name) == wanted, field.name
 
 
 def test_formats_of_other_parts_and_of_all_choices_are_formats_of_the_job():
@@ -159,25 +134,23 @@ def test_what_is_no_mapping_of_labels_is_refused(tmp_path, text, sentence):
         entries_in("no/such.yaml")
 
 
-HELD = {
-    "comfyui": {  # which quantizes inputs whatever the recipe says, and has one scale for a weight in fp8
-        "int8": PER_ROW, "int8_weight_only": PER_ROW, "fp8": STATIC, "fp8_per_row": None, "nvfp4": AS_ASSIGNED,
-        "mxfp4": None, "mxfp8": AS_ASSIGNED, "convrot_w4a4": PER_ROW, "convrot_w4a8": PER_ROW,
-    },
-    "diffusers_torchao": {"int8": STATIC, "int8_dynamic": PER_ROW, "int8_weight_only": FP16},
-    "diffusers_bfl": {"fp8_per_row": PER_ROW}, "diffusers_sdnq": {"rotated_w4a4": None},
-    "gguf": {"int8": FP16, "int8_weight_only": FP16, "q4_k_weight_only": FP16, "svdquant_w4a16": None},  # no branch
-    "nunchaku": {"svdquant_w4a4": IN_BLOCKS, "svdquant_w4a16": None},
-    "sglang_fp8": {"fp8_per_block": IN_BLOCKS}, "modelopt_export": {"fp8_per_block": None},
-    "onnx": {"convrot_w4a8": None}, "openvino": {"q6_k_weight_only": None},  # whose graph would hold fp16
-}  # fmt: skip
-
-
 def test_how_a_target_computes_a_preset_and_which_tools_execute_one_that_is_simulated_here():
-    assert {
+    held = {
+        "comfyui": {  # which quantizes inputs whatever the recipe says, and has one scale for a weight in fp8
+            "int8": PER_ROW, "int8_weight_only": PER_ROW, "fp8": STATIC, "fp8_per_row": None, "nvfp4": AS_ASSIGNED,
+            "mxfp4": None, "mxfp8": AS_ASSIGNED, "convrot_w4a4": PER_ROW, "convrot_w4a8": PER_ROW,
+        },
+        "diffusers_torchao": {"int8": STATIC, "int8_dynamic": PER_ROW, "int8_weight_only": FP16},
+        "diffusers_bfl": {"fp8_per_row": PER_ROW}, "diffusers_sdnq": {"rotated_w4a4": None},
+        "gguf": {"int8": FP16, "int8_weight_only": FP16, "q4_k_weight_only": FP16, "svdquant_w4a16": None},  # no branch
+        "nunchaku": {"svdquant_w4a4": IN_BLOCKS, "svdquant_w4a16": None},
+        "sglang_fp8": {"fp8_per_block": IN_BLOCKS}, "modelopt_export": {"fp8_per_block": None},
+        "onnx": {"convrot_w4a8": None}, "openvino": {"q6_k_weight_only": None},  # whose graph would hold fp16
+    }  # fmt: skip
+    assert held == {
         target: {preset: inputs_held(TARGETS[target], own_recipe(preset)) for preset in expected}
-        for target, expected in HELD.items()
-    } == HELD
+        for target, expected in held.items()
+    }
     assert inputs_held(TARGETS["comfyui"], dataclasses.replace(own_recipe("fp8"), per_channel=True)) is None
     by = {name: executed_by(own_recipe(name)) for name in presets()}
     assert by["svdquant_w4a4"] == ["diffusers_nunchaku_lite", "nunchaku"]

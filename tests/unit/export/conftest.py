@@ -106,7 +106,6 @@ def exported(network: Network, recipe: Recipe, path: Path, **given) -> Exported:
 
 @pytest.fixture(scope="session")
 def network(calibrate) -> Network:
-    """Calibrated with two calls."""
     unet = small_nemo.unet(CONFIG)
     found = calibrate(NemoUnetPart(unet, POOLED), [inputs(2, seed=call) for call in range(2)])
     contract = unet_part(unet.config, CONTEXT_TOKENS, "nemo").contract

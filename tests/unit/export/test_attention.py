@@ -29,6 +29,8 @@ from .conftest import PREFIX, Exported, at_highest_level, exported, inputs
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
+JOINT = "transformer."
+
 
 @pytest.fixture(scope="module")
 def in_fp8(network, tmp_path_factory) -> Exported:
@@ -37,11 +39,6 @@ def in_fp8(network, tmp_path_factory) -> Exported:
     heads = {name: Heads(24) if name.startswith("mid") else each for name, each in attentions(network.unet).items()}
     assert set(heads.values()) == {Heads(24), Heads(32)}
     return exported(network, recipe, tmp_path_factory.mktemp("attention") / "unet.onnx", heads=heads)
-
-
-@pytest.fixture(scope="module")
-def in_integers(export) -> Exported:
-    return export("int8")
 
 
 def test_attention_has_four_pairs_where_heads_are_a_multiple_of_16_wide(in_fp8):
@@ -102,10 +99,11 @@ def test_attention_in_fp8_computes_what_the_simulation_does(in_fp8, tmp_path):
 
 
 @pytest.mark.parametrize("runtime", ["openvino", "onnxruntime"])
-def test_each_attention_computes_what_the_simulation_does(in_integers, tmp_path, runtime):
+def test_each_attention_computes_what_the_simulation_does(export, tmp_path, runtime):
     """Up to a share of what quantization costs: 0.18 was measured with OpenVINO's INT8 kernels, 0.38 with its fp32 and
     0.48 in ONNX Runtime, in fp16. Random weights make logits of which one code is a factor of two in a probability.
     """
+    in_integers = export("int8")
     rows, part = in_integers.attentions, in_integers.simulated.unet
     assert rows and all(name.endswith("attn1") for name in rows)  # the others read the text
     cut_attentions(in_integers.path, rows.values(), tmp_path / "attentions.onnx")
@@ -127,29 +125,25 @@ def test_each_attention_computes_what_the_simulation_does(in_integers, tmp_path,
         assert relative_error(exact, found) == pytest.approx(cost, rel=0.15), name
 
 
-def test_a_plan_keeps_attention_in_high_precision_and_says_so(in_integers, tmp_path):
+def test_a_plan_keeps_attention_in_high_precision_and_says_so(export, tmp_path):
     """TensorRT itself refuses unsigned codes."""
     pytest.importorskip("tensorrt_rtx")
-    report = build_plan(
-        in_integers.path, tmp_path / "unet_xl.plan", library="tensorrt_rtx", optimization_level=0,
-        profile={name: (tuple(x.shape),) * 3 for name, x in inputs(2, seed=0).items()}, compute_capabilities=["SM89"],
-    )  # fmt: skip
-    assert report.attention == NO_INTEGER_ATTENTION and report.onnx.keys() == {in_integers.path.name}
+    profile = {name: (tuple(x.shape),) * 3 for name, x in inputs(2, seed=0).items()}
+    given = {"library": "tensorrt_rtx", "optimization_level": 0, "compute_capabilities": ["SM89"], "profile": profile}
+    report = build_plan(path := export("int8").path, tmp_path / "unet_xl.plan", **given)
+    assert report.attention == NO_INTEGER_ATTENTION and report.onnx.keys() == {path.name}
 
 
-def test_weights_beside_the_graph_are_linked_where_its_attention_changes(in_integers, full_precision, tmp_path):
-    apart, found = tmp_path / "apart", tmp_path / "found"
-    apart.mkdir()
-    found.mkdir()
+def test_weights_beside_the_graph_are_linked_where_its_attention_changes(export, full_precision, tmp_path):
+    apart, found, in_integers = tmp_path / "apart", tmp_path / "found", export("int8").path
+    for folder in (apart, found):
+        folder.mkdir()
     path, name = apart / "unet_xl.onnx", "unet_xl.onnx.data"
-    onnx.save(onnx.load(in_integers.path), path, save_as_external_data=True, location=name, size_threshold=0)
+    onnx.save(onnx.load(in_integers), path, save_as_external_data=True, location=name, size_threshold=0)
     taken = with_softmax(path, [apart / name], found)
-    assert (found / name).samefile(apart / name) and taken.stat().st_size < in_integers.path.stat().st_size / 2
+    assert (found / name).samefile(apart / name) and taken.stat().st_size < in_integers.stat().st_size / 2
     load_engine("openvino", taken, threads=1)
     assert with_softmax(full_precision, [], apart) == full_precision and len(list(apart.iterdir())) == 2
-
-
-JOINT = "transformer."
 
 
 @cache

@@ -41,13 +41,8 @@ from .conftest import CONFIG, POOLED, PREFIX, at_highest_level, exported
 
 pytestmark = pytest.mark.commit
 
-CASES = [
-    ("int8", torch.bfloat16),  # with shifted convolutions and attention in integers
-    ("int8", torch.float32),
-    ("fp8", torch.bfloat16),  # with attention in a floating-point format
-    ("svdquant_w4a4", torch.bfloat16),  # multiplied and in blocks, beside a branch
-    ("svdquant_w4a16", torch.bfloat16),  # the same of weights alone
-]
+WIDTH = 256
+CONTRACT = Contract({"z": ("batch", WIDTH, 4, 4)}, ("dec",), {"z": torch.float32}, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +57,12 @@ def in_dtype(network):
 
 
 @pytest.mark.nightly  # three networks are traced
-@pytest.mark.parametrize("preset, dtype", CASES)
+@pytest.mark.parametrize("preset, dtype", [
+    ("int8", torch.bfloat16),  # with shifted convolutions and attention in integers
+    ("int8", torch.float32), ("fp8", torch.bfloat16),  # with attention in a floating-point format
+    ("svdquant_w4a4", torch.bfloat16),  # multiplied and in blocks, beside a branch
+    ("svdquant_w4a16", torch.bfloat16),  # the same of weights alone
+])  # fmt: skip
 def test_types_agree_and_scales_are_not_rounded(in_dtype, tmp_path, preset, dtype):
     recipe = at_highest_level(preset, branch_rounds=0, smoothing="none" if preset == "fp8" else "modelopt")
     made = exported(in_dtype(dtype), recipe, tmp_path / "a.onnx")
@@ -89,9 +89,8 @@ def test_a_layer_in_bf16_has_the_scales_of_its_assignment(tmp_path, activation):
     """bf16 would round both scales up by 0.39 %, and the output with them by 0.8 %."""
     weight, bias, x = drawn(8, 16), drawn(8, seed=1).bfloat16(), drawn(64, 16, seed=2).bfloat16()
     rounded_down = 127 * (1 + 2**-8 - 2**-11)  # a scale just below the middle of two numbers of bf16
-    layer = static_layer(weight * rounded_down / 2**6 / weight.abs().max(), "int8", False, rounded_down / 2**5)
     weight = weight * rounded_down / 2**6 / weight.abs().max()
-    layer = replace(layer, activation_format=activation)
+    layer = replace(static_layer(weight, "int8", False, rounded_down / 2**5), activation_format=activation)
     model = ir.from_proto(onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["": 22]> graph (bfloat16[n,16] x, bfloat16[8,16] weight, bfloat16[8] bias) => '
         "(bfloat16[n,8] y) { t = Transpose <perm = [1, 0]> (weight) product = MatMul (x, t) y = Add (product, bias) }"
@@ -128,10 +127,6 @@ def test_an_operation_that_onnx_has_no_bf16_for_is_in_fp32(tmp_path):
     onnx.checker.check_model(onnx.load(path), full_check=True)
     x = drawn(2, 5, 3).bfloat16()
     assert torch.equal(load(path, threads=1)(x=x)["y"], x.transpose(1, 2))
-
-
-WIDTH = 256
-CONTRACT = Contract({"z": ("batch", WIDTH, 4, 4)}, ("dec",), {"z": torch.float32}, torch.float32)
 
 
 class Decoder(nn.Module):

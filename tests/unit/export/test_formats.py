@@ -5,8 +5,7 @@ the two, else by ONNX's reference.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
 import numpy as np
 import onnx
@@ -14,7 +13,6 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
-from torch import Tensor
 
 from sd_quant.engines import load_engine
 from sd_quant.engines.openvino import products
@@ -88,10 +86,7 @@ def test_it_is_valid_onnx_of_the_first_opset_that_has_its_formats(exported):
 
 
 def test_weights_of_the_level_are_stored_in_their_formats_own_type(exported):
-    """The codes and scales of the rewritten weight, read back by onnx; the float weight is gone.
-
-    With scales, a number takes 8 bits in int8 and fp8, 4.25 in int4, 4.5 in nvfp4 and in mxfp4, whose scales are fp16.
-    """
+    """With scales, a number takes 8 bits in int8 and fp8, 4.25 in int4, 4.5 in nvfp4 and in mxfp4, with fp16 scales."""
     assert set(exported.layers) == {name for name, role in exported.network.roles.items() if role != "excluded"}
     stored = stored_in(exported.path)
     for name, layer in exported.layers.items():
@@ -204,40 +199,33 @@ def test_layers_with_their_low_rank_branch_compute_what_the_simulation_does(expo
         assert error < (HALF if layers[name].activation_format is None else FLIPPED), name
 
 
-def one_copy(format_name: str, x: Tensor, amax: float, to: Path) -> Mapping[str, Tensor]:
-    """What the graph makes of an input [1, rows, in], and its scales."""
-    fmt = FORMATS[format_name]
-    layer = LayerAssignment("layer", "ffn", (1, x.shape[-1]), format_name, format_name, activation_amax=amax)
-    value = ir.Value(name="x", shape=ir.Shape(x.shape), type=ir.TensorType(ir.DataType.FLOAT16))
-    last = ir.node("Identity", [value], name="last")
-    graph = ir.Graph([value], [last.outputs[0]], nodes=[last], opset_imports={"": fmt.opset}, name="copy")
-    last.replace_input_with(0, dynamic_copy(last, value, "input", layer, False, ir.DataType.FLOAT16))
-    scale = last.inputs[0].producer().inputs[1]
-    outputs = {"y": last.outputs[0], "scale": scale}
-    for name, output in outputs.items():
-        output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT16)
-        output.shape = ir.Shape(x.shape if name == "y" else (*x.shape[:-1], x.shape[-1] // fmt.block))
-    graph.outputs[:] = outputs.values()
-    ir.save(ir.Model(graph, ir_version=11), to)
-    onnx.checker.check_model(to, full_check=True)
-    return run("reference", to, {"x": x})
-
-
 @pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.block and fmt.onnx_type])
 def test_scales_found_in_the_graph_are_the_formats_for_every_fp16_peak(name, tmp_path):
     """Each positive fp16 number as the largest of a block; mxfp4's logarithm is right just below each power of two.
 
     Up to 60000: beyond it, what is dequantized may round to infinity in fp16. And a block of zeros stays one.
     """
-    fmt = FORMATS[name]
+    fmt, path = FORMATS[name], tmp_path / "copy.onnx"
     peaks = torch.arange(0, 0x7C00).to(torch.int16).view(torch.float16).float()
     peaks = peaks[peaks <= 60000]
     x = torch.zeros(1, len(peaks), fmt.block)
     x[0, :, 3] = -peaks
     x[0, :, 5] = peaks / 2
     amax = peaks.max().item()
+    layer = LayerAssignment("layer", "ffn", (1, fmt.block), name, name, activation_amax=amax)
+    value = ir.Value(name="x", shape=ir.Shape(x.shape), type=ir.TensorType(ir.DataType.FLOAT16))
+    last = ir.node("Identity", [value], name="last")
+    graph = ir.Graph([value], [last.outputs[0]], nodes=[last], opset_imports={"": fmt.opset}, name="copy")
+    last.replace_input_with(0, dynamic_copy(last, value, "input", layer, False, ir.DataType.FLOAT16))
+    outputs = {"y": last.outputs[0], "scale": last.inputs[0].producer().inputs[1]}
+    for output, shape in zip(outputs, (x.shape, (*x.shape[:-1], 1)), strict=True):
+        made = outputs[output]
+        made.name, made.type, made.shape = output, ir.TensorType(ir.DataType.FLOAT16), ir.Shape(shape)
+    graph.outputs[:] = outputs.values()
+    ir.save(ir.Model(graph, ir_version=11), path)
+    onnx.checker.check_model(path, full_check=True)
+    found = run("reference", path, {"x": x})
     scales = fmt.scales(x, torch.tensor(amax))
-    found = one_copy(name, x, amax, tmp_path / "copy.onnx")
     expected = scales[0] if len(scales) == 1 else (scales[0] * scales[1]).half().float()
     assert torch.equal(found["scale"][:, 1:], expected[:, 1:])
     assert not found["y"][0, 0].any() and found["y"].isfinite().all()

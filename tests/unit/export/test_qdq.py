@@ -40,13 +40,6 @@ def assignments(network) -> Mapping[str, dict[str, LayerAssignment]]:
     return {"folded": network.derive(folded, KEPT), "modelopt": network.derive(replace(modelopt, smoothing="modelopt"))}
 
 
-@pytest.fixture(scope="module")
-def written(network, assignments, tmp_path_factory) -> Mapping[str, Path]:
-    """By smoothing."""
-    folder = tmp_path_factory.mktemp("quantized")
-    return {name: network.write(folder / name / "unet.onnx", found) for name, found in assignments.items()}
-
-
 def initializers(path: Path) -> dict[str, np.ndarray]:
     return {name: numpy_helper.to_array(tensor) for name, tensor in stored_in(path).items()}
 
@@ -60,14 +53,10 @@ def test_unquantized_it_computes_what_torch_does(full_precision, network, size):
 
 
 @pytest.mark.parametrize("smoothing", ["folded", "modelopt"])
-def test_exactly_the_assigned_layers_have_codes_and_other_parameters_are_the_checkpoints(
-    written, assignments, network, smoothing
-):
-    """The weights in fp16, smoothed where the assignment says so.
-
-    Folded, an input is quantized once for all its readers, and multiplied only where no module makes it.
-    """
-    stored, assignment = initializers(written[smoothing]), assignments[smoothing]
+def test_exactly_the_assigned_layers_have_codes(assignments, network, smoothing, tmp_path):
+    """Folded, an input is quantized once for all its readers, and multiplied only where no module makes it."""
+    path = network.write(tmp_path / "unet.onnx", assignment := assignments[smoothing])
+    stored = initializers(path)
     int8 = {name.removesuffix(".weight.int8") for name in stored if name.endswith(".weight.int8")}
     assert int8 == {f"unet.{name}" for name, layer in assignment.items() if layer.format}
     roles = {layer.role for layer in assignment.values() if layer.format}
@@ -79,7 +68,7 @@ def test_exactly_the_assigned_layers_have_codes_and_other_parameters_are_the_che
         else:
             expected = rewritten(value, assignment[name]) if name in assignment else value
             assert np.array_equal(stored[key], expected.half().numpy()), key
-    made, shared = producers(written[smoothing]), shared_inputs(assignment)
+    made, shared = producers(path), shared_inputs(assignment)
     linears = {name for name, layer in assignment.items() if layer.format and layer.role != "conv"}
     multiplications = sum(name.endswith(".smoothed") for name in made)
     quantizers = sum(f"{name}.input_quantized" in made for name in linears)
@@ -104,7 +93,6 @@ def test_readers_of_one_tensor_with_other_ranges_read_other_copies(network, assi
 
 
 def assert_same(path: Path, other: Path) -> None:
-    """Two files have the same weights."""
     found, expected = initializers(path), initializers(other)
     assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
 
@@ -130,7 +118,7 @@ def test_a_graph_of_unquantized_inputs_reads_the_weights_of_the_recipes_own(
 @pytest.mark.parametrize(
     "files", [["unet.onnx"], ["unet.onnx", "unet.onnx.data"]], ids=["one file", "weights beside it"]
 )
-def test_a_file_is_written_whole_or_not_at_all_and_moves(network, assignments, written, tmp_path, monkeypatch, files):
+def test_a_file_is_written_whole_or_not_at_all_and_moves(network, assignments, tmp_path, monkeypatch, files):
     """Every model is too large for one file in the second case. What was there stays until another is whole."""
     if len(files) == 2:
         monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
@@ -163,5 +151,5 @@ def test_a_file_is_written_whole_or_not_at_all_and_moves(network, assignments, w
     moved = folder.rename(tmp_path / "moved") / "unet.onnx"  # the graph names its data file, no folder
     assert [file.name for file in onnx_files(moved)] == sorted(file.name for file in moved.parent.iterdir()) == files
     onnx.checker.check_model(moved, full_check=True)
-    assert_same(moved, written["folded"])
+    assert_same(moved, network.write(tmp_path / "again.onnx", assignments["folded"]))
     load(moved, threads=1)

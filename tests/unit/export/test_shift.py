@@ -33,6 +33,7 @@ CASES = {
     "oblong": ((3, 2), 1, (1, 0, 1, 1), 1, False), "upsampler": ((3, 3), 1, (1, 1, 1, 1), 1, True),
     "without bias": ((3, 3), 1, (1, 1, 1, 1), 1, False),
 }  # fmt: skip
+IN_TORCH = pytest.mark.parametrize("case", ["same", "wide", "downsampler", "none", "pointwise"])
 
 
 class Shifted:
@@ -108,9 +109,6 @@ def test_the_graph_computes_it_at_every_size(case, engine, tmp_path):
         border = torch.ones_like(expected[0, 0], dtype=torch.bool)
         border[1:-1, 1:-1] = False
         assert relative_error(expected[..., border], actual[..., border]) < 5e-4
-
-
-IN_TORCH = pytest.mark.parametrize("case", ["same", "wide", "downsampler", "none", "pointwise"])
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 5e-4), (torch.bfloat16, 3e-3)])

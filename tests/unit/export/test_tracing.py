@@ -22,11 +22,12 @@ from tests.graphs import run, save_graph
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
+HALF, FULL = torch.float16, torch.float32
+Call = Callable[[Tensor, Tensor], Tensor]
+
 
 def shapes_of(values) -> dict[str, tuple]:
-    return {
-        value.name: tuple(axis if isinstance(axis, int) else axis.value for axis in value.shape) for value in values
-    }
+    return {each.name: tuple(axis if isinstance(axis, int) else axis.value for axis in each.shape) for each in values}
 
 
 def test_inputs_and_outputs_are_the_contracts_with_its_dynamic_axes_and_nothing_but_the_graph_is_kept(network):
@@ -187,10 +188,6 @@ def test_an_opset_is_raised_past_operations_that_gain_types_and_not_past_others(
         raise_opset(ir.from_proto(onnx.parser.parse_model(grouped)), opset)
 
 
-HALF, FULL = torch.float16, torch.float32
-Call = Callable[[Tensor, Tensor], Tensor]
-
-
 class Calls(nn.Module):
     """A network of calls, each with an output of its own, which has a weight where the calls take one."""
 
@@ -279,21 +276,6 @@ def changed_above(x: Tensor) -> Tensor:
     return x * 1
 
 
-def computed(calls: Mapping[str, Call], dtype: torch.dtype) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
-    """What ONNX Runtime computes of the traced graph and what torch computes, by call."""
-    contract = Contract({"x": ("batch", 3, 4, 6)}, tuple(calls), {"x": dtype}, dtype)
-    module = Calls(calls).to(dtype)
-    model = trace(lambda: Calls(calls), contract)
-    for value in list(model.graph.inputs)[1:]:
-        model.graph.inputs.remove(value)
-        value.const_value = ir.tensor(module.weight.detach().numpy(), name=value.name)
-        model.graph.initializers[value.name] = value
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    x = torch.randn(5, 3, 4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = dict(zip(calls, session.run(list(calls), {"x": x.numpy()}), strict=True))
-    return found, {name: y.detach().numpy() for name, y in module(x).items()}
-
-
 @pytest.mark.parametrize("calls, dtype, taken_apart", [
     (AS_CALLED, HALF, False), ({name: AS_CALLED[name] for name in ("rms norm", "clip")}, FULL, False),
     *(({name: call}, HALF, True) for name, call in IN_PARTS.items()), (PROMOTED, HALF, False),
@@ -306,10 +288,18 @@ def test_a_graph_computes_what_torch_computes(calls, dtype, taken_apart, monkeyp
     promote = Mock(wraps=_fx_passes.insert_type_promotion_nodes)
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *given: decompose(*given))
     monkeypatch.setattr(_fx_passes, "insert_type_promotion_nodes", promote)
-    ours, theirs = computed(calls, dtype)
+    module, x = Calls(calls).to(dtype), torch.randn(5, 3, 4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    model = trace(lambda: Calls(calls), Contract({"x": ("batch", 3, 4, 6)}, tuple(calls), {"x": dtype}, dtype))
+    for value in list(model.graph.inputs)[1:]:
+        model.graph.inputs.remove(value)
+        value.const_value = ir.tensor(module.weight.detach().numpy(), name=value.name)
+        model.graph.initializers[value.name] = value
+    serialized = ir.to_proto(model).SerializeToString()
+    session = onnxruntime.InferenceSession(serialized, providers=["CPUExecutionProvider"])
+    ours = dict(zip(calls, session.run(list(calls), {"x": x.numpy()}), strict=True))
     rounding = 1e-6 if dtype == FULL else 2e-3  # a last bit or two: means are summed in another order
-    for name in calls:
-        expected = theirs[name]
+    for name, result in module(x).items():
+        expected = result.detach().numpy()
         assert ours[name].dtype == expected.dtype and ours[name].shape == expected.shape, name
         np.testing.assert_allclose(ours[name], expected, rtol=rounding, atol=rounding, err_msg=name)
     assert decompose.called == taken_apart and (promote.called or calls is not PROMOTED)

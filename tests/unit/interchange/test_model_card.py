@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 
-from sd_quant.checkpoints.diffusers_pipeline import defaults_of
+from sd_quant.checkpoints.diffusers_network import defaults_of
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header

@@ -6,8 +6,8 @@ import os
 import re
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,11 +38,9 @@ def test_a_gpu_is_known_by_a_word_of_its_name():
 
 @pytest.mark.parametrize(("overrides", "expected"), [
     (["quantize=fp8", "infer=tensorrt_rtx"], Need(89, True)),
-    (["quantize=int8", "infer=tensorrt_rtx"], Need(75, True)),
     (["quantize=nvfp4", "infer=tensorrt_rtx"], Need(100, True)),
     (["quantize=fp8", "infer=auto"], Need(89, False)),
     (["quantize=fp8", "infer=openvino"], Need()),
-    (["quantize=fp8", "infer=torch_native"], Need(89, True)),
     (["quantize=int8", "infer=torch_native"], Need(80, True)),
     (["quantize=int8_weight_only", "infer=torch_native"], Need(0, True)),
 ])  # fmt: skip
@@ -118,77 +116,51 @@ def test_a_job_that_ray_gives_up_is_one_that_failed(monkeypatch, tmp_path):
 # Slurm
 
 
-@pytest.fixture
-def squeue(monkeypatch, tmp_path):
-    """``squeue(printed, complaint, code)``: what the program of this name answers from now on."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    monkeypatch.setenv("PATH", f"{programs}:/bin:/usr/bin")
+def test_one_question_is_for_all_jobs_that_run_and_only_an_answer_says_something_of_them(monkeypatch, tmp_path, caplog):
+    """squeue is a program that writes down what it is asked. A job that it has forgotten has ended."""
+    program, jobs, queue = tmp_path / "bin/squeue", ("7_0", "7_1", "8", "9"), slurm.Queue()
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{program.parent}:/bin:/usr/bin")
+    for number in jobs:
+        queue.register_job(number)
 
-    def answer(printed: str, complaint: str = "", code: int = 0) -> None:
-        script = programs / "squeue"
+    def done_after(printed: str, complaint: str = "", code: int = 0) -> list[str]:
         says = f"printf '{printed}'\necho '{complaint}' >&2\nexit {code}\n"
-        script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{says}')
-        script.chmod(0o755)
+        program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{says}')
+        program.chmod(0o755)
+        queue.update()
+        return [number for number in jobs if queue.is_done(number, mode="cache")]
 
-    answer.asked = tmp_path / "asked"
-    return answer
-
-
-@pytest.fixture
-def queue() -> slurm.Queue:
-    found = slurm.Queue()
-    for number in ("7_0", "7_1", "8"):
-        found.register_job(number)
-    return found
-
-
-def test_all_jobs_are_asked_for_at_once_and_those_that_ended_no_more(squeue, queue):
-    squeue("7_0|COMPLETED|n1\\n7_1|SUSPENDED|n2\\n8|PENDING|\\n")
-    queue.update()
-    assert [queue.is_done(job, mode="cache") for job in ("7_0", "7_1", "8")] == [True, False, False]
-    squeue("7_1|OUT_OF_MEMORY|n2\\n8|NODE_FAIL|n1\\n")
-    queue.update()
-    assert all(queue.is_done(job, mode="cache") for job in ("7_0", "7_1", "8"))
-    queue.update()
-    asked = squeue.asked.read_text().splitlines()
-    assert len(asked) == 2 and all("--jobs=7,8 " in line for line in asked)
+    assert done_after("7_0|COMPLETED|n1\\n7_1|SUSPENDED|n2\\n8|PENDING|\\n9|PENDING|\\n") == ["7_0"]
+    silent = "slurm_load_jobs error: Unable to contact slurm controller"
+    assert done_after("", silent, 1) == ["7_0"] and f"squeue does not answer: {silent}" in caplog.text
+    assert done_after("7_1|OUT_OF_MEMORY|n2\\n8|NODE_FAIL|n1\\n9|RUNNING|n1\\n") == ["7_0", "7_1", "8"]
     assert queue.get_info("7_1", mode="cache") == {"State": "OUT_OF_MEMORY", "NodeList": "n2"}
-
-
-def test_a_job_that_the_queue_has_forgotten_has_ended_and_no_answer_says_nothing_of_jobs(squeue, queue, caplog):
-    squeue("", "slurm_load_jobs error: Unable to contact slurm controller", 1)
+    assert done_after("", "slurm_load_jobs error: Invalid job id specified", 1) == [*jobs]
+    assert queue.get_state("9", mode="cache") == slurm.FORGOTTEN
     queue.update()
-    assert not queue.is_done("8", mode="cache")
-    assert "squeue does not answer: slurm_load_jobs error: Unable to contact slurm controller" in caplog.text
-    squeue("", "slurm_load_jobs error: Invalid job id specified", 1)
-    queue.update()
-    assert queue.get_state("8", mode="cache") == slurm.FORGOTTEN and queue.is_done("8", mode="cache")
-
-
-def dead(folder: Path, state: str, stderr: str) -> SimpleNamespace:
-    """A job that has left no result, as submitit has it."""
-    watcher, paths = slurm.Queue(), {"folder": folder / "7_1", "stdout": folder / "out", "stderr": folder / "err"}
-    watcher._info_dict["7_1"] = {"State": state, "NodeList": "n2"}
-    if stderr:
-        paths["stderr"].write_text(stderr)
-    return SimpleNamespace(
-        job_id="7_1", watcher=watcher, paths=SimpleNamespace(**paths), stderr=lambda: stderr or None,
-        submission=lambda: SimpleNamespace(args=([], "hydra.sweep.dir", 1)),
-    )  # fmt: skip
+    asked = (tmp_path / "asked").read_text()
+    assert re.findall(r"--jobs=(\S+) ", asked) == ["7,8,9", "7,8,9", "7,8,9", "9"] and asked.count("\n") == 4
 
 
 @pytest.fixture
 def results(monkeypatch, tmp_path):
-    """What Hydra gets of a dead job, the second of a sweep."""
+    """What Hydra gets of a dead job without a result, the second of a sweep."""
     (tmp_path / SWEEP).write_text(json.dumps({"jobs": [{"name": "a"}, {"name": "b"}]}))
     (tmp_path / "b").mkdir()
+    monkeypatch.setattr(slurm, "wait_for_results", Mock(side_effect=UncompletedJobError))
 
-    def died(_):
-        raise UncompletedJobError
+    def found(state: str, stderr: str = "") -> JobReturn:
+        watcher, paths = slurm.Queue(), {name: tmp_path / name for name in ("7_1", "stdout", "stderr")}
+        watcher._info_dict["7_1"] = {"State": state, "NodeList": "n2"}
+        if stderr:
+            paths["stderr"].write_text(stderr)
+        dead = Mock(job_id="7_1", watcher=watcher, paths=SimpleNamespace(folder=paths.pop("7_1"), **paths))
+        dead.stderr.return_value = stderr or None
+        dead.submission.return_value = SimpleNamespace(args=([], "hydra.sweep.dir", 1))
+        return slurm.results_of(dead, tmp_path)[0]
 
-    monkeypatch.setattr(slurm, "wait_for_results", died)
-    return lambda state, stderr="": slurm.results_of(dead(tmp_path, state, stderr), tmp_path)[0]
+    return found
 
 
 @pytest.mark.parametrize(("state", "stderr", "told"), [
@@ -263,13 +235,10 @@ def machine(monkeypatch, tmp_path):
     return pretend
 
 
-@pytest.mark.parametrize(("gpus", "cores", "jobs"), [(8, 64, 8), (1, 64, 1), (0, 64, 16), (0, 2, 1)])
-def test_a_machine_takes_a_job_for_each_gpu_or_for_a_few_cores(machine, gpus, cores, jobs):
-    machine(gpus, cores)
-    assert one_host.places() == jobs
-
-
-def test_gpus_keep_the_names_under_which_they_are_visible(machine, monkeypatch):
+def test_a_machine_takes_a_job_for_each_gpu_by_its_visible_name_or_for_a_few_cores(machine, monkeypatch):
+    for gpus, cores, jobs in ((8, 64, 8), (1, 64, 1), (0, 64, 16), (0, 2, 1)):
+        machine(gpus, cores)
+        assert one_host.places() == jobs
     machine(2, 8)
     for chosen, names in (("", ["0", "1"]), ("2,5", ["2", "5"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)

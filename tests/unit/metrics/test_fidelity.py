@@ -25,11 +25,9 @@ def images() -> np.ndarray:
 
 
 def test_psnr_is_the_textbook_formula_and_none_for_identical_images(images):
-    shifted = images.copy()
-    shifted[1:] += 5
+    shifted = images + np.array([0, 5, 5], np.uint8)[:, None, None, None]
     exact, *rest = fidelity.psnr(images, shifted)
-    assert exact is None
-    assert rest == pytest.approx([20 * math.log10(255 / 5)] * 2, abs=1e-5)
+    assert exact is None and rest == pytest.approx([20 * math.log10(255 / 5)] * 2, abs=1e-5)
     black = np.zeros((1, 8, 8, 3), np.uint8)
     assert fidelity.psnr(black, black + 255) == pytest.approx([0.0], abs=1e-5)  # it does not wrap around uint8
 
@@ -59,23 +57,26 @@ def test_latent_sqnr_is_per_step():
     latents = reference.clone()
     latents[:, 0] += 0.1
     latents[0, 1] += 0.01  # the other image is exact here and has no ratio
-    first, second, third = fidelity.latent_sqnr(reference, latents)
-    assert first == pytest.approx(20, abs=1e-4)
-    assert second == pytest.approx(40, abs=1e-3)
-    assert third is None
+    *ratios, exact = fidelity.latent_sqnr(reference, latents)
+    assert ratios == pytest.approx([20, 40], abs=1e-3) and exact is None
     with pytest.raises(ArtifactError, match="same prompts, steps and size"):
         fidelity.latent_sqnr(torch.ones(1, 3, 4, 8, 8), torch.ones(1, 2, 4, 8, 8))
 
 
-def test_summary_names_the_worst_image_and_counts_the_missing_ones():
-    result = fidelity.summary([30.0, None, 20.0])
-    assert (result["mean"], result["min"], result["worst_index"]) == (25.0, 20.0, 2)
-    assert result["reason"].startswith("1 of 3 images")
-    nothing = fidelity.summary([None])
-    assert (nothing["mean"], nothing["min"], nothing["worst_index"]) == (None, None, None)
-    result = fidelity.summary([0.1, 0.4, 0.4, 0.3], lower_is_better=True)
-    assert (result["mean"], result["max"], result["worst_index"]) == (pytest.approx(0.3), 0.4, 1)
-    assert "min" not in result
+@pytest.mark.parametrize(
+    ("values", "lower_is_better", "expected"),
+    [
+        ([30.0, None, 20.0], False, {"mean": 25.0, "min": 20.0, "worst_index": 2}),
+        ([None], False, {"mean": None, "min": None, "worst_index": None}),
+        ([0.1, 0.4, 0.4, 0.3], True, {"mean": pytest.approx(0.3), "max": 0.4, "worst_index": 1}),
+    ],
+)
+def test_summary_names_the_worst_image_and_counts_the_missing_ones(values, lower_is_better, expected):
+    found = fidelity.summary(values, lower_is_better=lower_is_better)
+    assert found.pop("values") == values
+    reason = found.pop("reason")
+    assert found == expected
+    assert reason is None if None not in values else reason.startswith(f"1 of {len(values)} images")
 
 
 @pytest.mark.parametrize("error", [0.0, 0.1, math.nan])
@@ -92,36 +93,33 @@ def test_the_record_is_valid_json_and_explains_each_null(images, error):
 def test_images_of_several_sizes_are_scored_one_by_one():
     random = np.random.default_rng(2)
     reference = [random.integers(0, 256, (64, width, 3), dtype=np.uint8) for width in (64, 128, 64)]
-    images = [np.clip(image.astype(int) + 3, 0, 255).astype(np.uint8) for image in reference]
+    images = [image.clip(3) - np.uint8(3) for image in reference]
     latents = [torch.randn(2, 4, 8, width) for width in (8, 16, 8)]
     noisy = [each + 0.1 * torch.randn_like(each) for each in latents]
     found = fidelity.fidelity(reference, images, latents, noisy)
-    alone = [
-        fidelity.fidelity(*(np.stack([each]) for each in pair), *(torch.stack([each]) for each in ends))
-        for pair, ends in zip(zip(reference, images, strict=True), zip(latents, noisy, strict=True), strict=True)
-    ]
+    four = zip(reference, images, latents, noisy, strict=True)
+    alone = [fidelity.fidelity(a[None], b[None], c[None], d[None]) for a, b, c, d in four]
     for score in ("psnr", "ssim", "lpips"):
         assert found[score]["values"] == pytest.approx([each[score]["values"][0] for each in alone])
     steps = np.mean([each["latent_sqnr_db"] for each in alone], axis=0)
     assert found["latent_sqnr_db"] == pytest.approx(steps.tolist())
     with pytest.raises(ArtifactError, match="expected the same uint8"):
-        fidelity.fidelity(reference, images[::-1][1:] + images[:1], latents, noisy)
+        fidelity.fidelity(reference, images[1:] + images[:1], latents, noisy)
     with pytest.raises(ArtifactError, match="run both with the same prompts"):
         fidelity.latent_sqnr(latents, noisy[1:] + noisy[:1])
 
 
-@pytest.mark.parametrize("module, name", [(fidelity, "psnr"), (fidelity, "ssim"), (lpips, "lpips")])
-def test_scores_are_computed_where_tf32_cannot_round_them(monkeypatch, images, module, name):
+def test_scores_are_computed_where_tf32_cannot_round_them(monkeypatch, images):
     entered = []
 
     @contextmanager
     def full_precision():
-        entered.append(name)
+        entered.append(True)
         yield torch.device("cpu")
 
-    monkeypatch.setattr(module, "full_precision", full_precision)
-    assert len(getattr(module, name)(images, 255 - images)) == 3
-    assert entered == [name]
+    for module, score in ((fidelity, fidelity.psnr), (fidelity, fidelity.ssim), (lpips, lpips.lpips)):
+        monkeypatch.setattr(module, "full_precision", full_precision)
+        assert len(score(images, 255 - images)) == 3 and entered.pop() and not entered
 
 
 GOOD = np.zeros((2, 64, 64, 3), np.uint8)
@@ -130,10 +128,10 @@ PAIRS = [(GOOD, GOOD[:1]), (GOOD, GOOD.repeat(2, axis=2)), (GOOD, NO_BATCHES[0])
 
 
 @pytest.mark.parametrize("score", [fidelity.psnr, fidelity.ssim, lpips.lpips])
-@pytest.mark.parametrize("pair", PAIRS)
-def test_images_that_do_not_match_or_are_no_batch_are_refused(score, pair):
-    with pytest.raises(ArtifactError, match=r"expected the same uint8 \[N, H, W, 3\]"):
-        score(*pair)
+def test_images_that_do_not_match_or_are_no_batch_are_refused(score):
+    for pair in PAIRS:
+        with pytest.raises(ArtifactError, match=r"expected the same uint8 \[N, H, W, 3\]"):
+            score(*pair)
 
 
 def distorted_images() -> tuple[np.ndarray, np.ndarray]:
@@ -166,13 +164,12 @@ def test_lpips_is_what_the_reference_implementation_gives(monkeypatch, pixels):
 
 
 def test_the_first_token_is_apart_and_zeros_that_pad_a_text_do_not_count():
-    full = torch.zeros(2, 4, 2)
-    full[:, 0], full[:, 1:3] = torch.tensor([100.0, 0.0]), torch.tensor([1.0, 0.0])
+    full = torch.tensor([[[100.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]] * 2)
     quantized = full.clone()
-    quantized[0, 0], quantized[0, 1] = torch.tensor([100.0, 100.0]), torch.tensor([3.0, 4.0])
+    quantized[0, :2] = torch.tensor([[100.0, 100.0], [3.0, 4.0]])
     found = moved(full, quantized)
-    assert found["first_token"] == pytest.approx((2**-0.5 + 1) / 2)
-    assert (found["cosine"], found["worst"]) == (pytest.approx((0.6 + 3) / 4), pytest.approx(0.6))
+    cosines = {"first_token": (2**-0.5 + 1) / 2, "cosine": (0.6 + 3) / 4, "worst": 0.6}
+    assert {name: found[name] for name in cosines} == pytest.approx(cosines)
     found = moved(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[6.0, 8.0], [0.0, 1.0]]).half())  # of a text
     assert (found["cosine"], found["worst"]) == (pytest.approx(0.5), 0.0) and "first_token" not in found
     assert moved(torch.ones(1, 3, 2, 2), torch.full((1, 3, 2, 2), 1.5)) == {"relative_error": pytest.approx(0.5)}
@@ -187,9 +184,8 @@ def test_two_operations_for_each_multiplication_with_its_addition():
         module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 16, 10))
         total, of = operations(module, {"input": torch.empty(2, 3, 4, 4)})
         attention, _ = operations(Attention(), {"query": torch.empty(1, 2, 16, 8)})
-    assert of["0"] == 2 * (2 * 8 * 4 * 4) * (3 * 3 * 3)
-    assert of["2"] == 2 * 2 * 128 * 10 and total == of["0"] + of["2"]
-    assert attention == 2 * 2 * (2 * 16 * 16 * 8)  # two products, two heads
+    assert (of["0"], of["2"]) == (2 * (2 * 8 * 4 * 4) * (3 * 3 * 3), 2 * 2 * 128 * 10)
+    assert total == of["0"] + of["2"] and attention == 2 * 2 * (2 * 16 * 16 * 8)  # two products, two heads
 
 
 # Images that are broken in a way that needs no score, beside healthy ones, and flicker of a known size
@@ -209,82 +205,58 @@ def scenes(number: int, seed: int = 0) -> np.ndarray:
 
 REFERENCE = scenes(4)
 HEALTHY = (REFERENCE + np.random.default_rng(1).normal(0, 4, REFERENCE.shape)).clip(0, 255).astype(np.uint8)  # 36 dB
+SAME = "nearly the same as image {}, from which full precision's differs"
 
 
-def with_third(image: np.ndarray) -> np.ndarray:
-    images = HEALTHY.copy()
-    images[2] = image
-    return images
-
-
-@pytest.mark.parametrize(("image", "reason"), [
-    (np.zeros((64, 64, 3), np.uint8), "black"),
-    (np.random.default_rng(2).integers(0, 7, (64, 64, 3), np.uint8), "black"),
-    (np.full((64, 64, 3), (90, 120, 40), np.uint8), "of one colour"),
-    ((HEALTHY[2] > 127).astype(np.uint8) * 255, "saturated"),
-    (HEALTHY[0], "nearly the same as image 0"),
+@pytest.mark.parametrize(("image", "reasons"), [
+    (np.zeros((64, 64, 3), np.uint8), {2: "black"}),
+    (np.random.default_rng(2).integers(0, 7, (64, 64, 3), np.uint8), {2: "black"}),
+    (np.full((64, 64, 3), (90, 120, 40), np.uint8), {2: "of one colour"}),
+    ((HEALTHY[2] > 127).astype(np.uint8) * 255, {2: "saturated"}),
+    (HEALTHY[0], {0: SAME.format(2), 2: SAME.format(0)}),
 ])  # fmt: skip
-def test_a_degenerate_image_is_named_with_its_reason(image, reason):
-    found = {each["index"]: each["reason"] for each in degenerate(REFERENCE, with_third(image))}
-    assert found.pop(2).startswith(reason)
-    assert found == ({0: "nearly the same as image 2, from which full precision's differs"} if "same" in reason else {})
+def test_a_degenerate_image_is_named_with_its_reason(image, reasons):
+    images = np.stack([*HEALTHY[:2], image, HEALTHY[3]])
+    found = {each["index"]: each["reason"] for each in degenerate(REFERENCE, images)}
+    assert found.keys() == reasons.keys() and all(found[index].startswith(reasons[index]) for index in reasons)
 
 
-@pytest.mark.parametrize("images", [HEALTHY, list(HEALTHY), [*HEALTHY[:3], HEALTHY[3][:32]]])
-def test_healthy_images_are_none(images):
-    references = REFERENCE if isinstance(images, np.ndarray) else [*REFERENCE[:3], REFERENCE[3][: len(images[3])]]
-    assert degenerate(references, images) == []
-
-
-@pytest.mark.parametrize("value", [0, 255, 90])
-def test_what_full_precision_makes_alike_is_no_fault(value):
+def test_healthy_images_and_what_full_precision_makes_alike_are_no_fault():
     """Two prompts for a sheet of one colour: dark, saturated, flat and equal, in both."""
-    reference = REFERENCE.copy()
-    reference[1:3] = value
-    assert degenerate(reference, reference.clip(3, 252)) == [] == degenerate(reference, reference)
+    assert degenerate(REFERENCE, HEALTHY) == degenerate(REFERENCE, list(HEALTHY)) == []
+    assert degenerate([*REFERENCE[:3], REFERENCE[3][:32]], [*HEALTHY[:3], HEALTHY[3][:32]]) == []
+    for value in (0, 255, 90):
+        reference = REFERENCE.copy()
+        reference[1:3] = value
+        assert degenerate(reference, reference.clip(3, 252)) == [] == degenerate(reference, reference)
 
 
 WIDTH, FRAMES = 8, 6
+MOVING = np.random.default_rng(0).integers(80, 120, (3, 8, FRAMES, WIDTH, 3)).reshape(3, 8, FRAMES * WIDTH, 3)
+VIDEOS = MOVING.astype(np.uint8)
 
 
-def videos(count: int = 3) -> np.ndarray:
-    moving = np.random.default_rng(0).integers(80, 120, (count, 8, FRAMES, WIDTH, 3))
-    return moving.reshape(count, 8, FRAMES * WIDTH, 3).astype(np.uint8)
+@pytest.mark.parametrize(("levels", "flicker"), [(np.array([n, -n] * 3), 2 * n) for n in (1, 5, 20)] + [(9, 0)])
+def test_injected_flicker_is_found_in_levels(levels, flicker):
+    """Frames that are lighter and darker in turn change by twice as much from one to the next, equal errors do not."""
+    noisy = (MOVING + np.repeat(np.ones(FRAMES, int) * levels, WIDTH)[:, None]).astype(np.uint8)
+    found = video_scores(VIDEOS, noisy, WIDTH)
+    assert found["flicker"]["mean"] == pytest.approx(flicker) and len(found["flicker"]["values"]) == 3
+    assert found["flicker"]["interval"] == pytest.approx([flicker] * 2) and found["frames"] == FRAMES
+    assert found["psnr"]["mean"] == pytest.approx(20 * np.log10(255 / np.max(levels)), abs=1e-3)
+    assert (found["change"]["mean"] > 1.3) == (flicker == 40) and (found["change"]["mean"] == 1) == (flicker == 0)
 
 
-def with_noise(of_frame) -> np.ndarray:
-    levels = np.repeat([of_frame(frame) for frame in range(FRAMES)], WIDTH)
-    return (videos().astype(int) + levels[:, None]).astype(np.uint8)
-
-
-@pytest.mark.parametrize("levels", [1, 5, 20])
-def test_injected_flicker_is_found_in_levels(levels):
-    """Frames that are lighter and darker in turn change by twice as much from one to the next."""
-    found = video_scores(videos(), with_noise(lambda frame: levels * (-1) ** frame), WIDTH)
-    assert found["flicker"]["mean"] == pytest.approx(2 * levels) and len(found["flicker"]["values"]) == 3
-    assert found["psnr"]["mean"] == pytest.approx(20 * np.log10(255 / levels), abs=1e-3)
-    assert (found["change"]["mean"] > 1.3) == (levels == 20) and found["frames"] == FRAMES
-
-
-def test_what_errs_alike_in_all_frames_does_not_flicker():
-    found = video_scores(videos(), with_noise(lambda frame: 9), WIDTH)
-    assert found["flicker"]["mean"] == 0 and found["change"]["mean"] == 1 and found["psnr"]["mean"] < 30
-    low, high = found["flicker"]["interval"]
-    assert low == high == 0
-
-
-def test_the_worst_frame_is_that_of_one_video():
-    spoilt = videos()
+def test_the_worst_frame_is_that_of_one_video_and_what_has_no_change_has_a_reason():
+    spoilt = VIDEOS.copy()
     spoilt[1, :, 3 * WIDTH : 4 * WIDTH] += 100
-    found = video_scores(videos(), spoilt, WIDTH)
+    found = video_scores(VIDEOS, spoilt, WIDTH)
     assert found["psnr"]["worst_index"] == FRAMES + 3 and found["psnr"]["min"] == pytest.approx(8.13, abs=0.01)
     assert found["psnr"]["values"].count(None) == 3 * FRAMES - 1 and "identical" in found["psnr"]["reason"]
     assert np.argmax(found["flicker"]["values"]) == 1
-    # what has no change has a reason
-    still = np.full((1, 8, WIDTH, 3), 9, np.uint8)
-    alone = video_scores(still, still, WIDTH)
-    assert alone["flicker"]["reason"] == "a single frame" and alone["flicker"]["interval"] == [None, None]
     frozen = np.full((1, 8, 2 * WIDTH, 3), 9, np.uint8)
+    alone = video_scores(frozen[:, :, :WIDTH], frozen[:, :, :WIDTH], WIDTH)
+    assert alone["flicker"]["reason"] == "a single frame" and alone["flicker"]["interval"] == [None, None]
     assert "no frame of full precision" in video_scores(frozen, frozen, WIDTH)["change"]["reason"]
     with pytest.raises(ArtifactError, match="were compared with"):
-        video_scores(still, still[:, :4], WIDTH)
+        video_scores(frozen, frozen[:, :4], WIDTH)

@@ -5,8 +5,9 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -30,108 +31,92 @@ def test_every_round_has_every_call_in_an_order_of_its_own_with_its_own_clock_an
     calls = {each: partial(order.append, each) for each in "ab"}
     found = measure_together(calls, 2, Stopping(3, 1, 0), {"b": always_seven})
     rounds = ["".join(order[start : start + 2]) for start in range(0, 10, 2)]
-    assert len(order) == 10 and set(rounds[2:]) == {"ab", "ba"} and found.samples["b"] == [7.0] * 3
+    assert rounds[:2] == ["aa", "bb"] and set(rounds[2:]) == {"ab", "ba"} and len(order) == 10
     for name, clock in (("a", "wall_clock"), ("b", "always_seven")):
         result = found.statistics(name)
         assert (result["n"], result["warmup"], result["clock"]) == (3, 2, clock)
-    clocks = [latency.clock_of(torch.device(kind)) for kind in ("cuda", "cpu")]
-    assert clocks == [latency.cuda_events, latency.wall_clock]
+    assert found.samples["b"] == [7.0] * 3 and latency.clock_of(torch.device("cuda")) == latency.cuda_events
+    assert latency.clock_of(torch.device("cpu")) == latency.wall_clock
 
 
 def test_a_gpu_is_timed_between_its_own_events(monkeypatch):
     """Nothing may be queued from before, and the second event is waited for before it is read."""
     told = []
-
-    def event(enable_timing):
-        assert enable_timing
-        return SimpleNamespace(
-            record=lambda: told.append("record"), synchronize=lambda: told.append("wait for the event"),
-            elapsed_time=lambda end: told.append("read") or 4.5,
-        )  # fmt: skip
-
-    monkeypatch.setattr(latency.torch.cuda, "Event", event)
+    event = SimpleNamespace(
+        record=lambda: told.append("record"), synchronize=lambda: told.append("wait for the event"),
+        elapsed_time=lambda end: told.append("read") or 4.5,
+    )  # fmt: skip
+    monkeypatch.setattr(latency.torch.cuda, "Event", lambda enable_timing: event if enable_timing else None)
     monkeypatch.setattr(latency.torch.cuda, "synchronize", lambda: told.append("wait for all"))
     assert latency.cuda_events(lambda: told.append("call")) == 4.5
     assert told == ["wait for all", "record", "call", "record", "wait for the event", "read"]
 
 
+class Clock:
+    """It stands still until somebody spends seconds of it, and knows what they were spent on."""
+
+    def __init__(self):
+        self.now, self.told = 0.0, []
+
+    def spend(self, name: str, takes: float | Iterator[float]) -> bool:
+        self.told.append(name)
+        self.now += takes if isinstance(takes, float) else next(takes)
+        return True
+
+    def calls(self, **durations: Sequence[float]) -> dict:
+        return {name: partial(self.spend, name, cycle(values)) for name, values in durations.items()}
+
+
 @pytest.fixture
-def seconds(monkeypatch):
-    """A clock that stands still until somebody adds to it."""
-    now = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(latency, "perf_counter", lambda: now.now)
-    return now
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(latency, "perf_counter", lambda: clock.now)
+    return clock
 
 
-def calls_taking(seconds, **durations):
-    def call(values):
-        turn = cycle(values)
-        return lambda: setattr(seconds, "now", seconds.now + next(turn))
-
-    return {name: call(values) for name, values in durations.items()}
-
-
-def test_rounds_end_when_the_interval_is_narrow_and_not_before(seconds):
-    [call] = calls_taking(seconds, a=[3.0, 1.0, 2.0, 5.0, 4.0]).values()
+def test_rounds_end_when_the_interval_is_narrow_and_not_before(clock):
+    [call] = clock.calls(a=[3.0, 1.0, 2.0, 5.0, 4.0]).values()
     found = measure(call, warmup=0, repeats=5)
     assert found["samples_ms"] == [3000, 1000, 2000, 5000, 4000]
     assert (found["min_ms"], found["p50_ms"], found["mean_ms"]) == (1000, 3000, 3000)
     assert 3000 < found["p90_ms"] < found["p99_ms"] <= 5000
-    steady = measure_together(calls_taking(seconds, a=[2.0], b=[1.0]), 1, Stopping(10, 0.02, 1e9))
+    steady = measure_together(clock.calls(a=[2.0], b=[1.0]), 1, Stopping(10, 0.02, 1e9))
     assert (steady.stopped, len(steady.samples["a"])) == ("narrow", 10)
-    noisy = measure_together(calls_taking(seconds, a=[2.0, 2.2, 1.9], b=[1.0, 1.3]), 0, Stopping(10, 0.02, 1e9))
+    noisy = measure_together(clock.calls(a=[2.0, 2.2, 1.9], b=[1.0, 1.3]), 0, Stopping(10, 0.02, 1e9))
     assert noisy.stopped == "narrow" and len(noisy.samples["b"]) in (20, 40, 80, 160, 320, 640)
     assert ratio_interval(noisy.samples["a"], noisy.samples["b"]).within(0.04)
 
 
-def test_a_budget_ends_rounds_that_stay_wide_but_not_the_fewest(seconds):
+def test_a_budget_ends_rounds_that_stay_wide_but_not_the_fewest(clock):
     """The first call is what the others are compared with: their ratio to each other may be sure."""
-    wide = calls_taking(seconds, a=[1.0], b=[1.0, 9.0])
+    wide = clock.calls(a=[1.0], b=[1.0, 9.0])
     rounds = measure_together(wide, 0, Stopping(4, 0.001, 100))
     assert rounds.stopped == "budget" and len(rounds.samples["a"]) == 18  # of 6 seconds on average
     assert len(measure_together(wide, 0, Stopping(4, 0.001, 0)).samples["a"]) == 4
     assert measure_together(wide, 0, Stopping(4, 0.001, 1e9, most=12)).stopped == "rounds"
-    for calls, stopped in (({"reference": [1.0, 3.0, 2.0], "a": [1.0], "b": [1.0]}, "budget"),
-                           ({"a": [1.0], "b": [1.0]}, "narrow")):  # fmt: skip
-        assert measure_together(calls_taking(seconds, **calls), 0, Stopping(10, 0.02, 100)).stopped == stopped
+    unsure = clock.calls(reference=[1.0, 3.0, 2.0], a=[1.0], b=[1.0])
+    assert measure_together(unsure, 0, Stopping(10, 0.02, 100)).stopped == "budget"
 
 
-def test_a_row_has_as_many_calls_as_an_image_or_half_a_second_has_room_for(seconds):
-    made = []
-
-    def taking(first: float, then: float) -> float:
-        """Milliseconds that a row of 20 says, of a call that is slower at first."""
-        made.clear()
-
-        def call():
-            seconds.now += then if made else first
-            made.append(1)
-
-        return latency.in_a_row(latency.wall_clock, 20)(call)
-
-    assert taking(0.02, 0.01) == pytest.approx((20 + 19 * 10) / 20) and len(made) == 20
-    assert taking(0.15, 0.1) == pytest.approx((150 + 2 * 100) / 3) and len(made) == 3
-    assert taking(30.0, 30.0) == pytest.approx(30_000) and len(made) == 1
-    assert taking(0.0, 0.0) == 0 and len(made) == 20
+def test_a_row_has_as_many_calls_as_an_image_or_half_a_second_has_room_for(clock):
+    """Of calls that are slower at first."""
+    for first, then, milliseconds, made in (
+        (0.02, 0.01, (20 + 19 * 10) / 20, 20), (0.15, 0.1, (150 + 2 * 100) / 3, 3), (30.0, 30.0, 30_000, 1),
+        (0.0, 0.0, 0, 20),
+    ):  # fmt: skip
+        clock.told.clear()
+        call = partial(clock.spend, "a", chain([first], repeat(then)))
+        assert latency.in_a_row(latency.wall_clock, 20)(call) == pytest.approx(milliseconds)
+        assert len(clock.told) == made
     assert latency.in_a_row(latency.cuda_events, 3).__name__ == "cuda_events"
 
 
-def test_engines_are_opened_again_in_new_orders_while_there_is_time(seconds):
+def test_engines_are_opened_again_in_new_orders_while_there_is_time(clock):
     """An opening takes 8 s with its warm-up and has 8 rounds of 1 s: 60 s have room for three of them."""
     random.seed(3)  # orders are drawn anew in each process, and three draws may be equal
-    told = []
-
-    def call(name: str):
-        return lambda: (told.append(name), setattr(seconds, "now", seconds.now + (0.5 if name == "a" else 0.25)))
-
-    def reopen(names) -> bool:
-        told.append("".join(names))
-        seconds.now += 6
-        return True
-
-    calls = {name: call(name) for name in "abc"}
-    rounds = measure_together(calls, 2, Stopping(4, 1e-9, 60), reopen=reopen)
-    assert rounds.stopped == "budget" and rounds.openings == [3, 8, 8, 8] and seconds.now == 2 + 51
+    calls, told = clock.calls(a=[0.5], b=[0.25], c=[0.25]), clock.told
+    rounds = measure_together(calls, 2, Stopping(4, 1e-9, 60), reopen=lambda names: clock.spend("".join(names), 6.0))
+    assert rounds.stopped == "budget" and rounds.openings == [3, 8, 8, 8] and clock.now == 2 + 51
     orders = [each for each in told if len(each) == 3]
     assert len(orders) == 3 and {"".join(sorted(each)) for each in orders} == {"abc"} and len(set(orders)) > 1
     first = told.index(orders[0])
@@ -139,37 +124,30 @@ def test_engines_are_opened_again_in_new_orders_while_there_is_time(seconds):
     assert {len(samples) for samples in rounds.samples.values()} == {27}
 
 
-def test_engines_that_stay_as_they_were_opened_have_one_opening(seconds):
-    calls = {"a": lambda: setattr(seconds, "now", seconds.now + 1), "b": lambda: None}
+def test_engines_that_stay_as_they_were_opened_have_one_opening(clock):
     for budget, reopen, made in ((0, pytest.fail, 4), (5, pytest.fail, 4), (60, lambda names: False, 8)):
-        seconds.now = 0.0
-        rounds = measure_together(calls | {"b": calls["a"]}, 0, Stopping(4, 1e-9, budget), reopen=reopen)
+        rounds = measure_together(clock.calls(a=[1.0], b=[1.0]), 0, Stopping(4, 1e-9, budget), reopen=reopen)
         assert rounds.openings == [] and len(rounds.samples["a"]) == made
-    steady = calls_taking(seconds, a=[2.0], b=[1.0])  # they end when the interval is narrow, after eight at least
+    steady = clock.calls(a=[2.0], b=[1.0])  # they end when the interval is narrow, after eight at least
     rounds = measure_together(steady, 0, Stopping(1, 0.02, 1e9), reopen=lambda names: True)
     assert (rounds.stopped, len(rounds.openings)) == ("narrow", 8)
 
 
-def test_the_machine_is_probed_before_between_and_after_the_rounds_and_outside_their_budget(seconds):
-    told = []
+def test_the_machine_is_probed_before_between_and_after_the_rounds_and_outside_their_budget(clock):
+    calls, told = clock.calls(a=[1.0, 1.0, 9.0], b=[1.0, 9.0]), clock.told
 
     def probe() -> dict:
-        told.append("probe")
-        seconds.now += 100
+        clock.spend("probe", 100.0)
         return {"number": float(len(told))}
 
-    def call() -> None:
-        told.append("call")
-        seconds.now += 1.0 + 8 * (len(told) % 3 == 0)
-
-    rounds = measure_together({"a": call, "b": call}, 1, Stopping(4, 1e-9, 60), probe=probe)
+    rounds = measure_together(calls, 1, Stopping(4, 1e-9, 60), probe=probe)
     where = [place for place, each in enumerate(told) if each == "probe"]
-    assert where[0] == 0 and where[-1] == len(told) - 1 and len(where) == 3 and len(rounds.probes) == 3
+    assert where[0] == 0 and where[-1] == len(told) - 1 and len(where) == 3
     assert 4 < where[1] < len(told) - 4 and rounds.stopped == "budget"
     assert len(rounds.samples["a"]) == (len(told) - 3 - 2 * 2) / 2, "after each probe engines are warmed up"
     assert sum(map(sum, rounds.samples.values())) == pytest.approx(60e3, rel=0.2)
     assert [each["number"] for each in rounds.probes] == [place + 1 for place in where]
-    assert measure_together({"a": call, "b": call}, 1, Stopping(4, 1e-9, 60)).probes == []
+    assert measure_together(calls, 1, Stopping(4, 1e-9, 60)).probes == []
 
 
 def test_a_probe_tells_what_the_processor_reaches_and_what_torch_lacks(monkeypatch):
@@ -184,26 +162,25 @@ def test_a_probe_tells_what_the_processor_reaches_and_what_torch_lacks(monkeypat
 
 
 def test_rounds_that_are_too_far_apart_have_no_median():
-    steady, shaken = (latency.statistics_of(samples, 0, "wall_clock") for samples in ([10.0] * 5, [10.0, 50.0] * 5))
-    assert latency.judged(steady) == steady
-    found = latency.judged(shaken)
-    assert found["p50_ms"] is None and found["reason"].startswith("its rounds took 10 to 50 ms, which is no figure")
-    assert found["samples_ms"] == shaken["samples_ms"]
-    few = latency.statistics_of([10.0, 50.0], 0, "wall_clock")
-    assert latency.judged(few) == few
+    steady, shaken, few = (
+        latency.statistics_of(samples, 0, "wall_clock") for samples in ([10.0] * 5, [10.0, 50.0] * 5, [10.0, 50.0])
+    )
+    reason = "its rounds took 10 to 50 ms, which is no figure; time again when the machine is quiet"
+    assert latency.judged(steady) == steady and latency.judged(few) == few
+    assert latency.judged(shaken) == shaken | {"p50_ms": None, "reason": reason}
     assert latency.judged(steady, "it snowed") == steady | {"p50_ms": None, "reason": "it snowed"}
     assert latency.spread([10.0] * 99 + [1000.0]) == 0, "of the middle four fifths"
     assert latency.spread([float(value) for value in range(50, 151)]) == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(("before", "after", "others", "steal"), [
-    (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 9.0, 120.0), 3 / 20, 1 / 20),
-    # the kernel counts a process and a processor at different moments
-    (ProcessorTimes(10.0, 1.0, 5.0, 100.0), ProcessorTimes(18.0, 2.0, 19.0, 120.0), 0, 1 / 20),
-    (None, None, None, None),
-    (ProcessorTimes(1, 0, 0, 5), ProcessorTimes(1, 0, 0, 5), None, None),
+@pytest.mark.parametrize(("after", "others", "steal"), [
+    (ProcessorTimes(18.0, 2.0, 9.0, 120.0), 3 / 20, 1 / 20),
+    (ProcessorTimes(18.0, 2.0, 19.0, 120.0), 0, 1 / 20),  # a process and a processor are counted at different moments
+    (None, None, None),
+    (ProcessorTimes(10.0, 1.0, 5.0, 100.0), None, None),
 ])  # fmt: skip
-def test_others_are_what_is_left_of_what_the_processors_did(before, after, others, steal):
+def test_others_are_what_is_left_of_what_the_processors_did(after, others, steal):
+    before = ProcessorTimes(10.0, 1.0, 5.0, 100.0)
     assert used_by_others(before, after) == pytest.approx({"others": others, "steal": steal})
 
 
@@ -228,15 +205,12 @@ def test_a_busy_process_is_somebody_elses_and_ones_own_work_is_not():
     assert shares["others"] * (after.total - mine.total) >= 0.8 * seconds
 
 
-@pytest.mark.parametrize(("others", "steal", "spread", "told"), [
-    (0.01, 0.0, 0.1, None),
-    (None, None, None, None),
-    (0.48, 0.0, 0.1, "other processes took 48% of the processors' time"),
-    (0.0, 0.2, 0.1, "a hypervisor took 20% of the processors' time"),
-    (0.0, 0.0, 0.9, "the unquantized engine's own latency varied by 90%"),
-])  # fmt: skip
-def test_a_busy_machine_is_called_so(others, steal, spread, told):
-    assert busy(others, steal, spread) == told
+def test_a_busy_machine_is_called_so():
+    assert busy(0.01, 0.0, 0.1) is None is busy(None, None, None)
+    assert busy(0.48, 0.2, 0.9) == (
+        "other processes took 48% of the processors' time, a hypervisor took 20% of the processors' time, "
+        "the unquantized engine's own latency varied by 90%"
+    )
 
 
 @pytest.mark.parametrize(("readings", "shown", "told"), [

@@ -111,24 +111,29 @@ def test_stages_are_timed_and_logged_also_when_they_fail(caplog):
 
 
 def test_a_gpu_has_a_peak_for_each_job_and_what_torch_keeps_is_there_for_the_next(monkeypatch):
-    """In a sweep the jobs share a process: what the last one has left in torch's cache is not somebody else's."""
-    told = []
+    """In a sweep the jobs share a process. What a job took before its peak was reset for a measurement is its own."""
     assert (peak_cuda_memory_bytes() is None) == (not torch.cuda.is_available())
+    held = {"peak": 50}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: told.append("reset"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: held.update(peak=0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: held["peak"])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4, 24))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 18)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1)
     assert memory.available_cuda_memory_bytes() == 21
-    StageTimer()
-    assert told == ["reset"]
+    timer = StageTimer()
+    for peak in (7, 3):
+        held["peak"] = peak
+        timer.restart_peak()
+    assert (held["peak"], timer.peak_on_gpu) == (0, 7)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
 def test_what_is_held_and_what_is_needed_for_a_while_are_told_apart():
     """40 MB held, 100 more while it is opened, 50 more in a call; and restarts are the caller's.
 
-    Below 32 MB the C library may take memory that is free and resident already.
+    Below 32 MB the C library may take memory that is free and resident already. The lowest of three, because what
+    another thread of the process takes meanwhile counts too.
     """
     restarts = []
 
@@ -137,6 +142,6 @@ def test_what_is_held_and_what_is_needed_for_a_while_are_told_apart():
         del passing
         return lambda: kept[0] + np.ones(50 * 10**6, np.uint8)[0]
 
-    taken = memory.memory_taken(opened, on_gpu=False, restart=lambda: restarts.append(reset_peak()))
-    assert [figure / 1e6 for figure in taken] == pytest.approx([40, 140, 90], abs=8)
-    assert len(restarts) == 2
+    each = [memory.memory_taken(opened, False, lambda: restarts.append(reset_peak())) for _ in range(3)]
+    assert [min(figures) / 1e6 for figures in zip(*each, strict=True)] == pytest.approx([40, 140, 90], abs=8)
+    assert len(restarts) == 6

@@ -56,11 +56,10 @@ def test_clip_score_is_the_mean_cosine_but_not_below_zero(clip_folder, tmp_path,
     images = random_images(3)
     expected = by_transformers(tmp_path, images)
     assert expected.mean() * sign > 1  # else the test would not tell the two apart
-    found = CLIP_SCORE.compute(images, PROMPTS, tmp_path)
-    assert found["value"] == pytest.approx(max(0.0, expected.mean().item()), abs=1e-4)
-    assert found["values"] == pytest.approx(expected.tolist(), abs=1e-4)
-    assert (found["reason"], found["images"]) == (None, 3)
-    assert found["network"] == {"layers": 1, "width": 16, "patch": 16}
+    assert CLIP_SCORE.compute(images, PROMPTS, tmp_path) == {
+        "value": pytest.approx(max(0.0, expected.mean().item()), abs=1e-4), "reason": None, "images": 3,
+        "values": pytest.approx(expected.tolist(), abs=1e-4), "network": {"layers": 1, "width": 16, "patch": 16},
+    }  # fmt: skip
 
 
 def test_what_has_no_score_has_a_reason(clip_folder, tmp_path, monkeypatch):
@@ -71,11 +70,8 @@ def test_what_has_no_score_has_a_reason(clip_folder, tmp_path, monkeypatch):
     for file in clip_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
     monkeypatch.setattr(text_image, "cosines", lambda model, pixels, tokens: torch.full((len(pixels),), torch.nan))
-    for folder, reason in (
-        (tmp_path / "absent", "has no config.json"),
-        (tmp_path, "cannot be loaded as a CLIPModel"),
-        (clip_folder, "NaN"),
-    ):
+    absent, cut = (tmp_path / "absent", "has no config.json"), (tmp_path, "cannot be loaded as a CLIPModel")
+    for folder, reason in (absent, cut, (clip_folder, "NaN")):
         found = CLIP_SCORE.compute(random_images(3), PROMPTS, folder)
         assert found["value"] is None and found["values"] == [None] * 3 and reason in found["reason"]
         json.dumps(found, allow_nan=False)
@@ -99,48 +95,37 @@ def test_fid_is_that_of_torchmetrics_from_a_folder_and_from_its_statistics(small
     theirs = FrechetInceptionDistance(Means())
     for seed, number, real in ((1, 30, True), (0, 24, False)):
         theirs.update(torch.tensor(random_images(number, seed)).permute(0, 3, 1, 2), real=real)
-    expected = theirs.compute().item()
     found = fid(random_images(24), folder)
-    assert found["value"] == pytest.approx(expected, rel=1e-4)
+    assert found["value"] == pytest.approx(theirs.compute().item(), rel=1e-4)
     assert (found["reason"], found["images"], found["network"]) == (None, 24, "inception-2015-12-05")
-
     features = Means()(torch.tensor(random_images(30, seed=1)).permute(0, 3, 1, 2)).double().numpy()
     np.savez(tmp_path / "val.npz", mu=features.mean(0), sigma=np.cov(features, rowvar=False))
     again = fid(random_images(24), tmp_path / "val.npz")
-    assert again["value"] == pytest.approx(found["value"], rel=1e-6)
-    assert again["references"] == "val.npz"
-
-
-@pytest.mark.parametrize("stored", [
-    {"mu": np.zeros(12)},
-    {"mu": np.zeros(12), "sigma": np.zeros((12, 11))},
-    {"mu": np.zeros(12), "sigma": np.full((12, 12), np.nan)},
-    {"mu": np.float64(0), "sigma": np.zeros((1, 1))},
-    {"mu": np.zeros(5), "sigma": np.eye(5)},
-    {"mu": np.array([None]), "sigma": np.eye(1)},
-])  # fmt: skip
-def test_statistics_that_are_broken_give_a_reason(small_inception, tmp_path, stored):
-    np.savez(tmp_path / "broken.npz", **stored)
-    found = fid(random_images(24), tmp_path / "broken.npz")
-    assert found["value"] is None and "broken.npz" in found["reason"]
-    assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
+    assert (again["value"], again["references"]) == (pytest.approx(found["value"], rel=1e-6), "val.npz")
 
 
 def test_what_is_broken_or_too_few_and_an_add_on_that_fails_give_a_reason(small_inception, folder, monkeypatch):
     images = random_images(24)
-    content = (folder / "07.png").read_bytes()
-    (folder / "07.png").write_bytes(b"no image")
-    assert "07.png cannot be read" in fid(images, folder)["reason"]
-    (folder / "07.png").write_bytes(content)
-    (folder / "cut.npz").write_bytes(b"PK\3\4")
-    assert "cannot be read as mu and sigma" in fid(images, folder / "cut.npz")["reason"]
+    for mu, sigma in (
+        (np.zeros(12), None), (np.zeros(12), np.zeros((12, 11))), (np.zeros(12), np.full((12, 12), np.nan)),
+        (np.float64(0), np.zeros((1, 1))), (np.zeros(5), np.eye(5)), (np.array([None]), np.eye(1)),
+    ):  # fmt: skip
+        np.savez(folder / "broken.npz", mu=mu, **({} if sigma is None else {"sigma": sigma}))
+        found = fid(images, folder / "broken.npz")
+        assert found["value"] is None and "broken.npz" in found["reason"]
+        assert re.search(r"; [a-zI ]+$", found["reason"])  # a whole sentence, whose end is the advice
+    (folder / "broken.npz").write_bytes(b"PK\3\4")
+    assert "cannot be read as mu and sigma" in fid(images, folder / "broken.npz")["reason"]
     assert "19 images were made" in fid(images[:19], folder)["reason"]
     with monkeypatch.context() as patch:
         patch.setattr("sd_quant_scores.inception.inception", lambda: 1 / 0)
         assert "the add-on scores failed (ZeroDivisionError" in fid(images, folder)["reason"]
-    for path in list(folder.glob("[12]*.png")):
+    for path in folder.glob("[12]*.png"):
         path.unlink()
     assert f"10 images are in {folder}" in fid(images, folder)["reason"]
+    (folder / "07.png").write_bytes(b"no image")
+    monkeypatch.setattr(text_image, "FEWEST_FOR_FID", 2)
+    assert "07.png cannot be read" in fid(images, folder)["reason"]
     with pytest.raises(ConfigError, match="neither a folder of images nor an .npz"):
         text_image.check_references(folder / "absent.npz")
 
@@ -158,15 +143,7 @@ def features(number: int, width: int = 12, seed: int = 0) -> torch.Tensor:
     return torch.randn(number, width, generator=random) @ mixed + torch.randn(width, generator=random)
 
 
-def test_it_is_what_torchmetrics_computes_where_that_can_be_computed():
-    one, other = moments(features(400)), moments(features(300, seed=1))
-    theirs = _compute_fid(*one, *other).item()
-    assert frechet_distance(*one, *other) == pytest.approx(theirs, rel=1e-9)
-    assert frechet_distance(*other, *one) == pytest.approx(theirs, rel=1e-9)
-    assert frechet_distance(*one, other[0] * torch.nan, other[1]) is None
-
-
-def test_it_is_right_with_fewer_images_than_features():
+def test_the_distance_is_torchmetrics_and_is_right_with_fewer_images_than_features():
     """C^1/2 C'^1/2 has the singular values of the product of the centred features, so their sum is the common trace."""
     one, other = features(20, width=64).double(), features(30, width=64, seed=1).double()
     centred = [(each - each.mean(0)) / (len(each) - 1) ** 0.5 for each in (one, other)]
@@ -174,3 +151,7 @@ def test_it_is_right_with_fewer_images_than_features():
     traces = sum(each.square().sum() for each in centred)
     expected = (one.mean(0) - other.mean(0)).square().sum() + traces - 2 * common
     assert frechet_distance(*moments(one), *moments(other)) == pytest.approx(expected.item(), rel=1e-9)
+    one, other = moments(features(400)), moments(features(300, seed=1))
+    theirs = pytest.approx(_compute_fid(*one, *other).item(), rel=1e-9)
+    assert frechet_distance(*one, *other) == theirs == frechet_distance(*other, *one)
+    assert frechet_distance(*one, other[0] * torch.nan, other[1]) is None

@@ -398,24 +398,31 @@ def test_factors_of_one_input_multiply_and_rows_have_their_part():
     assert absorb(ATTENTION, ROW, SCALE, weight=WEIGHT * 1e4) is None
 
 
-@pytest.mark.parametrize("per_token, wakes, room", [(False, True, True), (False, False, False), (True, True, False)])
-def test_a_static_range_holds_channels_that_wake_after_calibration(per_token, wakes, room):
-    """Equation 4 amplifies the 24 quiet channels of 32. Where they wake from fold to fold, they get room to grow."""
+@pytest.mark.parametrize(
+    "quiet, per_token, one_row, highest",
+    [(0.001, False, False, 0.61), (0.5, False, True, 0.89), (0.5, False, False, 0.93), (1.0, False, False, 0.96),
+     (0.001, True, False, 0.96)],
+)  # fmt: skip
+def test_a_static_range_holds_channels_that_wake_after_calibration(quiet, per_token, one_row, highest):
+    """Equation 4 amplifies the 24 quiet channels of 32. Where they wake from fold to fold, they get room to grow.
+
+    Of one row an image more room than of tokens, of which few are clipped.
+    """
     generator = torch.Generator().manual_seed(0)
     amax = torch.tensor([1.0] * 24 + [8.0] * 7 + [10.0])
     rows = torch.rand(64, 32, generator=generator) * amax
     folds = torch.stack([amax, amax.clone()])
-    folds[1, :24] *= 0.001 if wakes else 1.0
+    folds[1, :24] *= quiet
     statistics = LayerStatistics("linear", amax.expand(20, -1), sample_of(rows), folds)
     reader, weight = LayerAssignment("to_q", "qkv", (4, 32)), torch.randn(4, 32, generator=generator) * 8 / amax
     formats = Enable(Pair("int8", "int8"), Pair("int8", "int8"), None)
     recipe = Recipe(3.0, "auto", collect_method="min-max", enable=formats, per_token=per_token)
     row = assign_linears(
-        SharedInput(("to_q",), None), {"to_q": reader}, {"to_q": weight}, lambda name: weight, lambda name: None,
-        {"to_q": statistics}, recipe,
+        SharedInput(("to_q",), one_row=one_row), {"to_q": reader}, {"to_q": weight}, lambda name: weight,
+        lambda name: None, {"to_q": statistics}, recipe,
     )["to_q"]  # fmt: skip
     smoothed = amax * row.pre_quant_scale
-    assert (smoothed[:24].max() < 0.75 * smoothed.max()) == room
+    assert smoothed[:24].max() / smoothed.max() == pytest.approx(highest, abs=0.01)
 
 
 def test_what_one_fold_of_the_prompts_has_beyond_the_range_of_the_other():

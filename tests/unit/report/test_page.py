@@ -9,10 +9,12 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFont
 
-from sd_quant.report import drawing, gallery, page
+from sd_quant.errors import ArtifactError
+from sd_quant.report import drawing, gallery, images, page
 from sd_quant.report.__main__ import main
+from sd_quant.report.images import _wrap, comparison_grid, save_animations, save_images
 from sd_quant.report.summary import read_sweep
 from sd_quant.report.table import table_of_texts
 from sd_quant.text import printable
@@ -28,9 +30,7 @@ class Parsed(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.elements: list[tuple[str, dict]] = []
-        self.text: list[str] = []
-        self.scripts: list[str] = []
+        self.elements, self.text, self.scripts = [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -42,8 +42,7 @@ class Parsed(HTMLParser):
 
 def written(sweep, **options) -> tuple[str, Parsed, dict]:
     """The page as text and parsed, and the data of its script."""
-    text = report_of(sweep, **options).read_text(encoding="utf-8")
-    parsed = Parsed(text)
+    parsed = Parsed(text := report_of(sweep, **options).read_text(encoding="utf-8"))
     return text, parsed, json.loads(parsed.scripts[0])
 
 
@@ -88,21 +87,6 @@ def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_s
     assert len(ids) == len(set(ids))
 
 
-def test_the_page_asks_for_nothing_and_runs_only_its_own_script(small_sweep, without_plots):
-    text, parsed, _ = written(small_sweep)
-    policy = next(attributes["content"] for tag, attributes in parsed.elements if "http-equiv" in attributes)
-    script = parsed.scripts[-1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy == (
-        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
-        "form-action 'none'"
-    )
-    assert not re.search(r"https?:|url\((?!#)|@import|\bfetch\b|innerHTML|insertAdjacentHTML|\beval\b", text)
-    for tag, attributes in parsed.elements:
-        assert tag not in ("iframe", "object", "embed", "base", "form") and "src" not in attributes
-        assert tag != "link" or attributes["href"] == "data:,"
-
-
 def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots):
     incomplete = {
         "fidelity.lpips": {"mean": None, "reason": "not measured"},
@@ -122,8 +106,7 @@ def test_the_table_has_units_dashes_marks_and_reasons(small_sweep, without_plots
     assert cells(row(text, "level=5")) == ["failed: the disk is full"]
     assert cells(row(text, "level=6"))[0].startswith("unfinished: it left no record")
     headers = re.findall(r'aria-sort="none" data-first="(\w+)"><button type="button">(.*?)</button>', text)
-    assert ("descending", "PSNR, dB") in headers and ("ascending", "image, ms") in headers
-    assert len({title for _, title in headers}) == len(headers) == 13
+    assert {("descending", "PSNR, dB"), ("ascending", "image, ms")} < {*headers} and len({*headers}) == 13
     assert re.findall('data-title="(.*?)"', row(text, "level=2")) == [title for _, title in headers][1:]
 
 
@@ -142,18 +125,22 @@ def test_where_the_unquantized_engine_is_to_ship_the_best_recipe_is_marked_and_s
     assert "much the worst" not in text  # a layer is kept already
 
 
-def test_a_recipe_that_is_slower_or_that_no_engine_ran_is_called_so(small_sweep, without_plots):
+def test_a_recipe_that_is_slower_or_of_another_version_or_that_no_engine_ran_is_called_so(small_sweep, without_plots):
     slower = {"latency.openvino.image.1.speedup": 0.8, "latency.openvino.unet_xl.2.speedup": 0.997}
+    other = {"environment.versions.openvino": "1.0", "environment.machine.cpu_int8": ["amx"]}
+    change_record(small_sweep.directory / "level=1", other)
     change_record(small_sweep.directory / "level=2", {"simulated": True})
     change_record(small_sweep.directory / "level=3", slower)
     change_record(small_sweep.directory / "level=4", {"degenerate": [{"index": 1, "reason": "black"}]})
     text, _, data = written(read_sweep(small_sweep.directory))
     captions = [pair["scores"] for prompt in data["prompts"] for pair in prompt["pairs"]]
     assert sum("image 1 is black" in caption for caption in captions) == 1
-    assert set(re.findall("(?:DEGENERATE|SLOWER|SIMULATED): [^<]*", text)) == {
+    warnings = re.findall("(?:DEGENERATE|SLOWER|SIMULATED|UNLIKE): [^<]*", text)
+    assert warnings.pop(1).startswith("UNLIKE: quant_level=1 ran with processor") and set(warnings) == {
         "DEGENERATE: quant_level=4: image 1 is black.",
         "SIMULATED: no engine here executes quant_level=2; torch made its images.",
         "SLOWER: quant_level=3: prompt to image takes 1.25 times as long quantized as unquantized.",
+        "UNLIKE: quant_level=1 ran with openvino 1.0, most jobs with 2026.4; compare with care.",
     }
     assert "simulation" in cells(row(text, "level=2"))
 
@@ -165,7 +152,7 @@ HOSTILE = [
 
 
 def test_other_peoples_text_stays_text(tmp_path, without_plots):
-    """In prompts, knobs, reasons, names of jobs and paths."""
+    """In prompts, knobs, reasons, names of jobs and paths. The page loads nothing and runs only its own script."""
     jobs = {}
     for number, text in enumerate(HOSTILE):
         name = f"{number} {text}".replace("/", "").replace("\x00", "").replace("\ud800", "")
@@ -178,9 +165,17 @@ def test_other_peoples_text_stays_text(tmp_path, without_plots):
         jobs[f"failed {number}"] = {}
     text, parsed, data = written(write_plan(tmp_path, jobs), tables=[table_of_texts(HOSTILE, [HOSTILE], *HOSTILE[:2])])
 
-    assert [tag for tag, _ in parsed.elements if tag in ("script", "i", "img")] == ["img", "img", "script", "script"]
-    assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
+    named = ("script", "i", "img", "iframe", "object", "embed", "base", "form")
+    assert [tag for tag, _ in parsed.elements if tag in named] == ["img", "img", "script", "script"]
+    assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith(("on", "src"))]
+    assert [attributes["href"] for tag, attributes in parsed.elements if tag == "link"] == ["data:,"]
+    assert not re.search(r"https?:|url\((?!#)|@import|\bfetch\b|innerHTML|insertAdjacentHTML|\beval\b", text)
     assert parsed.scripts[1:] == [page.source(page.FOLDER / "page.js")]
+    digest = base64.b64encode(hashlib.sha256(parsed.scripts[1].encode()).digest()).decode()
+    assert [attributes["content"] for _, attributes in parsed.elements if "http-equiv" in attributes] == [
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
+        "form-action 'none'"
+    ]
     assert not {"<", ">", "&"} & set(parsed.scripts[0])  # "</script " would end it, though Python's parser reads on
     assert sorted(prompt["text"] for prompt in data["prompts"]) == sorted(map(printable, HOSTILE))
     shown = "".join(parsed.text)
@@ -211,30 +206,13 @@ def test_small_images_are_embedded_once_and_bit_for_bit(small_sweep, without_plo
 
 
 def test_the_page_of_one_run_has_no_warnings_and_reduced_images_where_they_are_large(tmp_path, without_plots):
-    run = change_record(
-        write_job(tmp_path / "2026-11-29", size=1000), {"knobs.format": "int8", "knobs.quant_level": 3.0}
-    )
+    run = write_job(tmp_path / "2026-11-29", size=1000)
+    change_record(run, {"knobs.format": "int8", "knobs.quant_level": 3.0})
     text, parsed, data = written(read_sweep(run))
-    assert "Warnings" not in parsed.text and "one job" in text
+    assert "Warnings" not in parsed.text and "one job" in text and "at most 768 pixels" in text
     assert "<h1>Ship int8, level 3 <small>1.30x (1.28 to 1.32) as fast" in text
     assert [prompt["text"] for prompt in data["prompts"]] == ["a pear", "a red apple"]  # the worse one first
-    assert image(data, 0).size == (gallery.LONGEST_EDGE, gallery.LONGEST_EDGE) and image(data, 0).format == "WEBP"
-    assert data["images"][0]["width"] == gallery.LONGEST_EDGE
-    assert "at most 768 pixels" in text
-
-
-def test_jobs_of_another_version_or_processor_are_named(tmp_path, without_plots):
-    for number in range(3):
-        write_job(tmp_path / f"level={number}")
-    sweep = write_plan(tmp_path, {f"level={number}": {"quant_level": float(number)} for number in range(3)})
-    assert "UNLIKE" not in written(sweep)[0]
-    change_record(
-        tmp_path / "level=1", {"environment.versions.openvino": "1.0", "environment.machine.cpu_int8": ["amx"]}
-    )
-    shown = "".join(written(read_sweep(tmp_path))[1].text)
-    assert "UNLIKE: quant_level=1 ran with openvino 1.0, most jobs with 2026.4; compare with care." in shown
-    assert "UNLIKE: quant_level=1 ran with processor" in shown and "amx, most jobs with" in shown
-    assert shown.count("UNLIKE:") == 2
+    assert (image(data, 0).size, image(data, 0).format, data["images"][0]["width"]) == ((768, 768), "WEBP", 768)
 
 
 @pytest.mark.parametrize("given", [["prompts=[it's a rocket, a key]", 'model.path="<b> ${x}"'], []])
@@ -270,8 +248,8 @@ def test_an_image_that_is_missing_or_damaged_is_said_to_be(tmp_path, content, wi
         path.write_bytes(content)
     text, _, data = written(sweep)
     pairs = {prompt["text"]: prompt["pairs"][0] for prompt in data["prompts"]}
-    assert pairs["a red apple"]["quantized"] is None and pairs["a red apple"]["full"] is not None
-    assert pairs["a pear"]["quantized"] is not None
+    missing = [(name, side) for name in pairs for side in ("full", "quantized") if pairs[name][side] is None]
+    assert missing == [("a red apple", "quantized")] and len(pairs) == 2
     assert "run: 1 pair of images is missing or damaged" in text
 
 
@@ -289,3 +267,55 @@ def test_the_style_sheet_has_every_colour_of_the_plots_in_light_and_in_dark():
         found = re.search(rf"--plot-{name}: (?:var\(--(\w+)\)|#\w+)", light)
         assert found, name
         assert (f"--{found[1]}: #" if found[1] else f"--plot-{name}: #") in dark
+
+
+# The files of images
+
+
+def test_a_videos_frames_are_played_one_after_the_other(tmp_path):
+    frames = [np.full((16, 24, 3), 40 * number, np.uint8) for number in range(1, 5)]
+    [path] = save_animations(np.concatenate(frames, axis=1)[None], 24, tmp_path, ["0000"])
+    with Image.open(path) as video:
+        assert video.n_frames == 4 and video.size == (24, 16)
+        for number, frame in enumerate(frames):
+            video.seek(number)
+            assert (np.asarray(video.convert("RGB")) == frame).all()
+
+
+def test_hostile_captions_are_only_drawn_and_thousands_of_pairs_give_a_grid_that_still_opens(tmp_path):
+    captions = ["\x1b[2J\x00\n\u202e=cmd|'!A0", "\ud800 " + "x" * 100_000, ""]
+    black = np.zeros((3, 64, 64, 3), np.uint8)
+    path = comparison_grid(black, black, tmp_path / "grid.png", captions)
+    assert [file.name for file in tmp_path.iterdir()] == ["grid.png"]
+    with Image.open(path) as image:
+        assert image.info == {}
+    font = ImageFont.load_default(size=12)
+    for caption in [*captions, "a very long caption of many words that does not fit", "a " * 100]:
+        lines = _wrap(caption, font, 60)
+        assert len(lines) <= 2
+        assert all(font.getlength(line) <= 60 and line.isprintable() for line in lines)
+    many = np.zeros((1000, 16, 16, 3), np.uint8)
+    path = comparison_grid(many, many, path, [""] * 1000)  # in rows, so that it opens
+    with Image.open(path) as image:
+        assert 8 * 2 * 16 < image.width < 1000 and 8 * 2 * 32 < image.height < 1000
+    assert _wrap("a long caption that does not fit", font, 60)[-1].endswith("...")
+    assert _wrap("it fits", font, 60) == ["it fits"]
+
+
+def test_images_of_several_sizes_are_saved_and_drawn_as_they_are_and_of_another_type_refused(tmp_path, monkeypatch):
+    with pytest.raises(ArtifactError, match="float64"):
+        save_images(np.zeros((1, 8, 8, 3)), tmp_path / "images", ["a"])
+    assert not (tmp_path / "images").exists()
+    monkeypatch.setattr(images, "SCALE", 1)
+    black = [np.zeros((height, width, 3), np.uint8) for height, width in ((64, 64), (32, 64), (64, 32))]
+    for image, path in zip(black, save_images(black, tmp_path / "images", ["a", "b", "c"]), strict=True):
+        with Image.open(path) as saved:
+            assert np.array_equal(np.asarray(saved), image)
+    white = [255 - image for image in black]
+    with Image.open(comparison_grid(white, black, tmp_path / "grid.png", [""] * 3)) as image:
+        grid = np.asarray(image)
+    for place, (height, width, _) in enumerate(image.shape for image in black):
+        left = grid.shape[1] - 16 - (3 - place) * 72 + 8  # the left edge of the pair
+        below = grid[16 + 64 + 4 :, left : left + 64].max(-1) == 0
+        assert below.sum() == height * width
+        assert below[(64 - height) // 2 :, (64 - width) // 2 :][:height, :width].all()

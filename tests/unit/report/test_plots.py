@@ -16,7 +16,6 @@ from .sweeps import MEMORY, change_record, write_job, write_plan, write_sweep
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
-NAMES = ["pareto_latency", "pareto_size", "parts", "trajectory", "layers"]
 RANGES = "name,step,least,first_quartile,median,third_quartile,largest,kept\n"
 
 
@@ -44,8 +43,7 @@ def test_the_front_joins_the_recipes_that_no_other_beats(figures):
     assert [star.get_xydata()[0, 1] for star in stars] == [39]
     assert sum(len(line.get_xydata()) == 2 for line in axes.lines) == 4 + 4  # intervals of PSNR and of time
     sizes = figures["pareto_size"].axes[0]
-    mebibytes = [10.2e6 / 2**20, 11.9e6 / 2**20, 13.6e6 / 2**20, 17e6 / 2**20]
-    assert sizes.lines[0].get_xydata()[:, 0] == pytest.approx(mebibytes)
+    assert sizes.lines[0].get_xydata()[:, 0] * 2**20 == pytest.approx([10.2e6, 11.9e6, 13.6e6, 17e6])
     assert sizes.get_xlim()[0] == 0
 
 
@@ -76,34 +74,29 @@ def test_parts_add_up_to_what_has_to_fit(figures, tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()][:1] == ["unquantized"]
     assert words(figures["parts"])[0] == "21.0" and len(words(figures["parts"])) == 5
     assert [bar.get_width() for bar in axes.patches[:5]][0] == pytest.approx(17e6 / 2**20)
-    folder = write_job(tmp_path / "run")
-    change_record(folder, {"sizes_bytes.vae.onnx_quantized": 2e6})
+    folder = change_record(write_job(tmp_path / "run"), {"sizes_bytes.vae.onnx_quantized": 2e6, "memory": MEMORY})
     labels = {"run": "a recipe"}
-    figure = plots.parts(read_sweep(folder).jobs, labels)
-    assert words(figure)[0] == "21.0" and float(words(figure)[1]) < 18
-    change_record(folder, {"memory": MEMORY})
     files, memory = plots.parts(read_sweep(folder).jobs, labels).axes
-    assert [text.get_text() for text in memory.texts] == ["114.4", "62.0"] and len(files.texts) == 2
+    assert [text.get_text() for text in files.texts] == ["21.0", f"{12.2e6 / 2**20:.1f}"]
+    assert [text.get_text() for text in memory.texts] == ["114.4", "62.0"]
     widths = [90e6, 40e6, 10e6, 10e6, 20e6, 15e6]
     assert [bar.get_width() * 2**20 for bar in memory.patches] == pytest.approx(widths)
     change_record(folder, {"sizes_bytes": {}})
     assert plots.parts(read_sweep(folder).jobs, labels) is None
 
 
-def test_identical_images_stand_above_the_rest_and_say_so(small_sweep):
+def test_identical_images_stand_above_the_rest_and_a_step_without_a_ratio_is_a_gap_in_its_line(small_sweep):
     identical = {"mean": None, "min": None, "values": [None, None]}
     change_record(small_sweep.directory / "level=1", {"fidelity.psnr": identical, "fidelity.ssim.mean": 1.0})
-    figure = figures_of(read_sweep(small_sweep.directory))["pareto_latency"]
-    assert "1, identical" in words(figure)
-    assert max(figure.axes[0].lines[0].get_ydata()) == pytest.approx(39 + 0.635 + plots.DB_BEYOND, abs=1e-3)
-
-
-def test_the_trajectory_has_a_line_a_recipe_and_a_gap_where_there_is_no_ratio(small_sweep):
     for level, ratios in ((3, [9, None, 7]), (4, [None])):
         change_record(small_sweep.directory / f"level={level}", {"fidelity.latent_sqnr_db": ratios})
-    axes = figures_of(read_sweep(small_sweep.directory))["trajectory"].axes[0]
+    drawn = figures_of(read_sweep(small_sweep.directory))
+    assert "1, identical" in words(drawn["pareto_latency"])
+    highest = max(drawn["pareto_latency"].axes[0].lines[0].get_ydata())
+    assert highest == pytest.approx(39 + 0.635 + plots.DB_BEYOND, abs=1e-3)
+    axes = drawn["trajectory"].axes[0]
     assert [list(line.get_ydata()) for line in axes.lines][:2] == [[44, 39, 35], [39, 34, 30]]
-    assert list(axes.lines[2].get_xdata()) == [1, 2, 3] and np.isnan(axes.lines[2].get_ydata()[1])
+    assert axes.lines[2].get_xydata() == pytest.approx(np.array([[1, 9], [2, np.nan], [3, 7]]), nan_ok=True)
     assert len(axes.lines) == 3 and words(axes.figure) == ["3", "2", "1"]
     assert [to_hex(line.get_color()) == drawing.ACCENT for line in axes.lines] == [False, True, False]
 
@@ -129,9 +122,6 @@ def test_ranges_by_step_are_of_the_layers_that_change_most(tmp_path):
     assert {axes.get_ylabel() for axes in drawn} == {"magnitude of the input"}
     assert [text.get_text() for text in drawn[0].texts] == ["high noise", "low noise"]
     assert [line.get_ydata()[0] for line in drawn[0].lines if line.get_color() == drawing.ACCENT] == [3, 3]
-    for content in ("name,step\na,1\n", RANGES + "a,1,1,1,1,1,nan,\n", RANGES + "a,1,1,1,1,1,1e9,\n", RANGES + "a,b\n"):
-        (sweep.directory / "ranges.csv").write_text(content)
-        assert "ranges" not in figures_of(sweep)
 
 
 def test_the_order_is_that_in_which_diffusers_calls_its_layers(build_unet, unet_inputs):
@@ -151,11 +141,16 @@ def test_the_order_is_that_in_which_diffusers_calls_its_layers(build_unet, unet_
     assert sorted(declared, key=plots.network_order) == called
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00", b"name,role\na,b\n", b"name,role,output_error\na,b,c\n"])
-def test_layers_that_cannot_be_read_are_no_plot(tmp_path, content):
+def test_layers_and_ranges_that_cannot_be_read_are_no_plot(tmp_path):
     sweep = read_sweep(write_job(tmp_path / "run"))
-    path = sweep.directory / "layers.csv"
-    path.unlink() if content is None else path.write_bytes(content)
+    layers, ranges = (sweep.directory / name for name in ("layers.csv", "ranges.csv"))
+    for bad in ("name,step\na,1\n", RANGES + "a,1,1,1,1,1,nan,\n", RANGES + "a,1,1,1,1,1,1e9,\n", RANGES + "a,b\n"):
+        ranges.write_text(bad)
+        assert plots.ranges(sweep.jobs[0]) is None
+    for bad in (b"\xff\xfe\x00", b"name,role\na,b\n", b"name,role,output_error\na,b,c\n"):
+        layers.write_bytes(bad)
+        assert plots.layers(sweep.jobs[0], "") is None
+    layers.unlink()
     assert list(figures_of(sweep)) == ["parts", "trajectory"]
 
 
@@ -163,16 +158,14 @@ def test_plots_are_the_same_bytes_every_time(tmp_path):
     """And a page's drawing too; without anything but the resolution beside the pixels."""
     sweep = read_sweep(write_job(tmp_path / "run"))
 
-    def files() -> dict[str, bytes]:
-        plots.write_plots(figures_of(sweep), sweep.directory)
-        return {path.name: path.read_bytes() for path in sweep.directory.glob("*.png")}
-
-    def svg() -> str:
-        return drawing.svg(plots.layers(sweep.jobs[0], "a recipe"), "layers")
+    def files() -> dict:
+        drawn = figures_of(sweep)
+        plots.write_plots(drawn, sweep.directory)
+        pngs = {path.stem: path.read_bytes() for path in sweep.directory.glob("*.png")}
+        return pngs | {"svg": drawing.svg(drawn["layers"], "layers")}
 
     first = files()
-    assert first.keys() == {"parts.png", "trajectory.png", "layers.png"} and files() == first
-    assert svg() == svg()
+    assert first.keys() == {"parts", "trajectory", "layers", "svg"} and files() == first
     with Image.open(sweep.directory / "layers.png") as image:
         assert image.width > 1500 and set(image.info) == {"dpi"}
 
@@ -180,7 +173,7 @@ def test_plots_are_the_same_bytes_every_time(tmp_path):
 def test_svgs_share_a_page(figures):
     """Ids are unique over all of them and every reference resolves; colours are the page's; nothing is loaded."""
     drawings = {name: drawing.svg(figure, name) for name, figure in figures.items()}
-    assert list(drawings) == NAMES
+    assert list(drawings) == ["pareto_latency", "pareto_size", "parts", "trajectory", "layers"]
     page = "".join(drawings.values())
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)) and ids
@@ -196,15 +189,11 @@ HOSTILE = ["</svg><script>alert(1)</script>", "$\\frac{$ {{7*7}}", "\x1b\x00\u20
 
 
 def test_hostile_names_are_only_drawn(tmp_path):
-    jobs = {}
     for number, name in enumerate(HOSTILE):
-        folder = write_job(tmp_path / str(number), 34 + number, 1.3)
+        folder, legal = write_job(tmp_path / str(number), 34 + number, 1.3), name.replace("\ud800", "")
         with (folder / "layers.csv").open("w", newline="", encoding="utf-8") as file:
-            name_in_file = name.replace("\ud800", "")
-            csv.writer(file).writerows([["name", "role", "output_error"], [name_in_file, name_in_file[:7], "0.1"]])
-        jobs[str(number)] = {name: name}
-    sweep = write_plan(tmp_path, jobs)
-    figures = figures_of(sweep)
+            csv.writer(file).writerows([["name", "role", "output_error"], [legal, legal[:7], "0.1"]])
+    figures = figures_of(write_plan(tmp_path, {str(number): {name: name} for number, name in enumerate(HOSTILE)}))
     with drawing.style():
         figures["layers"].savefig(io.BytesIO(), format="png")  # its font lacks letters: no reason to warn
     drawn = "".join(drawing.svg(figure, name) for name, figure in figures.items())
@@ -224,18 +213,15 @@ def test_a_sweep_of_twenty_is_named_where_it_matters(tmp_path):
     assert len(words(plots.trajectory(sweep.jobs, labels, "4"))) == 3  # the recommended one, the best, the worst
 
 
-ROLES = ["conv", "ffn", "qkv", "linear"]
-ROWS = [
-    {"rank": rank, "name": f"layer{rank}", "role": ROLES[rank % 4], "network_error": 0.5 / rank, "kept": rank <= 3}
-    for rank in range(1, 41)
-]
-CURVE = [{"kept": kept, "relative_error": 0.3 / (1 + kept), "predicted": 0.25 / (1 + kept)} for kept in (0, 1, 2, 3, 4)]
-
-
 def test_the_plot_has_its_size_and_the_colours_of_the_roles_that_there_are(tmp_path):
     """One layer costs nothing, on an axis that is logarithmic."""
-    path, free = tmp_path / "plots" / "sensitivity.png", ROWS[0] | {"rank": 41, "network_error": 0.0, "kept": False}
-    plots.plot_sensitivity([row for row in (*ROWS, free) if row["role"] != "qkv"], CURVE, path)
+    rows = [
+        {"rank": rank, "name": f"{rank}", "role": role, "network_error": 0.5 / rank * (rank < 30), "kept": rank < 4}
+        for rank, role in enumerate(10 * ["conv", "ffn", "linear"], 1)
+    ]
+    curve = [{"kept": kept, "relative_error": 0.3 / (1 + kept), "predicted": 0.25 / (1 + kept)} for kept in range(5)]
+    path = tmp_path / "plots" / "sensitivity.png"
+    plots.plot_sensitivity(rows, curve, path)
     assert [file.name for file in path.parent.iterdir()] == ["sensitivity.png"]
     with Image.open(path) as image:
         assert (image.format, image.size) == ("PNG", (1600, 600))

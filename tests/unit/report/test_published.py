@@ -46,13 +46,9 @@ def test_the_pages_own_layout_stands_before_the_wider_table_and_names_the_format
         "Unquantized engine against FP8 engine", "Unquantized engine against FP8 engine, beside NeMo's documentation",
     ]  # fmt: skip
     for text in (
-        "at guidance_scale 1.5 here",
-        "2 cores here, NVIDIA H100 there",
-        "steps: 5 here",
-        "64x64 here",
-        "openvino 2026.4 here, TensorRT 9.3.0 there",
-        "fp32 beside FP8 here, fp16 beside INT8 there",
-    ):
+        "at guidance_scale 1.5 here", "2 cores here, NVIDIA H100 there", "steps: 5 here", "64x64 here",
+        "openvino 2026.4 here, TensorRT 9.3.0 there", "fp32 beside FP8 here, fp16 beside INT8 there",
+    ):  # fmt: skip
         assert text in wider.caption
     assert r"\<b\>CPU" in as_markdown(wider)
     failed = Job("a", Path(), {}, "failed", "x")
@@ -62,46 +58,31 @@ def test_the_pages_own_layout_stands_before_the_wider_table_and_names_the_format
 def test_nemos_own_speed_ups_follow_from_its_figures():
     """2.172, 2.011, 1.983 and 1.226, 1.250, 1.330 on its page."""
     framework, unquantized = tables(*(job(batch, 100.0, 50.0, 40.0) for batch in (1, 2, 4)))
-    assert [line[-1] for line in framework.rows] == ["2.172x", "2.011x", "1.983x"]
-    assert [line[-1] for line in unquantized.rows] == ["1.226x", "1.250x", "1.330x"]
     assert framework.rows[0] == ["1", "100.00", "40.00", "2.500x", "3,056.01", "1,406.68", "2.172x"]
-    assert [line[3] for line in unquantized.rows] == ["1.250x"] * 3
+    assert [line[-1] for line in framework.rows] == ["2.172x", "2.011x", "1.983x"]
+    speedups = [["1.250x", theirs] for theirs in ("1.226x", "1.250x", "1.330x")]
+    assert [line[3::3] for line in unquantized.rows] == speedups
 
 
-def page_of(batches: dict) -> dict:
-    return read_figures(yaml.safe_load(NEMO.read_text()) | {"batches": batches})
+def test_a_page_may_have_figures_by_format_and_no_such_batch():
+    batches = {1: {"unquantized": 3545, "quantized": {"INT8": 2479}}, 2: {"over_unquantized": 1.2}}
+    page = read_figures(yaml.safe_load(NEMO.read_text()) | {"batches": batches})
+    int8, fp8 = tables(*(job(*each) for each in (
+        (1, 100.0, 50.0, 40.0), (2, 100.0, 50.0, 40.0), (8, 100.0, 50.0, 40.0), (1, 100.0, 50.0, 40.0, "fp8"),
+    )), published=page)  # fmt: skip
+    assert [line[4:] for line in int8.rows] == [["3,545.00", "2,479.00", "1.430x"], ["–", "–", "1.2x"], ["–"] * 3]
+    assert [line[4:] for line in fp8.rows] == [["3,545.00", "–", "–"]]
 
 
-@pytest.mark.parametrize(
-    ("batches", "jobs", "expected"),  # the published columns of each table's lines
-    [
-        ({1: {"over_framework": 1.72}, 2: {"over_unquantized": 1.2}}, [(1, "int8"), (2, "int8")],
-         [[["–", "–", "1.72x"], ["–"] * 3], [["–"] * 3, ["–", "–", "1.2x"]]]),
-        ({1: {"unquantized": 3545, "quantized": {"INT8": 2479}}}, [(1, "int8"), (1, "fp8")],
-         [[["3,545.00", "2,479.00", "1.430x"]], [["3,545.00", "–", "–"]]]),
-        ({1: {"unquantized": 35, "quantized": 20}}, [(8, "int8")], [[["–"] * 3]]),
-    ],
-)  # fmt: skip
-def test_a_page_may_have_speed_ups_alone_figures_by_format_and_no_such_batch(batches, jobs, expected):
-    found = tables(*(job(batch, 100.0, 50.0, 40.0, fmt) for batch, fmt in jobs), published=page_of(batches))
-    assert [[line[4:] for line in table.rows] for table in found] == expected
-
-
-def test_a_speed_up_over_the_unquantized_engine_has_its_interval_and_says_where_it_is_none():
-    timed = Timed("block", [10.0, 10.2, 10.1, 10.3] * 10, [8.0, 8.3, 8.1, 8.0] * 10, rest=0.1, image_ms=50.0)
-    slower = job(8, None, 50.0, 60.0)
-    framework, unquantized = tables(replace(job(1, 100.0, 50.0, 40.0), timed=timed), slower)
-    interval = timed.image_speedup()
+def test_a_speed_up_has_the_interval_of_its_rounds_and_says_where_it_is_none():
+    """The article has a ratio for each format, over the compiled framework, which was timed in the same rounds."""
+    timed = Timed("block", [10.0] * 9, [8.0] * 9, rest=0.1, image_ms=50.0, compiled=[19.0] * 9)
+    jobs = [replace(job(1, 100.0, 50.0, 40.0, weights), timed=timed) for weights in ("int8", "fp8")]
+    framework, unquantized = tables(jobs[0], job(8, None, 50.0, 60.0))
     assert [line[3] for line in framework.rows] == ["2.500x", "–"]
-    reach = f" ± {(interval.high - interval.low) / 2:.3f}"
-    assert [line[3] for line in unquantized.rows] == [f"1.250x{reach}", "0.833x (slower)"]
-
-
-def test_the_article_has_a_ratio_for_each_format_over_the_compiled_framework_in_the_engines_rounds():
+    assert [line[3] for line in unquantized.rows] == ["1.250x ± 0.020", "0.833x (slower)"]
     article = HOME / "examples/published/nvidia_article.yaml"
     page = read_published(article, str(article))
-    compiled = Timed("block", [10.0] * 9, [8.0] * 9, rest=0.1, image_ms=50.0, compiled=[19.0] * 9)
-    jobs = [replace(job(1, 100.0, 50.0, 40.0, fmt), timed=compiled) for fmt in ("int8", "fp8")]
     int8, fp8 = tables(*jobs, published=page)
     assert int8.heading == "Compiled framework against INT8 engine, beside NVIDIA's article"
     assert [line[4:] for table in (int8, fp8) for line in table.rows] == [["–", "–", "1.72x"], ["–", "–", "1.95x"]]

@@ -1,8 +1,7 @@
 """The closing table of a run, and of a sweep."""
 
 import re
-from dataclasses import replace
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 
 import pytest
 
@@ -30,45 +29,48 @@ def record() -> dict:
 
 def row(table: str, start: str, after: str = "") -> list[str]:
     """Cells of the first line beginning with ``start`` below the line beginning with ``after``."""
-    lines = table.splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith(after))
-    return next(line for line in lines[first:] if line.startswith(start)).removeprefix(start).split()
+    lines = dropwhile(lambda line: not line.startswith(after), table.splitlines())
+    return next(line for line in lines if line.startswith(start)).removeprefix(start).split()
 
 
 def test_every_number_stands_in_its_place():
     table = run_table(record())
     assert "format=int8  quant_level=2.5  alpha=0.8" in table.splitlines()[0]
-    assert row(table, "unet_xl", "size") == ["16.2", "MiB", "8.1", "MiB", "2.00x", "28.6", "MiB"]
-    assert row(table, "unet_xl", "one call, openvino") == ["2", "20.00", "ms", "10.00", "ms", "2.00x"]
-    assert row(table, "torch, full precision") == ["1", "800", "ms"]
-    assert row(table, "openvino, full precision") == ["1", "60.00", "ms", "13.33x"]
-    assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "1.50x"]
-    assert row(table, "PSNR") == ["24.31", "±", "0.64", "dB", "[3]", "24.26", "dB"]
-    assert row(table, "SSIM") == ["0.9800", "±", "0.0000", "0.9700"]
-    assert "plan" not in run_table(with_values(record(), {"sizes_bytes.unet_xl.plan": {"value": None, "reason": "-"}}))
-    assert row(table, "LPIPS") == ["0.0100", "±", "0.0000", "0.0200"]
-    assert row(table, "latent SQNR, last step") == ["15.3", "dB"]
-    assert "peak memory 2.00 GiB; 12.5 s in all; calibrate 12.5 s" in table
-    assert "SLOWER" not in table
+    for start, after, cells in (
+        ("unet_xl", "size", "16.2 MiB 8.1 MiB 2.00x 28.6 MiB"),
+        ("unet_xl", "one call, openvino", "2 20.00 ms 10.00 ms 2.00x"),
+        ("torch, full precision", "", "1 800 ms"),
+        ("openvino, full precision", "", "1 60.00 ms 13.33x"),
+        ("openvino, quantized", "", "1 40.00 ms 20.00x 1.50x"),
+        ("PSNR", "", "24.31 ± 0.64 dB [3] 24.26 dB"),
+        ("SSIM", "", "0.9800 ± 0.0000 0.9700"),
+        ("LPIPS", "", "0.0100 ± 0.0000 0.0200"),
+        ("latent SQNR, last step", "", "15.3 dB"),
+    ):
+        assert row(table, start, after) == cells.split()
+    assert "peak memory 2.00 GiB; 12.5 s in all; calibrate 12.5 s" in table and "SLOWER" not in table
+    changes = {"sizes_bytes.unet_xl.plan": {"value": None, "reason": "-"}}
+    for ends, cell in (([1.22, 1.27], "2.00x ± 0.78"), ({"value": None, "reason": "too few rounds"}, "2.00x\n")):
+        changes["latency.openvino.unet_xl.2.speedup_interval"] = ends
+        table = run_table(with_values(record(), changes))
+        assert cell in table and "plan" not in table
 
 
 def test_memory_of_parts_is_added_up_only_where_all_of_it_is_known():
-    made = record() | {"memory": MEMORY}
-    table = run_table(made)
-    title = "peak memory of a part's engine"
-    assert row(table, "unet_xl", title) == ["104.9", "MiB", "47.7", "MiB", "2.20x"]
-    assert row(table, "vae", title) == ["23.8", "MiB", "23.8", "MiB", "1.00x"]
+    table, title = run_table(record() | {"memory": MEMORY}), "peak memory of a part's engine"
+    assert " ".join(row(table, "unet_xl", title)) == "104.9 MiB 47.7 MiB 2.20x"
+    assert " ".join(row(table, "vae", title)) == "23.8 MiB 23.8 MiB 1.00x"
     assert " ".join(row(table, "all parts open at once, derived")) == "114.4 MiB 62.0 MiB 1.85x"  # 90+10+20, 40+10+15
-    assert row(table, "one at a time, derived") == ["104.9", "MiB", "47.7", "MiB", "2.20x"]
-    made["memory"] = with_values(MEMORY, {"unet_xl.quantized": {"reason": "simulated: no kernels"}})
-    assert row(run_table(made), "all parts open at once, derived") == ["114.4", "MiB", "–"]
-    assert title not in run_table(made | {"memory": {"reason": "memory_of_parts is false"}})
+    assert " ".join(row(table, "one at a time, derived")) == "104.9 MiB 47.7 MiB 2.20x"
+    simulated = with_values(MEMORY, {"unet_xl.quantized": {"reason": "simulated: no kernels"}})
+    unknown = run_table(record() | {"memory": simulated})
+    assert row(unknown, "all parts open at once, derived") == ["114.4", "MiB", "–"]
+    assert title not in run_table(record() | {"memory": {"reason": "memory_of_parts is false"}})
 
 
 def test_the_compiled_framework_is_a_second_baseline():
-    table = run_table(
-        with_values(record(), {"latency.torch_compiled": {"image": {"1": {"full_precision": {"p50_ms": 100.0}}}}})
-    )
+    image = {"image": {"1": {"full_precision": {"p50_ms": 100.0}}}}
+    table = run_table(with_values(record(), {"latency.torch_compiled": image}))
     assert row(table, "torch_compiled, full") == ["1", "100", "ms"]  # its name goes on in the next line
     assert row(table, "openvino, quantized") == ["1", "40.00", "ms", "20.00x", "2.50x", "1.50x"]
     assert "one call, torch_compiled" not in table and "torch  torch_compiled  precision" in table
@@ -77,11 +79,12 @@ def test_the_compiled_framework_is_a_second_baseline():
 def test_each_null_is_a_dash_with_its_reason_and_each_mark_is_explained_once():
     table = run_table(record() | {"plans": {"unet_xl": {"attention": "it takes no unsigned codes"}}})
     notes = {line.split()[0]: line.partition(" ")[2] for line in table.splitlines() if line.startswith("[")}
-    unexplained = {"unet_xl": ("size", "MiB", "attention is in high precision: it takes no unsigned codes")}
-    for part, (after, before, reason) in (unexplained | {
-        "vae": ("size", "–", "not quantized"), "clip1": ("size", "–", "not in the record"),
-    }).items():  # fmt: skip
-        cells = row(table, part, after)
+    for part, before, reason in (
+        ("unet_xl", "MiB", "attention is in high precision: it takes no unsigned codes"),
+        ("vae", "–", "not quantized"),
+        ("clip1", "–", "not in the record"),
+    ):
+        cells = row(table, part, "size")
         assert notes[next(mark for cell, mark in pairwise(cells) if cell == before and mark in notes)] == reason
     assert notes[row(table, "PSNR")[4]] == "1 of 8 images: identical"  # a number whose mean leaves images out
     assert len(set(notes.values())) == len(notes)
@@ -128,76 +131,51 @@ NULL = {"value": None, "reason": "the engine is missing"}
         {},
         {"status": "failed", "reason": "the disk is full", "latency": None, "stages": {}},
         {"latency": NULL, "fidelity": NULL, "sizes_bytes": NULL},
-        {"latency": {"tensorrt": NULL}, "fidelity": {"latent_sqnr_db": NULL}},
         {"latency": {"tensorrt": {"unet_xl": NULL, "image": {"1": NULL}}}, "fidelity": {"latent_sqnr_db": []}},
         {"fidelity": {"latent_sqnr_db": [3.0, None], "latent_sqnr_reason": "NaN"}},
     ],
 )
-def test_an_unfinished_record_still_gives_a_table(broken):
+def test_an_unfinished_record_still_gives_a_table_and_its_reason_cannot_steer_the_terminal(broken):
     table = run_table(broken)
     assert ("unet_xl" in table) == ("unet_xl" in str(broken))
     assert broken.get("status", "unfinished") in table
     for reason in ("the engine is missing", "the disk is full", "NaN"):
         assert (reason in table) == (reason in str(broken))
+    steering = run_table(broken | {"status": "failed", "reason": "layer \x1b[2J\r\x07evil\nSLOWER: nothing"})
+    assert all(letter.isprintable() or letter == "\n" for letter in steering)
+    assert steering.splitlines()[0] == "failed: layer  [2J  evil SLOWER: nothing"
 
 
-def test_reasons_cannot_steer_the_terminal():
-    table = run_table({"status": "failed", "reason": "layer \x1b[2J\r\x07evil\nSLOWER: nothing"})
-    assert all(letter.isprintable() or letter == "\n" for letter in table)
-    assert table.splitlines()[0] == "failed: layer  [2J  evil SLOWER: nothing"
-
-
-@pytest.mark.parametrize(
-    ("ends", "cell"), [([1.22, 1.27], "2.00x ± 0.78"), ({"value": None, "reason": "too few rounds"}, "2.00x\n")]
-)
-def test_a_speed_up_stands_beside_its_interval(ends, cell):
-    assert cell in run_table(with_values(record(), {"latency.openvino.unet_xl.2.speedup_interval": ends}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "place", "cells"),
-    [
-        ({}, slice(2, None), ["{}", "–", "1.0 MiB"]),
-        ({"fidelity": None}, 2, "–"),
-        ({"fidelity": {"psnr": {"values": [30.0]}}}, 2, "30.0 dB"),
-        ({"text": {"psnr": {"values": [30.0, None, 32.0, 37.0]}}}, slice(2, 4), ["{}", "{}"]),
-        ({"parts": {"clip1": {"quantized": 12, "of": 12}}}, 1, "95 of 150, clip1 12 of 12"),
-    ],
-)
-def test_what_was_handed_over_has_an_interval(changes, place, cells):
+def test_what_was_handed_over_has_an_interval_and_jobs_exports_stand_in_one_table(small_sweep):
     psnr = {"psnr": {"values": [30.0, None, 32.0, 37.0]}}
-    entry = {"quantized": 95, "of": 150, "bytes": {"a": 2**20, "b": None}, "fidelity": psnr} | changes
     shown = f"33.0 ± {mean_interval([30.0, 32.0, 37.0]).reach:.1f} dB"
-    [row] = handed_over_table({"gguf": entry}).rows
-    assert row[place] == ([each.format(shown) for each in cells] if isinstance(cells, list) else cells)
+    entry = {"quantized": 95, "of": 150, "bytes": {"a": 2**20, "b": None}, "fidelity": psnr}
+    for changes, cells in (
+        ({}, ["95 of 150", shown, "–", "1.0 MiB"]),
+        ({"fidelity": None}, ["95 of 150", "–", "–", "1.0 MiB"]),
+        ({"fidelity": {"psnr": {"values": [30.0]}}, "text": psnr}, ["95 of 150", "30.0 dB", shown, "1.0 MiB"]),
+        ({"parts": {"clip1": {"quantized": 12, "of": 12}}}, ["95 of 150, clip1 12 of 12", shown, "–", "1.0 MiB"]),
+    ):
+        assert handed_over_table({"gguf": entry | changes}).rows == [["gguf", *cells]]
     assert "gguf" in run_table(record() | {"hand_over": {"gguf": entry}})
-
-
-def test_jobs_exports_stand_in_one_table(small_sweep):
     assert handed_over_tables(small_sweep) == [] and handed_over_table({}).rows == []
-    entry = {"quantized": 95, "of": 150, "fidelity": None, "bytes": {"a": 2**20}}
-    jobs = [
-        replace(job, record=parsed(job.record and job.record | {"hand_over": {"gguf": entry}}))
-        for job in small_sweep.jobs
-    ]
-    (table,) = handed_over_tables(replace(small_sweep, jobs=jobs))
-    assert table.rows == [[f"level={level}", "gguf", "95 of 150", "–", "–", "1.0 MiB"] for level in "1234"]
+    for job in small_sweep.jobs[:4]:
+        job.record["hand_over"] = parsed({"hand_over": {"gguf": entry}})["hand_over"]
+    (table,) = handed_over_tables(small_sweep)
+    assert table.rows == [[f"level={level}", "gguf", "95 of 150", shown, "–", "1.0 MiB"] for level in "1234"]
     assert len(table.titles) == len(table.rows[0])
 
 
 def test_a_sweeps_table_has_a_line_for_each_recipe_and_why_some_have_no_figures(small_sweep):
+    """It fits a terminal of 80 columns and parts no figure."""
     head, _, *recipes, empty, failed, unfinished = sweep_table(small_sweep).splitlines()
     assert head.split("  ")[0] == "recipe" and "denoiser speedup" in head
     names = [*(f"level={level}" for level in "1234"), "level=5 (failed)", "level=6 (unfinished)"]
     assert [line.split("  ")[0] for line in recipes] == names and not empty
     assert "44.00 ± 0.64" in recipes[0] and "1.33x" in recipes[1] and "–" in recipes[4]
     assert failed == "level=5: the disk is full" and unfinished.startswith("level=6: it left no record")
-
-
-def test_tables_fit_a_terminal_of_80_columns_and_part_no_figure(small_sweep):
     for row in small_sweep.rows:
         row["job"] += ",calibration_prompts=outputs/prompts.txt,alpha=0.5"
-    lines = sweep_table(small_sweep).splitlines()
-    table = lines[: lines.index("")]
+    table = sweep_table(small_sweep).partition("\n\n")[0].splitlines()
     assert max(map(len, table)) == 80 and sum(" ± 0.64 " in line and "x ± 0.0" in line for line in table) == 4
     assert "prompts.txt,alpha=0.5" in table

@@ -1,7 +1,8 @@
-"""A sweep's table, from nothing but its folder."""
+"""A sweep's table and what is shipped, from nothing but its folder."""
 
 import csv
 import json
+import shlex
 
 import pytest
 from pyarrow import parquet
@@ -9,68 +10,65 @@ from pyarrow import parquet
 from sd_quant.cache import locked
 from sd_quant.errors import ArtifactError
 from sd_quant.files import write_json
+from sd_quant.report import summary
+from sd_quant.report.rebuild import rebuild
 from sd_quant.report.record import RECORD
-from sd_quant.report.summary import FAILURE, LOCK, LOG, SWEEP, WAS_CANCELLED, read_sweep, write_parquet, write_summary
+from sd_quant.report.shipped import last_words
+from sd_quant.report.summary import LOCK, LOG, RECOMMENDATION, SWEEP, WAS_CANCELLED, read_sweep, write_summary
 from sd_quant.report.table import write_csv
+from sd_quant.sweep import opened
 
 from .sweeps import change_record, write_job, write_plan
 
-pytestmark = pytest.mark.commit
+pytestmark = [pytest.mark.commit, pytest.mark.usefixtures("without_plots")]
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Four jobs: two done, one failed, one that never ran."""
-    names = {f"alpha={alpha}": {"alpha": alpha} for alpha in (0.5, "auto", 1.0, 0.1)}
     write_job(tmp_path / "alpha=0.5", 30.0, 1.5)
     write_job(tmp_path / "alpha=auto", 35.0, 1.2)
     (tmp_path / "alpha=1.0").mkdir()
-    write_json(tmp_path / "alpha=1.0" / FAILURE, {"reason": "=cmd|' /C calc'!A0 <b>| broken"})
-    write_plan(tmp_path, names)
+    write_json(tmp_path / "alpha=1.0" / summary.FAILURE, {"reason": "=cmd|' /C calc'!A0 <b>| broken"})
+    write_plan(tmp_path, {f"alpha={alpha}": {"alpha": alpha} for alpha in (0.5, "auto", 1.0, 0.1)})
     return tmp_path
 
 
 def test_a_row_has_what_its_record_says(folder):
-    first = read_sweep(folder).rows[0]
+    """The denoiser keeps its interval where an image has no figure, and a single image has no interval."""
     expected = {
         "job": "alpha=0.5", "status": "done", "reason": None, "alpha": 0.5, "psnr_db": 30.0, "psnr_worst_db": 29.95,
         "latent_sqnr_db": 21.0, "denoiser_ms": 10.0, "denoiser_speedup": 2.0, "image_ms": 40.0, "image_torch_ms": 800.0,
         "denoiser_onnx_bytes": 10.2e6, "denoiser_plan_bytes": 3e7, "quantized_layers": 5, "seconds": 12.5,
+        "psnr_db_low": pytest.approx(29.365, abs=1e-3), "psnr_db_high": pytest.approx(30.635, abs=1e-3),
     }  # fmt: skip
-    assert {name: first[name] for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    "values, ends", [([30.0, 40.0], [0, 98.53]), ([30.0], [None] * 2), ([30.0, None], [None] * 2), ([], [None] * 2)]
-)
-def test_ends_of_psnr_are_possible_or_unknown(folder, values, ends):
-    change_record(folder / "alpha=0.5", {"fidelity.psnr.values": values})
-    first = read_sweep(folder).rows[0]
-    assert [first["psnr_db_low"], first["psnr_db_high"]] == [each and pytest.approx(each, abs=0.01) for each in ends]
-
-
-def test_the_denoiser_keeps_its_interval_where_an_image_has_no_figure(folder):
     none = {"p50_ms": None, "reason": "a second or more is missing", "rest": None}
-    change_record(folder / "alpha=0.5", {"latency.openvino.image.1": {"full_precision": none, "quantized": none}})
-    first = read_sweep(folder).rows[0]
-    assert first["denoiser_speedup_low"] < first["denoiser_speedup"] < first["denoiser_speedup_high"]
-    assert first["image_speedup"] is None is first["image_speedup_low"]
+    unknown = dict.fromkeys(("image_ms", "image_speedup", "image_speedup_low", "psnr_db_low", "psnr_db_high"))
+    image = {"latency.openvino.image.1": {"full_precision": none, "quantized": none}, "fidelity.psnr.values": [30.0]}
+    for changes, also in (({}, {}), (image, unknown)):
+        change_record(folder / "alpha=0.5", changes)
+        first = read_sweep(folder).rows[0]
+        assert {name: first[name] for name in expected | also} == expected | also
+        assert first["denoiser_speedup_low"] < first["denoiser_speedup"] < first["denoiser_speedup_high"]
 
 
 def test_a_job_that_left_nothing_is_running_was_killed_or_cancelled(folder):
     """The process that holds its lock may be this one: a lock belongs to the file as it was opened."""
     killed = folder / "alpha=0.1"
     killed.mkdir()
-    log = "[2026-01-01 00:00:00,000][sd_quant][INFO] - {} ...\n"
-    (killed / LOG).write_text("".join(log.format(stage) for stage in ("load", "export")))
+    stamp = "[2026-01-01 00:00:00,000][sd_quant]"
+    (killed / LOG).write_text(f"{stamp}[INFO] - load ...\n{stamp}[INFO] - export ...\n")
+    said = []
     with locked(killed / LOCK):
-        assert read_sweep(folder).rows[3]["reason"] == "it left no record: it is running in the stage export"
-    reason = read_sweep(folder).rows[3]["reason"]
-    assert reason.startswith("it left no record: it ended in the stage export without an error message")
+        said.append(read_sweep(folder).rows[3]["reason"])
+    said.append(read_sweep(folder).rows[3]["reason"])
     with (killed / LOG).open("a") as log:
-        log.write(f"[2026-01-01 00:00:01,000][sd_quant.cli][WARNING] - the job {WAS_CANCELLED}\n")
-    reason = read_sweep(folder).rows[3]["reason"]
-    assert reason == f"it left no record: it {WAS_CANCELLED} in the stage export; the same command goes on"
+        log.write(f"{stamp}[WARNING] - the job {WAS_CANCELLED}\n")
+    said.append(read_sweep(folder).rows[3]["reason"])
+    ended = "ended in the stage export without an error message"
+    endings = "is running in the stage export", ended, f"{WAS_CANCELLED} in the stage export; the same command goes on"
+    for words, ending in zip(said, endings, strict=True):
+        assert words.startswith(f"it left no record: it {ending}")
 
 
 def test_the_three_files_agree(folder):
@@ -96,40 +94,93 @@ def test_a_damaged_record_is_an_unfinished_job(folder, text, why):
     assert job.status == "unfinished" and job.reason.startswith("its record cannot be read") and why in job.reason
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda plan: plan.pop("jobs"),
-        lambda plan: plan.update(jobs=3),
-        lambda plan: plan["jobs"][0].update(name="../elsewhere"),
-        lambda plan: plan["jobs"][0].update(name=""),
-        lambda plan: plan["jobs"][0].update(varied=None),
-    ],
-)
-def test_a_plan_that_is_none_is_refused(folder, change):
-    plan = json.loads((folder / SWEEP).read_text())
-    change(plan)
-    write_json(folder / SWEEP, plan)
+def test_a_plan_that_is_none_is_refused(tmp_path):
+    for jobs in (None, 3, *([{"name": name, "varied": varied}] for name, varied in (("../a", {}), ("", {}), ("a", 0)))):
+        with pytest.raises(ArtifactError, match="is not the plan of a sweep"):
+            write_plan(tmp_path, {}, jobs=jobs)
+    write_json(tmp_path / SWEEP, {"varied": []})
     with pytest.raises(ArtifactError, match="is not the plan of a sweep"):
-        read_sweep(folder)
+        read_sweep(tmp_path)
 
 
-def test_text_that_starts_a_formula_is_disarmed(tmp_path):
+def test_a_table_has_the_columns_of_all_its_rows_and_text_that_starts_a_formula_is_disarmed(tmp_path):
+    """Columns are in order of first appearance. A seed may be larger than parquet's numbers."""
     formulas = [f"{start}cmd|' /C calc'!A0" for start in "=+-@\t\r"]
     write_csv([{"name": formula} for formula in formulas], tmp_path / "layers.csv")
     with (tmp_path / "layers.csv").open(newline="", encoding="utf-8") as file:
         assert [row["name"] for row in csv.DictReader(file)] == [f"'{formula}" for formula in formulas]
-
-
-def test_a_table_has_the_columns_of_all_its_rows_and_a_seed_may_be_larger_than_parquets_numbers(tmp_path):
-    """Columns are in order of first appearance."""
     rows = [{"name": "a", "int8": 8, "seed": 7}, {"name": "b", "int4": 4, "int8": 8, "seed": 2**63 - 1}]
     write_csv(rows, tmp_path / "a.csv")
     lines = [b"name,int8,seed,int4", b"a,8,7,", b"b,8,9223372036854775807,4", b""]
     assert (tmp_path / "a.csv").read_bytes() == b"\r\n".join(lines)
     for seed, stored in ((2**63 - 1, [7, 2**63 - 1]), (2**64 - 1, ["7", f"{2**64 - 1}"])):
         rows[1]["seed"] = seed
-        write_parquet(rows, tmp_path / "a.parquet")
+        summary.write_parquet(rows, tmp_path / "a.parquet")
         first, second = parquet.read_table(tmp_path / "a.parquet").to_pylist()
         assert [first.pop("seed"), second.pop("seed")] == stored
         assert (first, second) == ({"name": "a", "int8": 8, "int4": None}, {"name": "b", "int8": 8, "int4": 4})
+
+
+# recommendation.json: what is shipped, with files that are there and a command that can be pasted
+
+FILES = (
+    *("onnx/unet_xl/unet_xl.onnx", "onnx/vae/vae.onnx", "full_precision/onnx/unet_xl/unet_xl.onnx"),
+    *("plan/unet_xl.plan", "plan/vae.plan", "hand_over/gguf/model.gguf"),
+)
+
+
+def recommendation(folder, job) -> dict:
+    for name in FILES:
+        (job / name).parent.mkdir(parents=True, exist_ok=True)
+        (job / name).touch()
+    rebuild(folder)
+    return json.loads((folder / RECOMMENDATION).read_text())
+
+
+def test_a_recipe_is_shipped_with_its_files_and_figures_until_the_sweep_goes_on(small_sweep):
+    folder = small_sweep.directory
+    found = recommendation(folder, folder / "level=2")
+    assert (found["schema_version"], found["ship"], found["job"], found["folder"]) == (1, "recipe", *["level=2"] * 2)
+    onnx, plan = ({"unet_xl": f"level=2/{FILES[at]}", "vae": f"level=2/{FILES[at + 1]}"} for at in (0, 3))
+    assert found["files"] == {"onnx": onnx, "plan": plan, "exports": {"gguf": "level=2/hand_over/gguf"}}
+    row = read_sweep(folder).rows[1]
+    assert found["figures"]["image_speedup_low"] == row["image_speedup_low"] and found["figures"]["psnr_db"] == 39.0
+    assert found["sentence"].startswith("Ship quant_level=2: 1.20x") and "worth of a recipe" in found["rule"]
+    assert shlex.split(found["command"])[2:4] == [f'run="{folder}/level=2"', 'prompts=["a red apple"]']
+    assert last_words(folder).splitlines()[1:] == [f"images with it: {found['command']}", found["sentence"]]
+    assert (folder / "summary.md").read_text().startswith(r"**Ship quant\_level=2: 1.20x")
+    with (folder / "summary.csv").open(newline="") as file:
+        assert [each["recommended"] for each in csv.DictReader(file)] == ["", "yes", "", "", "", ""]
+    with opened(folder, {"identity": None}):
+        assert not (folder / RECOMMENDATION).exists()
+
+
+def test_the_unquantized_engine_is_shipped_with_its_own_file(tmp_path):
+    levers = {"knobs.infer.sampler": "dpm", "levers": {"schedule": "ccr"}}  # of the recipe's images alone
+    found = recommendation(tmp_path, change_record(write_job(tmp_path, 31.0, 0.8), levers))
+    assert (found["ship"], found["job"], found["best"], found["folder"]) == ("unquantized", None, tmp_path.name, ".")
+    onnx = {"unet_xl": FILES[2], "vae": FILES[1]}  # the quantized one is not it
+    assert found["files"] == {"onnx": onnx, "plan": {"vae": FILES[4]}, "exports": {}}
+    assert "variant=full_precision" in shlex.split(found["command"])
+    assert "sampler" not in found["command"] and "schedule" not in found["command"]
+
+
+def test_the_command_has_the_knobs_that_infer_does_not_take_from_the_run(tmp_path):
+    infer = {"steps": 8, "scale": 5.0, "negative_prompt": "a blur; rm -rf", "sampler": "dpm", "reuse": 0.2}
+    model = {"recommended": {"scale": 5.0}, "width": 64, "height": 32}
+    changes = {f"knobs.infer.{name}": value for name, value in infer.items()} | {"levers": {"schedule": "ccr"}}
+    change_record(write_job(tmp_path, 39.0, 1.5), changes | {"knobs.model": model})
+    command = recommendation(tmp_path, tmp_path)["command"]
+    assert "height=64 infer.steps=8 'infer.negative_prompt=\"a blur; rm -rf\"' infer.sampler=dpm" in command
+    assert command.endswith(" infer.schedule=ccr")
+
+
+@pytest.mark.parametrize(("changes", "psnr"), [({"knobs.verdict": {"speedup": 9.0}}, 39.0), ({"latency": {}}, None)])
+def test_what_misses_the_target_or_has_no_figures_is_not_shipped(tmp_path, changes, psnr):
+    """The best of those that miss it has figures. A damaged file says nothing."""
+    found = recommendation(tmp_path, change_record(write_job(tmp_path, 39.0, 1.5), changes))
+    assert (found["ship"], found["folder"], found["files"], found["command"]) == ("undecided", None, {}, None)
+    assert (found["best"], found["figures"].get("psnr_db")) == (tmp_path.name if psnr else None, psnr)
+    assert last_words(tmp_path).endswith("report.html\n" + found["sentence"])
+    (tmp_path / RECOMMENDATION).write_text("{")
+    assert last_words(tmp_path).endswith("report.html\n")

@@ -1,31 +1,36 @@
 """Rounds of engines that were timed together, as a sweep's folder holds them."""
 
 import html
-import json
 import math
 import re
 
 import pytest
 
 from sd_quant.errors import ArtifactError
-from sd_quant.report.summary import read_sweep, write_summary
+from sd_quant.report.summary import write_summary
 from sd_quant.report.timing import log_speedup_over
 from tests.pasting import words_of
 
-from .sweeps import QUIET, report_of, timing
+from .sweeps import QUIET, report_of, timing, write_plan
 
 pytestmark = pytest.mark.commit
 
 
 def test_figures_of_engines_that_were_timed_together_replace_the_jobs_own(timed):
-    sweep = timed({"level=1": 2.0, "level=2": 1.25})
-    first, second, third, *_ = sweep.rows
-    assert first["denoiser_speedup"] == pytest.approx(2.0, rel=1e-3)
-    assert first["image_speedup"] == pytest.approx(60 / 40, rel=1e-3)
-    assert first["image_speedup_low"] <= first["image_speedup"] <= first["image_speedup_high"]
-    assert (first["denoiser_ms"], first["image_ms"]) == pytest.approx((10, 40), rel=1e-3)
+    """The compiled framework's call takes 25 ms, the unquantized engine's 20, with the same 10 ms of rest."""
+    compiled = [25.0 * (1 + 0.001 * (index % 7 - 3)) for index in range(40)]
+    first, second, third, *_ = timed({"level=1": 2.0, "level=2": 1.25}, compiled_ms=compiled).rows
+    expected = {
+        "denoiser_speedup": 2.0, "image_speedup": 60 / 40, "denoiser_ms": 10, "image_ms": 40,
+        "image_over_compiled": 35 / 20, "image_compiled_ms": 70,
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    for name in ("image_speedup", "image_over_compiled"):
+        assert first[f"{name}_low"] <= expected[name] <= first[f"{name}_high"]
     assert first["timed_on"] == second["timed_on"] == "this one"
     assert third["image_speedup"] == 1.3 and third["timed_on"].startswith("a processor")
+    without, *_ = timed({"level=1": 2.0}, compiled_ms=None).rows
+    assert without["image_compiled_ms"] is None is without["image_over_compiled"]
 
 
 def test_what_other_parts_and_calls_save_is_counted_for_the_job_that_saves_it(timed, without_plots):
@@ -46,33 +51,14 @@ def test_what_other_parts_and_calls_save_is_counted_for_the_job_that_saves_it(ti
 
 def test_the_openings_of_a_block_are_its_intervals(timed):
     """Forty rounds whose engines differ by 5 % in every second opening: of four, of eight, or of one."""
-    slow = [1.05 if index // 5 % 2 else 1.0 for index in range(40)]
-    subjects = [
-        {"sha256": "a", "jobs": ["level=1"], "samples_ms": [10.0 * each for each in slow]},
-        {"sha256": "b", "jobs": ["level=2"], "samples_ms": [10.0 * each for each in reversed(slow)]},
-    ]
-
-    def half(openings: list[int]) -> float:
+    slow = [10.5 if index // 5 % 2 else 10.0 for index in range(40)]
+    samples = {"level=1": slow, "level=2": slow[::-1]}
+    subjects = [{"sha256": name, "jobs": [name], "samples_ms": each} for name, each in samples.items()]
+    widths = []
+    for openings in ([5] * 8, [10] * 4, []):
         row, *_ = timed({}, subjects=subjects, rounds=QUIET | {"openings": openings}).rows
-        return (row["denoiser_speedup_high"] - row["denoiser_speedup_low"]) / 2
-
-    assert half([5] * 8) > 2 * half([10] * 4) and half([]) != half([5] * 8)
-    for wrong in ([5] * 9, [41, -1], [0, 40]):
-        with pytest.raises(ArtifactError, match="holds no rounds"):
-            half(wrong)
-
-
-def test_the_compiled_framework_has_columns_where_it_was_timed(timed):
-    """25 ms a call instead of the unquantized engine's 20, with the same 10 ms of rest: 35 ms against 20."""
-    wobble = [1 + 0.001 * (index % 7 - 3) for index in range(40)]
-    compared, *_ = timed({"level=1": 2.0}, compiled_ms=[25.0 * each for each in wobble]).rows
-    assert compared["image_over_compiled"] == pytest.approx(35 / 20, rel=1e-3)
-    assert compared["image_over_compiled_low"] <= 35 / 20 <= compared["image_over_compiled_high"]
-    assert compared["image_compiled_ms"] == pytest.approx(40 * 35 / 20, rel=1e-3)
-    without, *_ = timed({"level=1": 2.0}, compiled_ms=None).rows
-    assert without["image_compiled_ms"] is None is without["image_over_compiled"]
-    with pytest.raises(ArtifactError, match=r"timing.json holds no rounds"):
-        timed({"level=1": 2.0}, compiled_ms=[25.0])
+        widths.append(row["denoiser_speedup_high"] - row["denoiser_speedup_low"])
+    assert widths[0] > 2 * widths[1] and widths[0] != widths[2]
 
 
 def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, without_plots, tmp_path):
@@ -89,10 +75,8 @@ def test_the_page_says_that_the_machine_was_busy_and_who_was_left_out(timed, wit
 
 
 def test_a_job_that_is_another_has_no_row_and_is_named(small_sweep):
-    plan = json.loads((small_sweep.directory / "sweep.json").read_text())
-    plan["jobs"][5]["same_as"] = "level=2"
-    (small_sweep.directory / "sweep.json").write_text(json.dumps(plan))
-    sweep = read_sweep(small_sweep.directory)
+    jobs = [{"name": f"level={level}", "varied": {}, "same_as": "level=2" * (level == 6)} for level in range(1, 7)]
+    sweep = write_plan(small_sweep.directory, {}, jobs=jobs)
     assert [row["job"] for row in sweep.rows] == [f"level={level}" for level in "12345"]
     assert {row["job"]: row["same_as"] for row in sweep.rows if row["same_as"]} == {"level=2": "level=6"}
     write_summary(sweep)
@@ -107,6 +91,8 @@ def test_a_job_that_is_another_has_no_row_and_is_named(small_sweep):
         {"rest": -1.0},
         {"subjects": [{"sha256": "a", "jobs": ["level=1"], "samples_ms": [0.0] * 40}]},
         {"subjects": {"level=1": 3}},
+        {"compiled_ms": [25.0]},
+        *({"rounds": QUIET | {"openings": wrong}} for wrong in ([5] * 9, [41, -1], [0, 40])),
         *(
             {"rounds": QUIET | {"between": {"call": {"deviation": 0.1, "degrees": 3, "occasions": 4} | hostile}}}
             for hostile in ({"deviation": -1.0}, {"degrees": 0}, {"degrees": 10**9}, {"deviation": "wide"})

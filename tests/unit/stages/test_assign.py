@@ -26,40 +26,32 @@ from tests.presets import job
 pytestmark = pytest.mark.commit
 
 
-def test_sensitivity_is_measured_on_what_guidance_makes_of_the_output(monkeypatch, answering):
-    """Of the unconditional and the conditional half of each sampled call."""
-    calls = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
-    answering(stage, open_simulated=Mock(side_effect=lambda x: {"noise": 3 * x}, outputs=("noise",)), denoiser_of=None)
-    monkeypatch.setattr(stage, "Switched", lambda simulated, run, layers: SimpleNamespace(error=lambda _: run()))
-    monkeypatch.setattr(stage, "sensitivity_of", lambda error, *_: error([]))
-    measured = stage.measure_sensitivity(None, {}, Statistics({}, {"x": Sample(calls, torch.arange(3))}), 0, 7.5)
-    assert torch.equal(measured, torch.cat([guided(3 * call, 7.5) for call in calls])) and len(measured) == 3
-
-
 def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, answering, tmp_path):
-    """Than the same assignment on the same calls with the same guidance; how many layers are kept is nothing else."""
-    asked = []
+    """Than the same assignment, calls and guidance, which is applied; how many layers are kept is nothing else."""
+    asked, outputs = [], []
 
     def switched(simulated, run, layers):
+        outputs.append(run())
         return SimpleNamespace(error=lambda quantized: asked.append(quantized) or 1 / (1 + len(quantized)))
 
     monkeypatch.setattr(stage, "Switched", switched)
-    answering(stage, open_simulated=SimpleNamespace(module=None, outputs=("out",)), denoiser_of=None)
+    answering(stage, open_simulated=Mock(side_effect=lambda x: {"out": 3 * x}, outputs=("out",)), denoiser_of=None)
     facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "", "usable_cores": 1, "gpus": []}}
     shared = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9))
-    one, other = (
-        {name: LayerAssignment(name, "ffn", (4, 4), format=each) for name in "ab"} for each in ("int8", "fp8")
-    )
+    one, other = ({name: LayerAssignment(name, "ffn", (4, 4), each) for name in "ab"} for each in ("int8", "fp8"))
 
     def measured(assignment=one, call=0.0, scale=5.0, kept=0) -> int:
         asked.clear()
-        statistics = Statistics({}, {"x": Sample(torch.full((1, 2), call), torch.arange(1))})
+        calls = torch.arange(12.0).reshape(3, 2, 2) + call
+        statistics = Statistics({}, {"x": Sample(calls, torch.arange(3))})
         found = stage.measure_sensitivity(None, assignment, statistics, kept, scale, shared)
         assert found.network_error == {"a": 0.5, "b": 0.5}
         return len(asked)
 
     everything = 2 + 2  # each layer, and the curve's points of none and one that is kept
     assert [measured(), measured(), measured(kept=1)] == [everything, 0, 0]
+    expected = [guided(3 * call, 5.0) for call in torch.arange(12.0).reshape(3, 2, 2)]
+    assert torch.equal(outputs[0], torch.cat(expected))
     assert [measured(other), measured(call=1.0), measured(scale=7.5), measured()] == [everything] * 3 + [0]
 
 
@@ -114,25 +106,11 @@ def test_auto_is_compared_with_a_given_alpha_as_whole_derivations_have_them(monk
         assert stage.auto_compared(loaded, statistics, given) is None
 
 
-def test_beside_its_weights_a_lora_joins_what_is_derived_of_weights_without_it(monkeypatch, answering):
-    """Of the denoiser and of other parts."""
-    monkeypatch.setattr(stage, "denoiser_weights", lambda checkpoint: checkpoint)
-    monkeypatch.setattr(stage, "derive", lambda roles, weight_of, *_: {"a": weight_of("a")})
-    monkeypatch.setattr(stage, "assign_nearest", lambda loaded, part, _: stage.weights_of_part(loaded, part))
-    answering(stage, roles_of_part={})
-    monkeypatch.setattr(stage, "with_loras_beside", lambda *given: {"joined": given})
-    fused, base = ({"a.weight": each, "components": each} for each in ("with", "without"))
-    own = SimpleNamespace(needs_inputs=False)
-    loaded = SimpleNamespace(
-        checkpoint=fused, base=SimpleNamespace(components={"text_encoder": "text"}), denoiser="unet", roles={},
-        recipe=Recipe(3.0, None), shared_inputs=[], attentions={}, exclude=[], weights_alone=[],
-        parts={"clip1": SimpleNamespace(component="text_encoder")}, part_recipes={"clip1": own}, others={},
-    )  # fmt: skip
-    assert stage.assign_parts(loaded, {}) == {"clip1": {"joined": (fused, "clip1", "text")}}
-    loaded.base = base
-    assert stage.assign(loaded, Statistics({}, {})) == {"joined": (fused, "unet", {"a": "without"})}
-    loaded.base = fused
-    assert stage.assign(loaded, Statistics({}, {})) == {"a": "with"}
+def test_with_loras_beside_the_weights_statistics_are_those_of_the_checkpoint_alone():
+    """Which the cache may have."""
+    made = {"inputs": {"checkpoint": {"sha256": "a"}, "lora 1 at 1.0": {"sha256": "b"}}}
+    jobs = (SimpleNamespace(quantize=SimpleNamespace(loras=loras)) for loras in ("fused", "beside"))
+    assert [calibrated_sha256(each, made) == "a" for each in jobs] == [False, True]
 
 
 def test_a_calibration_says_how_long_it_takes_and_a_long_one_the_ways_out(caplog):
@@ -154,7 +132,6 @@ def test_a_calibration_says_how_long_it_takes_and_a_long_one_the_ways_out(caplog
 
 
 def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others():
-    """Those that read one tensor together, an included linear among them; and their bytes."""
     roles = {"time": "linear", "conv": "conv", "to_q": "qkv", "to_k": "qkv", "last": "excluded"}
     family = SimpleNamespace(shared_inputs=lambda names: [SharedInput(("to_q", "to_k")), SharedInput(("last",))])
     checkpoint = SimpleNamespace(family=family)
@@ -170,9 +147,7 @@ def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others
     assert found("quantize=nvfp4", "quantize.hessian=256") == (expected, 4 * (4 * 256 * 256 + 36 * 36))
 
 
-def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_images_negative_prompts(
-    answering, monkeypatch, tmp_path
-):
+def test_linears_that_may_be_included_are_calibrated_with_negative_prompts_in_turn(answering, monkeypatch, tmp_path):
     """These in turn, as its prompts are others. Of statistics from elsewhere such linears are not asked."""
     network = nn.ModuleDict({"time": nn.Linear(4, 4), "first": nn.Conv2d(4, 4, 3), "to_q": nn.Linear(4, 4)})
     answering(calibrate, empty_denoiser=network, load_model=None, origin={}, denoiser_part=SimpleNamespace(contract=0))
@@ -189,11 +164,3 @@ def test_a_calibration_looks_at_linears_that_a_recipe_may_include_and_has_the_im
     calibrate.statistics_of(loaded, job(f"calibration={tmp_path}"), "ab")
     _, needed, *_, besides, _ = read.call_args.args
     assert (needed.keys(), besides.keys()) == ({"to_q"}, {"time"})
-
-
-@pytest.mark.parametrize(("loras", "shared"), [("fused", False), ("beside", True)])
-def test_loras_beside_the_weights_are_calibrated_without_them(loras, shared):
-    """So their statistics are those of the checkpoint alone, which the cache may have."""
-    made = {"inputs": {"checkpoint": {"sha256": "a"}, "lora 1 at 1.0": {"sha256": "b"}}}
-    job = SimpleNamespace(quantize=SimpleNamespace(loras=loras))
-    assert (calibrated_sha256(job, made) == "a") == shared

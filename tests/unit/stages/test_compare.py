@@ -26,10 +26,24 @@ from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 pytestmark = pytest.mark.commit
 
 VARIANTS = {FRAMEWORK: 0.25, FULL_PRECISION: 0.5}  # to what each one adds
+CONTRACT = Contract({"x": ("batch", 4)}, ("y",), {"x": torch.float16}, torch.float16)
+SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
+READERS = (("a", "b"),), (("a",), ("b",))
+THINGS = {  # as usual, and another
+    "checkpoint": ("a", "b"), "source": ("a", "b"), "cpu": ("a", "b"), "cores": (2, 4), "gpus": ([], ["H100"]),
+    "contract": (CONTRACT, CONTRACT.in_dtype(torch.float32)), "identity": ("plain", "in pairs of reals"),
+    "arguments": ({}, {"num_frames": 9}), "prompts": (["a cat"], ["a dog"]), "engine": ("openvino", "torch"),
+    "sampling": (SAMPLING, replace(SAMPLING, sampler="ddim")), "precision": ("fp32", "bf16"), "device": ("cpu", "cuda"),
+    "layers": (["a", "b"], ["a"]), "hessians": tuple(Hessians(64, readers) for readers in READERS), "newer": ("", ""),
+    "onnx": (b"1", b"2"), "profile": (1, 2), "library": ("tensorrt_rtx", "tensorrt"), "targets": ([], ["SM89"]),
+    "level": (3, 5), "gib": (4, 1), "rows": (None, [{"mode": "x"}]),
+}  # fmt: skip
+ALL = {"torch", "diffusers", "transformers"}
+OF_IMAGES = {"checkpoint", "source", "contract", "arguments", "prompts", "sampling"}
+OF_STATISTICS = OF_IMAGES | {"layers", "hessians", "device", "rows"}
 
 
 def of(prompts: list[str], **knobs: object) -> SimpleNamespace:
-    """The knobs of images of these prompts."""
     return SimpleNamespace(prompt_list=lambda: prompts, **knobs)
 
 
@@ -72,10 +86,7 @@ def backwards(batches, make, also):
 
 @pytest.mark.parametrize("by_batch", [compare.in_turn, backwards])
 def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch, by_batch):
-    """Not on the first call, of pure noise: both engines get the inputs that the framework's had there.
-
-    Each batch brings the calls that are kept of it, whoever makes it and in whichever order.
-    """
+    """Not on the first call, of pure noise; whoever makes the batches, and in whichever order."""
     checkpoint, engines = faked(monkeypatch)
     by_batch, infer = Mock(side_effect=by_batch), of(["a cat"] * 8, steps=20)
     found = compare.compare_framework(checkpoint, engines[FRAMEWORK], infer, by_batch)
@@ -84,29 +95,11 @@ def test_the_denoiser_is_compared_where_half_of_the_steps_are_done(monkeypatch, 
     outputs = {part: output["out"].item() for part, output in found.outputs[FRAMEWORK].items()}
     assert outputs == {"unet": 10.25, "vae": 50.25}
     assert by_batch.call_args.args[2] == [[0, 2, 10], [], [47], [], [92], [], [137], []]
-
-
-@pytest.mark.parametrize("first", [[0, 1, 2], [4, 5, 6], range(7), []], ids=str)
-def test_each_of_two_denoisers_is_compared_on_a_call_that_it_has(monkeypatch, first):
-    """Wan 2.2's are called in the first steps and in the others, and an image's latents may come from the cache."""
-    checkpoint, _ = faked(monkeypatch)
-    checkpoint.parts, kept = (lambda: ["unet", "second"]), []
-
-    def generate(engines, prompts, sampling, description, by_batch):
-        parts = ["unet" if step in first else "second" for step in range(7)]
-        by_batch([[0]], lambda _: [engines[parts[step]](x=torch.tensor([step])) for step in range(7)] and {}, ())
-
-    def compared(by_batch):
-        engines = dict.fromkeys(("unet", "second"), Adding(0.25))
-        found = compare.compare_framework(checkpoint, engines, of(["a cat"], steps=7), by_batch)
-        return [found.inputs[part]["x"].item() for part in checkpoint.parts()]
-
-    monkeypatch.setattr(compare, "generate", generate)
-    try:
-        made = compared(lambda batches, make, also: kept.append(make(0)) or kept)
-        assert made == compared(lambda *_: kept) == [first[2], min({*range(7)} - {*first})]
-    except ConfigError as refused:
-        assert f"without a call of {'second' if first else 'unet'}; take" in str(refused) and len(first) != 3
+    assert [compare.sampled_calls(batches, 20) for batches in (1, 2)] == [[2, 7, 12, 17], [2, 7, 32, 37]]
+    assert max(compare.sampled_calls(8, 1)) < 8, "of an image of one step"
+    checkpoint.parts = lambda: ["unet", "vae", "second"]
+    with pytest.raises(ConfigError, match="steps=20 makes images without a call of second; take more steps"):
+        compare.compare_framework(checkpoint, engines[FRAMEWORK], infer)
 
 
 class Kept(shared.Shared):
@@ -212,28 +205,19 @@ def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path
     assert [images("one", "no engine"), images("one")] == [10, 0]
 
 
-def test_further_calls_are_of_other_images_and_other_steps_and_one_that_is_kept_twice_can_be_saved(
-    monkeypatch, tmp_path
-):
-    """With four steps the third is both half way and one of the further calls."""
-    for batches, expected in (8, [2, 47, 92, 137]), (1, [2, 7, 12, 17]), (2, [2, 7, 32, 37]):
-        assert compare.sampled_calls(batches, 20) == expected
-        assert max(compare.sampled_calls(batches, 1)) < batches
-    checkpoint, engines = faked(monkeypatch)
-    found = compare.compare_framework(checkpoint, engines[FRAMEWORK], of(["a cat"], steps=4))
-    assert found.inputs["unet"]["x"].item() == 2 and "2" in found.calls
-    found.images.clear()
-    save_file(shared.pack(found), tmp_path / "a.safetensors")
-
-
 @pytest.mark.parametrize("widths", [(64, 64), (64, 128)], ids=["one size", "several sizes"])
-def test_images_are_kept_as_they_were(widths):
+def test_images_are_kept_as_they_were(widths, tmp_path):
+    """And a call that is kept twice can be saved: with four steps the third is half way and a further one."""
     images = [np.full((64, width, 3), number, np.uint8) for number, width in enumerate(widths * 6)]
     latents = [torch.full((2, 4, 8, width // 8), float(number)) for number, width in enumerate(widths * 6)]
     same = len(set(widths)) == 1
     made = Generated(np.stack(images) if same else images, torch.stack(latents) if same else latents)
-    inputs, calls = {"vae": {"z": torch.ones(1)}}, {"7": {"z": torch.ones(2)}}
-    kept = shared.unpack(shared.pack(shared.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, calls)))
+    inputs = {"vae": {"z": torch.ones(2)}}
+    packed = shared.pack(
+        shared.VariantOutputs({"framework": made}, inputs, {"framework": inputs}, {"7": inputs["vae"]})
+    )
+    save_file(packed, tmp_path / "a.safetensors")
+    kept = shared.unpack(packed)
     assert kept.calls["7"]["z"].shape == (2,)
     found = kept.images["framework"]
     assert type(found.images) is type(made.images) and type(found.latents) is type(made.latents)
@@ -275,20 +259,6 @@ def test_errors_are_measured_once_whoever_asks(tmp_path):
     made = {"products": [[1.5, None]], "schedule": "cre"}
     assert jobs.found("schedules", {"a": 1}, lambda: made) == made
     assert jobs.found("schedules", {"a": 1}, lambda: pytest.fail("it is in the cache")) == made
-
-
-CONTRACT = Contract({"x": ("batch", 4)}, ("y",), {"x": torch.float16}, torch.float16)
-SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
-READERS = (("a", "b"),), (("a",), ("b",))
-THINGS = {  # as usual, and another
-    "checkpoint": ("a", "b"), "source": ("a", "b"), "cpu": ("a", "b"), "cores": (2, 4), "gpus": ([], ["H100"]),
-    "contract": (CONTRACT, CONTRACT.in_dtype(torch.float32)), "identity": ("plain", "in pairs of reals"),
-    "arguments": ({}, {"num_frames": 9}), "prompts": (["a cat"], ["a dog"]), "engine": ("openvino", "torch"),
-    "sampling": (SAMPLING, replace(SAMPLING, sampler="ddim")), "precision": ("fp32", "bf16"), "device": ("cpu", "cuda"),
-    "layers": (["a", "b"], ["a"]), "hessians": tuple(Hessians(64, readers) for readers in READERS), "newer": ("", ""),
-    "onnx": (b"1", b"2"), "profile": (1, 2), "library": ("tensorrt_rtx", "tensorrt"), "targets": ([], ["SM89"]),
-    "level": (3, 5), "gib": (4, 1), "rows": (None, [{"mode": "x"}]),
-}  # fmt: skip
 
 
 class Asked(Exception):
@@ -336,11 +306,6 @@ def key_of_plan(now, patch, folder) -> None:
     knobs = SimpleNamespace(optimization_level=now.level, workspace_gib=now.gib, timing_cache=None)
     cache = SimpleNamespace(provide=lambda kind, origin, target, make: ask(origin))
     export_trt.build_plans({"unet": folder}, folder, knobs, None, cache)
-
-
-ALL = {"torch", "diffusers", "transformers"}
-OF_IMAGES = {"checkpoint", "source", "contract", "arguments", "prompts", "sampling"}
-OF_STATISTICS = OF_IMAGES | {"layers", "hessians", "device", "rows"}
 
 
 @pytest.mark.parametrize(("look", "things", "packages"), [  # on which each depends

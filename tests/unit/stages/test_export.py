@@ -1,26 +1,38 @@
-"""Which assignments share a cached file, what is delivered, and which shapes plans have."""
+"""Which assignments share a cached file, what is delivered, which shapes plans have, and what is handed over."""
 
+import json
+import shutil
 import struct
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 import torch
-from onnx import TensorProto, helper
 
 from sd_quant.cache import Cache
 from sd_quant.config import ExportShape, Trt
 from sd_quant.errors import ResourceError
 from sd_quant.export import onnx_file
+from sd_quant.interchange import TARGETS
+from sd_quant.interchange.holding import adapted
+from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages import export_onnx
+from sd_quant.report.record import parsed
+from sd_quant.report.table import write_csv
+from sd_quant.stages import choose, consumer, export_onnx, hand_over, session, target_folder, targets
 from sd_quant.stages.export_onnx import REPORTED, assignment_digest, delivered_files, export_parts, files_of_a_run
 from sd_quant.stages.export_trt import build_plans, check_gpu, profile
+from tests.graphs import save_graph
+from tests.pasting import AWKWARD, words_of
 from tests.presets import job
+from tests.refusals import refused
+
+from ..config.composition import composed
+from .conftest import loaded
 
 pytestmark = pytest.mark.commit
 
@@ -34,6 +46,8 @@ OTHER = {
     "low_rank": (torch.ones(2, 1).half(), torch.ones(1, 4).half()),
     "attention_amax": (torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2)), "key_mean": torch.ones(2, 16),
 }  # fmt: skip
+SHAPE = ExportShape(out_path=None, width=1024, height=512, batch_size=2)
+SIZES = ["512x1024", "1024x512", "768x768"]
 
 
 def test_what_is_written_makes_another_file_and_what_is_only_reported_does_not():
@@ -50,21 +64,7 @@ def test_what_is_written_makes_another_file_and_what_is_only_reported_does_not()
     assert assignment_digest({"layer": reported}) == assignment_digest({"layer": LAYER})
 
 
-# What is delivered
-
-
-def product(name: str) -> ir.Model:
-    """x times a weight."""
-    x = ir.Value(name="x", shape=ir.Shape([2, 64]), type=ir.TensorType(ir.DataType.FLOAT))
-    weight = ir.Value(name=f"{name}.weight", const_value=ir.tensor(np.ones((64, 64), np.float32)))
-    node = ir.node("MatMul", [x, weight])
-    (output,) = node.outputs
-    output.name, output.shape, output.type = "y", ir.Shape([2, 64]), ir.TensorType(ir.DataType.FLOAT)
-    graph = ir.Graph([x], [output], nodes=[node], initializers=[weight], opset_imports={"": 20}, name=name)
-    return ir.Model(graph, ir_version=10)
-
-
-@pytest.mark.parametrize(("refused", "quantized", "delivered", "written"), [
+@pytest.mark.parametrize(("without", "quantized", "delivered", "written"), [
     ((), ["unet"], ["unet", "vae", "text"], ["text", "vae", "full_precision/unet", "unet"]),
     ((), ["unet", "text"], ["unet", "vae", "text"],
      ["full_precision/text", "text", "vae", "full_precision/unet", "unet"]),
@@ -72,10 +72,8 @@ def product(name: str) -> ir.Model:
     (("unet",), ["unet"], ["vae", "text"], ["text", "vae"]),
     (("unet", "vae", "text"), ["unet"], [], []),
 ])  # fmt: skip
-def test_parts_that_are_refused_have_no_files_and_each_quantized_one_is_behind_its_unquantized_twin(
-    refused, quantized, delivered, written
-):
-    parts = {name: SimpleNamespace(refused="because" if name in refused else None) for name in ("unet", "vae", "text")}
+def test_refused_parts_have_no_files_and_quantized_ones_follow_their_twins(without, quantized, delivered, written):
+    parts = {name: SimpleNamespace(refused="because" if name in without else None) for name in ("unet", "vae", "text")}
     checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
     assignments = dict.fromkeys(quantized, {"layer": LAYER})
     files = delivered_files(checkpoint, assignments, Path("run"))
@@ -93,6 +91,12 @@ def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
     parts = {name: SimpleNamespace(contract=name, identity="", refused=None) for name in ("unet", "vae")}
     checkpoint = SimpleNamespace(parts=lambda: parts, family=SimpleNamespace(DENOISER="unet"))
     monkeypatch.setattr(onnx_file, "LARGEST_SINGLE_FILE", 0)
+    node, weight = onnx.helper.make_node("MatMul", ["x", "weight"], ["y"]), np.ones((64, 64), np.float32)
+
+    def product(part: str) -> ir.Model:
+        shapes = {"x": [2, 64]}, {"y": [2, 64]}
+        return ir.load(save_graph(tmp_path / f"{part}.onnx", [node], {"weight": weight}, *shapes, np.float32))
+
     monkeypatch.setattr(export_onnx, "trace_part", lambda checkpoint, part: product(part))
     monkeypatch.setattr(
         export_onnx, "write_part", lambda graph, checkpoint, part, path, chosen: onnx_file.save(product(part), path)
@@ -108,9 +112,6 @@ def test_weights_beside_a_graph_are_read_by_onnx_itself(tmp_path, monkeypatch):
     }
 
 
-SHAPE = ExportShape(out_path=None, width=1024, height=512, batch_size=2)
-
-
 def trt(**knobs) -> Trt:
     usual = {"library": "auto", "targets": [], "static_batch": False, "min_batch_size": 1, "max_batch_size": 8}
     return Trt(**dict.fromkeys(field.name for field in fields(Trt)) | usual | knobs)
@@ -118,15 +119,11 @@ def trt(**knobs) -> Trt:
 
 @pytest.fixture
 def onnx_path(tmp_path):
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT16, ["batch", 4, "height", "width"])
-    out = helper.make_tensor_value_info("out", TensorProto.FLOAT16, None)
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["out"])], "graph", [x], [out])
-    path = tmp_path / "unet_xl.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
+    onnx.save(onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> '
+        "graph (float16[batch,4,height,width] x) => (float16[a,b,c,d] out) { out = Identity (x) }"
+    ), path := tmp_path / "unet_xl.onnx")  # fmt: skip
     return path
-
-
-SIZES = ["512x1024", "1024x512", "768x768"]
 
 
 @pytest.mark.parametrize(("part", "scale", "knobs", "batches", "sides"), [
@@ -137,9 +134,7 @@ SIZES = ["512x1024", "1024x512", "768x768"]
     ("unet_xl", 5.0, {}, (1, 4, 16), [(64, 128)] * 3),
     ("vae", None, {"sizes": SIZES}, (1, 2, 8), [(64, 64), (64, 128), (128, 128)]),  # every width with every height
 ])  # fmt: skip
-def test_a_plan_holds_the_doubling_of_guidance_and_all_sizes_and_is_tuned_for_one(
-    onnx_path, part, scale, knobs, batches, sides
-):
+def test_a_plan_holds_guidances_doubling_and_all_sizes(onnx_path, part, scale, knobs, batches, sides):
     of_job = "infer.width=1024", "infer.height=512", "infer.batch_size=2", f"infer.scale={scale}"
     shape = SHAPE if scale is None else job(*of_job).infer
     expected = tuple((batch, 4, *side) for batch, side in zip(batches, sides, strict=True))
@@ -162,3 +157,144 @@ def test_a_gpu_builds_for_the_formats_that_it_has(monkeypatch):
     check_gpu({"int8", "int4", "fp8"})
     with pytest.raises(ResourceError, match=r"compute capability 8.9 and nvfp4 takes 10;"):
         check_gpu({"int8", "nvfp4"})
+
+
+def row(name: str, *shape: int, **options) -> LayerAssignment:
+    known = {"weight_axis": 0, "weight_amax": torch.ones(shape[0]), "activation_amax": 1.0}
+    return LayerAssignment(name, "qkv", shape, "int8", "int8", **known | options)
+
+
+def test_what_a_target_loses_widens_or_stacks_is_counted_by_its_reason():
+    attention = LayerAssignment("attn", "attention", (), None, "int8", attention_amax=(torch.ones(1),) * 4)
+    kept = LayerAssignment("kept", "qkv", (4, 4), reason="kept")
+    rows = {each.name: each for each in (row("a", 4, 4), row("b", 4, 4, 3, 3), row("c", 4, 4, 1, 1), attention, kept)}
+    found = targets.lost(rows, adapted(rows, TARGETS["diffusers_torchao"]))
+    assert found == {
+        "diffusers_torchao holds no convolutions in int8": 2, "diffusers_torchao holds no products of attention": 1
+    }  # fmt: skip
+    known = ("pos_embed.proj", "transformer_blocks.0.attn.add_q_proj")
+    rows = {name: LayerAssignment(name, "linear", (4, 4), reason="kept") for name in known}
+    for name, amax in zip((f"transformer_blocks.0.attn.to_{each}" for each in "qkv"), (1.0, 3.0, 2.0), strict=True):
+        one = row(name, 4, 4, weight_axis=None, weight_amax=torch.tensor([amax]))
+        rows[name] = replace(one, format="fp8", activation_format="fp8")
+    (words,) = targets.widened(rows, adapted(rows, TARGETS["comfyui"]))
+    assert words.startswith("the ranges of 2 layers: query, key and value are one tensor")
+    assert targets.widened(rows, rows) == []
+    up, downs = torch.zeros(4, 1), (torch.zeros(1, 4), torch.ones(1, 4))
+    names = [f"a.attn1.to_{each}" for each in "qkv"]
+    shared = {name: row(name, 4, 4, low_rank=(up, downs[0].clone())) for name in names}
+    apart = shared | {names[2]: replace(shared[names[2]], low_rank=(up, downs[1]))}
+    (words,) = targets.stacked(TARGETS["nunchaku"], apart)
+    assert "stacked, 1 times" in words and "quantize.shared_branch=true" in words
+    assert targets.stacked(TARGETS["nunchaku"], shared) == []
+    assert targets.stacked(TARGETS["diffusers_nunchaku_lite"], apart) == []
+    assert targets.stacked(TARGETS["nunchaku"], {names[0]: row(names[0], 4, 4)}) == []
+
+
+def test_no_consumer_but_a_graph_pads_text():
+    x, other = torch.ones(1, 80, 2), torch.ones(1, 90)
+    arguments, inputs = consumer.without_padding(None, (), {"context": x, "y": other})
+    assert inputs["context"].shape == (1, CONTEXT_LENGTH, 2) and inputs["y"] is other and arguments == ()
+
+
+def test_every_column_decides_but_those_of_errors(tmp_path):
+    """Their last digits depend on how many threads add them up."""
+    layer, found = row("a", 2, 2, pre_quant_scale=torch.ones(2)).row(), {}
+    for column in ("", *layer):
+        write_csv([layer | ({column: "another"} if column else {})], tmp_path / "layers.csv")
+        found[column] = choose.decided(tmp_path / "layers.csv")
+    plain = found.pop("")
+    ignored = {column for column in found if found[column] == plain}
+    assert ignored == {"output_error", "output_error_alpha_0.8"} and len(found) > 18
+
+
+@pytest.mark.parametrize("when", ["write", "card", "meanwhile"])
+def test_an_earlier_result_stays_until_the_next_is_whole(tmp_path, monkeypatch, when):
+    folder, earlier = tmp_path / "gguf", json.dumps({"files": ["old", "../canary"]})
+    folder.mkdir()
+    (folder / target_folder.FIGURES).write_text(earlier)
+    for name in ("gguf/old", "canary"):
+        (tmp_path / name).touch()
+
+    def write(place, *_):
+        place.mkdir()
+        (place / "weights").write_bytes(bytes(200_000))
+        if when == "write":
+            raise KeyboardInterrupt
+        if when == "meanwhile":
+            (folder / "thesis.txt").touch()
+
+    def make() -> dict:
+        rows = {"unet_xl": {"a": row("a", 32, 32)}}
+        return target_folder.write_target(TARGETS["gguf"], loaded(), rows, rows, folder, "sd-quant", None, tmp_path)
+
+    monkeypatch.setattr(target_folder, "write_folder", write)
+    if when == "write":
+        with pytest.raises(KeyboardInterrupt):
+            make()
+        assert (folder / target_folder.FIGURES).read_text() == earlier and not list(tmp_path.glob(".*"))
+    elif when == "meanwhile":
+        with refused(".*holds thesis.txt, which was not handed over by us"):
+            make()
+        assert {path.name for path in folder.iterdir()} == {"thesis.txt", "old", target_folder.FIGURES}
+    else:
+        for _ in range(2):  # over the earlier result, and over its own
+            assert make()["bytes"] == {"weights": 200_000}
+            names = {path.name for path in folder.iterdir()}
+            assert names == {"weights", "README.md", target_folder.FIGURES}
+            figures = json.loads((folder / target_folder.FIGURES).read_text())
+            assert names == set(figures["files"]) and "choose the nearest in KSampler" in figures["sampling"][0]
+        assert (tmp_path / "canary").exists()
+
+
+def test_a_card_has_the_command_that_made_it(tmp_path, monkeypatch, answering):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["quantize.py"])  # of a checkout, which the reader of a card may not have
+    said, held, run = [], [], tmp_path / AWKWARD
+    monkeypatch.setattr(hand_over, "write_target", lambda *given: said.append(given[5]) or held.append(given[3]))
+    answering(
+        hand_over, measured_by=None, images_of_run=None, recipe_of_run=job(), handed_over_table=None,
+        record_of_run=parsed(None), chosen_again=(loaded(), {"unet_xl": {"a": row("a", 32, 32)}}), as_text=[],
+        open_session=SimpleNamespace(checkpoint=None),
+    )  # fmt: skip
+    given = ["prompts=[it's a rocket, a key]", "hand_over=[gguf]", "model.path='${x}'"]
+    shared = SimpleNamespace(facts={"overrides": given})
+    variants = SimpleNamespace(loaded=loaded(), directory=run, shared=shared, assignments={})
+    hand_over.hand_over_run(variants, {"gguf": {}})
+    assert words_of(said.pop(), tmp_path / "bin") == ["sd-quant", "quantize", *given]
+    for images in (True, False):
+        asked = SimpleNamespace(run=AWKWARD, cache=None, targets=lambda: ["gguf"], images=images)
+        hand_over.hand_over(asked, tmp_path / "out")
+        program, command, *words = words_of(said.pop(), tmp_path / "bin")
+        made = composed(command, *words)
+        assert (program, command, made["run"]) == ("sd-quant", "hand_over", AWKWARD)
+        assert (made["to"], made["images"]) == ("gguf", images)
+    assert [rows["unet_xl"]["a"].format for rows in held[1:]] == ["int8", "int8"]
+
+
+def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path, monkeypatch, answering):
+    class Opened(session.Session):
+        parts = {"unet_xl": SimpleNamespace(contract=SimpleNamespace(weights=torch.float16))}
+        parameters = {"unet_xl": 10**9}
+
+    answering(shutil, disk_usage=SimpleNamespace(free=0))
+    answering(session, open_unchecked=Opened(None))
+    answering(hand_over, recipe_of_run=SimpleNamespace(model=None))
+    asked = SimpleNamespace(run=str(tmp_path), cache=None, images=False, targets=lambda: ["onnx", "gguf"])
+    with pytest.raises(ResourceError, match=r"needs up to 4.00 GB .*hand_over 4.0 GB.* and the disk has 0.00 GB free"):
+        hand_over.hand_over(asked, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
+
+
+@pytest.mark.parametrize(("target", "knobs", "sentence"), [
+    ("modelopt_export", ['infer.precise_steps="first3,last3"'], None),
+    ("gguf", [], None),
+    ("gguf", ["infer.schedule=ccrc", "infer.steps=4"], None),
+    ("gguf", ["infer.precise_steps=last3"], "gguf cannot say which steps are precise.* export to modelopt_export"),
+    ("modelopt_export", ["infer.schedule=chcc", "infer.steps=4"], "modelopt_export says .* schedule is chcc"),
+    ("modelopt_export", ["infer.schedule=fccc", "infer.steps=4"], "modelopt_export says .* schedule is fccc"),
+    ("modelopt_export", ["infer.precise_steps=3"], "modelopt_export says how many.* is chosen later; give places"),
+])  # fmt: skip
+def test_a_target_says_which_steps_are_precise_or_is_refused(target, knobs, sentence):
+    with refused(sentence):
+        targets.check_schedule([target], job(*knobs).infer)

@@ -30,7 +30,8 @@ from tests.presets import job, recipe_of
 from tests.refusals import refused
 from tests.zoo.families import sd15_of_one_level
 
-from . import sdxl
+from .conftest import loaded as sdxl
+from .conftest import opened
 
 pytestmark = pytest.mark.commit
 
@@ -41,77 +42,6 @@ QUANTIZED = ("conv", "q", "k", "out")
 PARAMETERS = 5000 + sum(stored_bytes(shape, "ffn", None) // 2 for shape in SHAPES.values())  # those of norms too
 INT4, INT8 = "svdquant_w4a16", "int8_weight_only"
 RECIPE = cache(recipe_of)
-
-
-def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tuple[str, ...] = ()) -> SimpleNamespace:
-    """``proj`` is excluded, ``first`` by its role; of ``alone`` the first preset quantizes the weights alone.
-
-    The first preset itself excludes the layers ``exclude``, which can have the second.
-    """
-    recipe = replace(RECIPE(INT4, "quant_level=3", "alpha=0.5", "quantize.budget=0.9"), budget=budget)
-    given = SimpleNamespace(
-        recipe=recipe, roles=ROLES, shapes=SHAPES, shared_inputs=INPUTS, exclude=["proj"], denoiser="unet",
-        parameters={"unet": PARAMETERS, "vae": 7}, checkpoint=None, guidance_scale=5.0, labels=None, alphas={},
-        offered={INT4: Offered(recipe, exclude, alone), INT8: Offered(recipe.beside(INT8))},
-    )  # fmt: skip
-    given.recipe_with = lambda name, label: Loaded.recipe_with(given, name, label)
-    return given
-
-
-def least(given: SimpleNamespace) -> int:
-    """Everything that is not quantized in fp16, and the rest in INT4 with its branch."""
-    whole = sum(stored_bytes(SHAPES[name], ROLES[name], None) for name in QUANTIZED)
-    return 2 * PARAMETERS - whole + sum(stored_bytes(SHAPES[name], ROLES[name], given.recipe) for name in QUANTIZED)
-
-
-def test_readers_of_one_input_choose_together_if_any_preset_folds_and_apart_if_none_does():
-    """What is excluded does not choose. Also where the job's own preset smooths nothing."""
-    given = loaded()
-    assert stage.units_of(given) == [("conv",), ("q", "k"), ("out",)]
-    given.offered = {INT8: given.offered[INT8]}
-    assert stage.units_of(given) == [("conv",), ("q",), ("k",), ("out",)]
-    given.offered = {INT8: given.offered[INT8], "int8": Offered(given.recipe.beside("int8"))}
-    assert stage.units_of(given) == [("conv",), ("q", "k"), ("out",)]
-
-
-def test_a_preset_is_no_choice_of_layers_that_it_excludes_or_whose_inputs_it_does_not_divide():
-    """A layer whose weight alone is quantized has no branch."""
-    branch = 2 * loaded().recipe.rank_of("linear", SHAPES["out"]) * sum(SHAPES["out"])
-    sizes = [stage.offer_of_denoiser(given, 0).sizes["out"][INT4] for given in (loaded(), loaded(alone=("out",)))]
-    assert branch > 0 and sizes[0] - sizes[1] == branch
-    given = loaded(exclude=("k", "out"))
-    given.shapes = SHAPES | {"conv": (64, 6, 3, 3)}  # INT4 has blocks of 64
-    offer = stage.offer_of_denoiser(given, 0)
-    costs = dict(zip(offer.units, offer.costs, strict=True))
-    labels = {unit: list(own) for unit, own in costs.items()}
-    assert labels == {
-        ("conv",): [INT8, "unquantized"], ("q", "k"): [INT4, INT8, "unquantized"], ("out",): [INT8, "unquantized"]
-    }  # fmt: skip
-    half = stored_bytes(SHAPES["k"], "qkv", None)
-    assert costs["q", "k"][INT4] == stored_bytes(SHAPES["q"], "qkv", given.recipe) + half, "k stays in fp16"
-
-
-def test_what_a_budget_leaves_for_layers():
-    assert stage.limit_of(loaded()) is None
-    given = stage.limit_of(loaded(budget=least(loaded())))
-    [limit] = stage.limits_of(given)
-    assert limit.most == sum(stored_bytes(SHAPES[name], ROLES[name], loaded().recipe) for name in QUANTIZED)
-    assert stage.limit_of(loaded(budget=0.4)).limit == int(0.4 * 4 * PARAMETERS) and limit.units == [0, 1, 2]
-
-
-@pytest.mark.parametrize("budget", [1, 0.01, least(loaded()) - 1, 2 * PARAMETERS])
-def test_a_budget_that_cannot_be_met_or_asks_for_nothing_is_refused_with_the_nearest_that_can(budget):
-    fewest = least(loaded())
-    with pytest.raises(ConfigError) as refusal:
-        stage.limit_of(loaded(budget=budget))
-    assert str(refusal.value) == (
-        f"quantize.budget is {budget}, expected from {fewest} bytes (a share of {fewest / PARAMETERS / 4:.4f}), the "
-        f"least with {INT4} or {INT8}, to {2 * PARAMETERS - 1}, below which something has to be quantized"
-    )
-
-
-# All parts
-
 OFFERS = {
     "unet": stage.Offer(
         "", [("a", "b"), ("c",)], dict.fromkeys("abc", "ffn"),
@@ -128,6 +58,63 @@ OF_LAYERS = {
     "text": {"int8": {"d": 0.05}}, "vae": {},
 }  # fmt: skip
 RATES = {"int4": 0.02, "int8": 0.01, "text:int8": 3.0}  # what a squared error does to images
+KNOBS = {"quant_level": 2, "alpha": 0.7}
+ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+TO_Q, TO_K = f"{ATTENTION}.to_q", f"{ATTENTION}.to_k"
+CONV, OTHER = "down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.proj_out"
+NO_ALPHA = "an alpha, expected none"
+
+
+def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tuple[str, ...] = ()) -> SimpleNamespace:
+    """``proj`` is excluded, ``first`` by role; the first preset leaves out ``exclude`` and the inputs of ``alone``."""
+    recipe = replace(RECIPE(INT4, "quant_level=3", "alpha=0.5", "quantize.budget=0.9"), budget=budget)
+    given = SimpleNamespace(
+        recipe=recipe, roles=ROLES, shapes=SHAPES, shared_inputs=INPUTS, exclude=["proj"], denoiser="unet",
+        parameters={"unet": PARAMETERS, "vae": 7}, checkpoint=None, guidance_scale=5.0, labels=None, alphas={},
+        offered={INT4: Offered(recipe, exclude, alone), INT8: Offered(recipe.beside(INT8))},
+    )  # fmt: skip
+    given.recipe_with = lambda name, label: Loaded.recipe_with(given, name, label)
+    return given
+
+
+def test_what_a_layer_can_have_and_with_which_it_chooses():
+    """Readers of one input choose together if any preset folds; what is excluded does not choose."""
+    branch = 2 * loaded().recipe.rank_of("linear", SHAPES["out"]) * sum(SHAPES["out"])
+    sizes = [stage.offer_of_denoiser(given, 0).sizes["out"][INT4] for given in (loaded(), loaded(alone=("out",)))]
+    assert branch > 0 and sizes[0] - sizes[1] == branch
+    given = loaded(exclude=("k", "out"))
+    given.shapes = SHAPES | {"conv": (64, 6, 3, 3)}  # INT4 has blocks of 64
+    offer = stage.offer_of_denoiser(given, 0)
+    costs = dict(zip(offer.units, offer.costs, strict=True))
+    assert {unit: list(own) for unit, own in costs.items()} == {
+        ("conv",): [INT8, "unquantized"], ("q", "k"): [INT4, INT8, "unquantized"], ("out",): [INT8, "unquantized"]
+    }  # fmt: skip
+    half = stored_bytes(SHAPES["k"], "qkv", None)
+    assert costs["q", "k"][INT4] == stored_bytes(SHAPES["q"], "qkv", given.recipe) + half, "k stays in fp16"
+    given.offered = {INT8: given.offered[INT8]}
+    assert stage.units_of(given) == [("conv",), ("q",), ("k",), ("out",)]
+    given.offered["int8"] = Offered(given.recipe.beside("int8"))
+    assert stage.units_of(given) == offer.units, "also where the job's own preset smooths nothing"
+
+
+def test_what_a_budget_leaves_for_layers_and_one_that_cannot_be_met_or_asks_for_nothing_is_refused():
+    sizes = {key: [stored_bytes(SHAPES[key], ROLES[key], own) for own in (None, loaded().recipe)] for key in QUANTIZED}
+    whole, quantized = map(sum, zip(*sizes.values(), strict=True))
+    fewest = 2 * PARAMETERS - whole + quantized  # everything else in fp16, and branches
+    assert stage.limit_of(loaded()) is None
+    [limit] = stage.limits_of(stage.limit_of(loaded(budget=fewest)))
+    assert (limit.most, limit.units) == (quantized, [0, 1, 2])
+    assert stage.limit_of(loaded(budget=0.4)).limit == int(0.4 * 4 * PARAMETERS)
+    for budget in (1, 0.01, fewest - 1, 2 * PARAMETERS):
+        with pytest.raises(ConfigError) as refusal:
+            stage.limit_of(loaded(budget=budget))
+        assert str(refusal.value) == (
+            f"quantize.budget is {budget}, expected from {fewest} bytes (a share of {fewest / PARAMETERS / 4:.4f}), "
+            f"the least with {INT4} or {INT8}, to {2 * PARAMETERS - 1}, below which something has to be quantized"
+        )
+
+
+# All parts
 
 
 def in_images(labels: dict[str, dict[str, str]], what: str = "") -> float:
@@ -146,9 +133,7 @@ def fitted_to(monkeypatch, folder: Path, *groups: stage.Group, squared_error_of=
 
     monkeypatch.setattr(stage, "assigned", assigned)
     monkeypatch.setattr(stage, "quantized_alone", alone)
-    wholes = {
-        offer.named(label): {part: offer.all_in(label)} for part, offer in OFFERS.items() for label in offer.labels
-    }
+    wholes = {offer.named(each): {part: offer.all_in(each)} for part, offer in OFFERS.items() for each in offer.labels}
     uniform = {label: in_images(labels) ** 0.5 for label, labels in wholes.items()}
     given = SimpleNamespace(denoiser="unet", recipe=SimpleNamespace(choices=[]), offered={})
     limited = stage.Limited(OFFERS, groups, 80, "all")
@@ -177,9 +162,8 @@ def test_no_other_choice_of_layers_of_all_parts_is_better(monkeypatch, tmp_path,
 
 def test_parts_that_take_turns_have_a_limit_each(monkeypatch, tmp_path):
     fitted = fitted_to(monkeypatch, tmp_path, *(stage.Group([part], 0.0, 25) for part in OFFERS))
-    for name in ("by layer", "by part"):
-        expected = {"unet": dict.fromkeys("abc", "int8"), "text": {"d": "int8"}, "vae": {}}
-        assert fitted.labels_with(name) == expected
+    expected = {"unet": dict.fromkeys("abc", "int8"), "text": {"d": "int8"}, "vae": {}}
+    assert fitted.labels_with("by layer") == fitted.labels_with("by part") == expected
 
 
 @pytest.mark.parametrize("taken", ["by layer", "by part"])
@@ -205,8 +189,8 @@ def test_the_better_of_the_measured_choices_is_taken(monkeypatch, tmp_path, take
 @pytest.mark.slow
 def test_offers_count_every_part_in_its_own_precision():
     """The autoencoder in fp32, encoders and denoiser in fp16; what the networks keep is in no unit."""
-    offers = stage.offers_of(given := sdxl.loaded("fit=1.05GB"))
-    assert {part: offer.whole for part, offer in offers.items()} == sdxl.opened().stored_bytes
+    offers = stage.offers_of(given := sdxl("fit=1.05GB"))
+    assert {part: offer.whole for part, offer in offers.items()} == opened().stored_bytes
     assert offers["vae"].whole == 4 * given.parameters["vae"] and offers["clip2"].whole == 2 * given.parameters["clip2"]
     layers, sizes = stage.layers_of(given, "vae"), offers["vae"].sizes
     conv = sizes[name := "decoder.up_blocks.0.resnets.0.conv1"]
@@ -219,17 +203,17 @@ def test_offers_count_every_part_in_its_own_precision():
 @pytest.mark.slow
 def test_precise_steps_have_weights_of_their_own_in_the_limit():
     plain, precise = (
-        stage.offers_of(sdxl.loaded("fit=1.05GB", *knobs)) for knobs in ((), ("infer.schedule=fhcc", "infer.steps=4"))
+        stage.offers_of(sdxl("fit=1.05GB", *knobs)) for knobs in ((), ("infer.schedule=fhcc", "infer.steps=4"))
     )
     name, own = next(iter(plain["unet_xl"].sizes.items()))
     assert precise["unet_xl"].sizes[name] == {label: 2 * size for label, size in own.items()}
     assert precise["unet_xl"].whole == 3 * plain["unet_xl"].whole and precise["vae"] == plain["vae"]
-    chosen = stage.offers_of(sdxl.loaded("fit=1.05GB", "infer.precise_steps=2"))["unet_xl"]
+    chosen = stage.offers_of(sdxl("fit=1.05GB", "infer.precise_steps=2"))["unet_xl"]
     assert chosen.whole == 2 * plain["unet_xl"].whole, "full precision is opened to choose them alone"
 
 
 def test_what_cannot_fit_and_what_fits_as_it_is_are_refused_with_both_ends():
-    given = sdxl.loaded("fit=1.05GB")
+    given = sdxl("fit=1.05GB")
     offers = stage.offers_of(given)
     (group,) = stage.groups_of(given, offers)
     beside = group.working
@@ -282,9 +266,6 @@ def left(monkeypatch) -> list[str]:
     return found
 
 
-KNOBS = {"quant_level": 2, "alpha": 0.7}
-
-
 @pytest.mark.nightly
 def test_the_file_that_a_run_leaves_gives_its_assignment_back_bit_for_bit(model, statistics, tmp_path, left):
     """Of INT8 with folded smoothing and NVFP4 with chosen codes; the budget is half-way between both."""
@@ -302,25 +283,19 @@ def test_the_file_that_a_run_leaves_gives_its_assignment_back_bit_for_bit(model,
 @pytest.mark.slow
 def test_a_plain_run_leaves_a_file_too_and_one_line_of_it_changes_one_layer(model, statistics, tmp_path, left):
     plain = model.quantize(statistics, "int8", **KNOBS).assignment
-    (tmp_path / "a.yaml").write_text(left[-1])
-    knobs = {**KNOBS, "assignment": str(tmp_path / "a.yaml")}
+    file, entry = tmp_path / "a.yaml", "ff.net.2: {preset: int8, alpha: 0.3}"
+    knobs = {**KNOBS, "assignment": str(file)}
+    file.write_text(left[0])
     assert same(model.quantize(statistics, "int8", **knobs).assignment, plain)
-    assert set(entries_in(knobs["assignment"])[0].values()) == {"int8"}
-    (tmp_path / "a.yaml").write_text(left[-1].replace("conv1: int8", "conv1: int4_w4a4", 1))
+    assert set(entries_in(str(file))[0].values()) == {"int8"}
+    file.write_text(left[0].replace("conv1: int8", "conv1: int4_w4a4", 1).replace("ff.net.2: int8", entry, 1))
     changed = model.quantize(statistics, "int8", **knobs).assignment
     (name,) = [name for name, layer in changed.items() if layer.format != plain[name].format]
     assert (changed[name].format, changed[name].activation_format) == ("int4", None) and name.endswith("conv1")
-    assert same(changed | {name: plain[name]}, plain)
-    entry = "ff.net.2: {preset: int8, alpha: 0.3}"
-    (tmp_path / "a.yaml").write_text(left[0].replace("ff.net.2: int8", entry, 1))
-    changed = model.quantize(statistics, "int8", **knobs).assignment
-    alphas = {name: layer.alpha for name, layer in changed.items() if layer.alpha != plain[name].alpha}
-    assert [*alphas.values()] == [0.3] and entry in left[-1]
-
-
-ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
-TO_Q, TO_K = f"{ATTENTION}.to_q", f"{ATTENTION}.to_k"
-CONV, OTHER = "down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.proj_out"
+    others = {name: layer.alpha for name, layer in changed.items() if layer.alpha != plain[name].alpha}
+    assert others.pop(name, None) is None and [*others.values()] == [0.3] and entry in left[-1]
+    untouched = {each: row for each, row in changed.items() if each != name and ".ff." not in each}
+    assert same(untouched, {each: plain[each] for each in untouched}) and len(untouched) > len(plain) / 2
 
 
 @pytest.fixture(scope="module")
@@ -330,9 +305,6 @@ def with_file(model, tmp_path_factory) -> Loaded:
     file.write_text(f"{TO_Q}: int8\n{CONV}: svdquant_w4a4\n{OTHER}: q4_k_weight_only")
     job = model.job("nvfp4", {"quant_level": 3, "assignment": str(file)})
     return load.with_recipe(model.session, job.model, job.infer, job.quantize)
-
-
-NO_ALPHA = "an alpha, expected none"
 
 
 @pytest.mark.slow
@@ -358,15 +330,6 @@ def test_labels_and_alphas_that_layers_cannot_have_are_refused(with_file, labels
     given = replace(with_file, shapes=shapes, recipe=recipe, exclude=facts.get("exclude", []))
     with refused(sentence and f"assignment .*{sentence}"):
         load.check_labels(replace(given, labels=labels, alphas=alphas))
-
-
-@pytest.mark.slow
-def test_a_layer_in_fp16_beside_readers_that_are_smoothed_takes_their_factors_alone(with_file, statistics):
-    made = stage.assign_chosen(with_file, statistics, {TO_Q: "fp16", TO_K: "int8", f"{ATTENTION}.to_v": "int8"})
-    rows = [made[f"{ATTENTION}.to_{end}"] for end in "qkv"]
-    assert [row.format for row in rows] == [None, "int8", "int8"] and rows[1].folded_into
-    assert torch.equal(rows[0].pre_quant_scale, rows[1].pre_quant_scale)
-    assert sum(layer.format is not None for layer in made.values()) == 2
 
 
 @pytest.mark.slow

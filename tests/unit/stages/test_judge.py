@@ -1,7 +1,7 @@
 """What is said of a candidate, and of a run as one, of whose config nothing is executed."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sd_quant.config import Infer, Judge, Model
+from sd_quant.config import Judge
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Generated
 from sd_quant.metrics.latency import Rounds
@@ -25,6 +25,8 @@ from tests.presets import job
 from tests.refusals import refused
 
 pytestmark = pytest.mark.commit
+
+SDNQ = OwnLibrary("SDNQ", None)
 
 
 def subject(name: str = "a.gguf", runtime: OwnLibrary | None = None, **more) -> Subject:
@@ -42,9 +44,6 @@ def baseline(**more) -> SimpleNamespace:
 
 def images(value: int) -> Generated:
     return Generated(np.full((2, 64, 64, 3), value, np.uint8), torch.zeros(2, 1))
-
-
-SDNQ = OwnLibrary("SDNQ", None)
 
 
 def test_a_library_is_compared_with_our_reading_and_timed_beside_torch_or_a_reason_says_why_not(answering, monkeypatch):
@@ -70,18 +69,28 @@ def test_a_library_is_compared_with_our_reading_and_timed_beside_torch_or_a_reas
     assert "ms" not in failed and "\n" not in failed["reason"]
 
 
-def test_the_layers_that_cost_most_come_first():
+def test_the_layers_that_cost_most_come_first_and_other_parts_have_rows_and_an_entry_of_their_own():
     rows = [
         {"name": name, "role": "conv", "format": fmt, "inputs": "high precision", "output_error": output,
-         "network_error": network}
+         "network_error": network, "weight_error": 0.1}
         for name, fmt, output, network in [
             ("a", "Q4_0", 0.3, None), ("b", "Q4_0", 0.1, 0.02), ("c", "Q4_0", 0.2, 0.05),
             ("d", "high precision", None, None),
         ]
     ]  # fmt: skip
-    entry = judged_entry(subject(rows=rows), baseline(), rows, 0.1, {"reason": "none"})
+    of_clip = [{"name": "clip1:layer", "format": "int8"}, {"name": "clip1:other", "format": "high precision"}]
+    part = SubjectPart("diffusers_sdnq", "SDNQ", 1000, 10.0, of_clip, None, lambda: {"clip1:layer": 0.01})
+    candidate = subject(rows=rows, clip1=part)
+    assert judged_figures.keys_of(candidate) == {"unet": "theirs", "clip1": "theirs clip1"}
+    written = judge_one.rows_with_others(rows, candidate)
+    assert written == [*rows, of_clip[0] | {"weight_error": 0.01}, of_clip[1] | {"weight_error": None}]
+    entry = judged_entry(candidate, baseline(), rows, 0.1, {"reason": "none"})
     assert [each["name"] for each in entry["hurting"]] == ["c", "b", "a"] and entry["bits"] == 4
     assert entry["formats"] == {"Q4_0": 3, "high precision": 1}
+    assert entry["parts"] == {"clip1": {
+        "reader": "diffusers_sdnq", "maker": "SDNQ", "bits": 10.0, "stored_bytes": 1000,
+        "formats": {"int8": 1, "high precision": 1},
+    }}  # fmt: skip
 
 
 def test_a_candidate_that_fails_leaves_why_and_the_others_go_on_but_into_nobodys_folder(monkeypatch, tmp_path):
@@ -133,44 +142,18 @@ def test_the_command_of_a_folder_is_what_was_given(monkeypatch):
     assert plan["command"] == ["sd-quant", "judge", "candidates=[a b.gguf]"]
 
 
-@dataclass
-class Knobs:
-    layers: int = 3
-    candidates: tuple = ("a.gguf",)
-
-    def categories(self) -> None:
-        return None
-
-
 def test_what_decides_a_verdict_decides_whether_it_is_found_again():
     """Which others stand in the list does not; a library that was installed since does."""
-    facts = {"inputs": {"checkpoint": {"sha256": "c"}}, "versions": {"torch": "2"}}
-    here = baseline(model=Knobs(), infer=Knobs(), judge=Knobs(), metrics=Knobs(), facts=facts)
+    made, facts = job(), {"inputs": {"checkpoint": {"sha256": "c"}}, "versions": {"torch": "2"}}
+    usual = {"model": made.model, "infer": made.infer, "judge": made.judge, "metrics": made.metrics, "facts": facts}
 
     def mark(sha256: str = "f", runtime: OwnLibrary | None = None, **changes) -> str:
-        return judge.mark_of(
-            replace(subject(runtime=runtime), file={"sha256": sha256}), baseline(**vars(here) | changes)
-        )
+        candidate = replace(subject(runtime=runtime), file={"sha256": sha256})
+        return judge.mark_of(candidate, baseline(**usual | changes))
 
-    assert mark() == mark(judge=Knobs(candidates=("a.gguf", "b.gguf")))
-    others = [mark("g"), mark(runtime=OwnLibrary("SDNQ", None)), mark(judge=Knobs(layers=4)), mark(prompts=["a cat"])]
-    others.append(mark(metrics=Knobs(layers=4)))
-    assert len({mark(), *others}) == 6
-
-
-def test_other_parts_have_rows_and_an_entry_of_their_own():
-    row = {"name": "clip1:layer", "format": "int8", "bits": 8.5}
-    plain = {"name": "clip1:other", "format": "high precision", "bits": 16.0}
-    part = SubjectPart("diffusers_sdnq", "SDNQ", 1000, 10.0, [row, plain], None, lambda: {"clip1:layer": 0.01})
-    candidate = subject(clip1=part)
-    assert judged_figures.keys_of(candidate) == {"unet": "theirs", "clip1": "theirs clip1"}
-    rows = judge_one.rows_with_others([{"name": "a", "role": "conv", "weight_error": 0.1}], candidate)
-    assert [each["name"] for each in rows] == ["a", "clip1:layer", "clip1:other"]
-    assert [each["weight_error"] for each in rows] == [0.1, 0.01, None] and "role" not in rows[1]
-    assert judged_entry(candidate, baseline(), [], 0.1, {"reason": "none"})["parts"]["clip1"] == {
-        "reader": "diffusers_sdnq", "maker": "SDNQ", "bits": 10.0, "stored_bytes": 1000,
-        "formats": {"int8": 1, "high precision": 1},
-    }  # fmt: skip
+    others = [mark("g"), mark(runtime=OwnLibrary("SDNQ", None)), mark(prompts=["a cat"])]
+    others += [mark(judge=replace(made.judge, layers=4)), mark(metrics=replace(made.metrics, ocr=True))]
+    assert mark() == mark(judge=replace(made.judge, candidates=["b.gguf"])) and len({mark(), *others}) == 6
 
 
 @pytest.fixture
@@ -199,25 +182,6 @@ def test_an_engine_is_opened_only_of_a_run_that_is_trusted(runs, tmp_path):
     assert run_runtime(tmp_path, "tensorrt", parsed(None), trusted) is None, "a plan is never loaded"
 
 
-def test_the_recipe_is_the_runs_and_model_images_and_places_are_ours(theirs, runs, monkeypatch, tmp_path):
-    seen = []
-
-    def chosen_again(job, run, step, session, directory):
-        seen.append((job, session, directory))
-        raise InterruptedError
-
-    monkeypatch.setattr(judged_run, "chosen_again", chosen_again)
-    with pytest.raises(InterruptedError):
-        run_subject("a", tmp_path / "a", runs)
-    ((used, session, directory),) = seen
-    model: Model = used.model
-    infer: Infer = used.infer
-    assert (session, directory, used.quantize) == ("our session", tmp_path, theirs.quantize)
-    assert (model.path, model.width) == ("ours.nemo", 128)
-    assert (infer.prompts, infer.seed, infer.scale) == (["ours"], runs.infer.seed, 3.0)
-    assert runs.infer.scale != 3.0, "and ours stays as it is"
-
-
 def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, tmp_path):
     theirs.quantize = SimpleNamespace(calibration=None, calib_size=MOST_CALIBRATED, n_steps=2)
     with pytest.raises(ConfigError, match=r"was calibrated on 51200 prompts in 2 steps, expected at most 51200 of"):
@@ -225,14 +189,15 @@ def test_a_run_does_not_decide_how_long_is_calibrated(theirs, runs, tmp_path):
 
 
 @pytest.mark.parametrize(("of_run", "beside"), [("with", False), ("without", True), ("other", None)])
-def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
-    theirs, runs, monkeypatch, answering, tmp_path, of_run, beside
-):
-    """Its recipe is derived of the checkpoint without them; a run with them is as it is, and no other is taken."""
+def test_a_run_without_the_loras_gets_them_beside(theirs, runs, monkeypatch, answering, tmp_path, of_run, beside):
+    """The recipe is the run's, derived without them; model and images are ours. No run of other weights is taken."""
     seen = []
 
     def chosen_again(job, run, step, session, directory):
         seen.append((job.model.loras, session.checkpoint))
+        model, infer = job.model, job.infer
+        assert (directory, job.quantize, model.path, model.width) == (tmp_path, theirs.quantize, "ours.nemo", 128)
+        assert (infer.prompts, infer.seed, infer.scale) == (["ours"], runs.infer.seed, 3.0)
         return SimpleNamespace(part_presets={}), {"unet": {"a": "row"}}
 
     runs.session = SimpleNamespace(checkpoint="fused", denoiser="unet", parameters={"unet": 1})
@@ -253,6 +218,7 @@ def test_a_run_of_the_model_without_its_loras_gets_them_beside_its_weights(
     assert found.loras == ("beside" if beside else "fused")
     assert seen == [([], "not fused") if beside else (["a.safetensors"], "fused")]
     assert found.denoiser.open() == ("fused", {"beside": ("fused", "unet", {"a": "row"})} if beside else {"a": "row"})
+    assert runs.infer.scale != 3.0, "ours stays as it is"
     assert found.no_runtime == (third_party.WITHOUT_LORAS if beside else judged_run.UNTRUSTED)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,20 +84,16 @@ def compared(
     return compare_latency(variants, infer, timing, **more)
 
 
-def read_from(latency: dict) -> Timed:
+def read_from(latency: dict, part: str = "unet_xl", samples: int = 2, **denoiser: object) -> Timed:
     """What a report reads of a record with this latency."""
-    return timed_alone("a", parsed({
-        "latency": latency, "denoiser": {"part": "unet_xl", "samples_per_image": 2},
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-    }))  # fmt: skip
+    knobs = {"infer": {"engine": "openvino", "batch_size": 1}}
+    denoiser |= {"part": part, "samples_per_image": samples}
+    return timed_alone("a", parsed({"latency": latency, "denoiser": denoiser, "knobs": knobs}))
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_each_number_is_of_its_own_variant(checkpoint, clocked, together):
-    """4 s of every unquantized part, 1 s of the denoiser and of one text encoder.
-
-    The compiled framework's, of 2 s, is a second baseline in the rounds of the engines.
-    """
+    """4 s of every unquantized part, 1 s of the denoiser and of one text encoder; compiled, 2 s, a second baseline."""
     variants = clocked.variants()
     variants["compiled_framework"] = {"unet_xl": clocked.taking(2.0)}
     variants["quantized"] |= {"clip1": clocked.taking(1.0, "clip1")}
@@ -157,6 +154,7 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
     }
     family = SimpleNamespace(DENOISER="high", DENOISERS=("high", "low"), GUIDES=False)
     checkpoint = SimpleNamespace(family=family, parts=lambda: parts)
+    calls, infer = {"high": 1, "low": 3}, replace(INFER, steps=4, num_timed_runs=5)
 
     def engine(seconds: float):
         def call(x):
@@ -172,17 +170,13 @@ def test_each_of_two_denoisers_counts_with_its_calls(clocked, monkeypatch, toget
     images = ImageTimes([15e3], 0.5)
     monkeypatch.setattr(timing, "part_parameters", lambda _: dict.fromkeys(parts, 1))
     monkeypatch.setattr(timing, "image_times", lambda _, variants, *more: dict.fromkeys(variants, images))
-    calls, infer = {"high": 1, "low": 3}, replace(INFER, steps=4, num_timed_runs=5)
     of_an_image = CallsOfAnImage(1, by_denoiser=calls)
-    found = compared(checkpoint, engines, together, infer, others=others, calls=of_an_image)["openvino"]
+    found = compared(checkpoint, engines, together, infer, others, calls=of_an_image)["openvino"]
     assert found["high"]["1"]["speedup"] == pytest.approx(4)
     assert found["low"]["1"].get("speedup") == (pytest.approx(2) if others else None)
     assert found["image"]["1"]["full_precision"]["rest"] == 0.5
     assert found["image"]["1"]["quantized"]["p50_ms"] == pytest.approx(1000 * image)
-    read = timed_alone("a", parsed({
-        "latency": {"openvino": found}, "denoiser": {"part": "high", "samples_per_image": 1, "calls": calls},
-        "knobs": {"infer": {"engine": "openvino", "batch_size": 1}},
-    }))  # fmt: skip
+    read = read_from({"openvino": found}, "high", 1, calls=calls)
     assert read.image_speedup().value == found["image"]["1"]["speedup"] == pytest.approx(15 / image)
     assert read.denoiser_speedup().value == pytest.approx(10 / (image - 5)), "of the mean of an image's calls"
 
@@ -214,26 +208,11 @@ def test_an_image_whose_denoiser_was_disturbed_has_no_figure_and_no_ratio(checkp
     assert compared(checkpoint, variants)["openvino"]["image"]["1"]["full_precision"]["p50_ms"] is not None
 
 
-def test_what_is_compared_is_called_as_often_in_a_row_as_an_image_calls_it(checkpoint, clocked):
-    """Behind another engine's call each takes 10 ms more: half of that in the mean of a row of two steps."""
-    variants, last = clocked.variants(0.08, 0.04, 0.01), [None]
-
-    def after_another(name: str):
-        engine = variants[name]["unet_xl"]
-
-        def call(**inputs):
-            clocked.seconds += 0.01 * (last[0] != name)
-            last[0] = name
-            return engine(**inputs)
-
-        vars(call).update(vars(engine))
-        return call
-
-    engines = {name: after_another(name) for name in ("full_precision", "quantized")}
-    rounds = timing.denoiser_rounds(checkpoint, engines, INFER, TIMING)
-    assert {name: max(samples) for name, samples in rounds.samples.items()} == pytest.approx(
-        {"full_precision": 45, "quantized": 15}
-    )
+def test_what_is_compared_is_called_as_often_in_a_row_as_an_image_calls_it(checkpoint, clocked, monkeypatch):
+    monkeypatch.setattr(timing, "in_a_row", in_a_row := Mock(wraps=timing.in_a_row))
+    engines = {name: own["unet_xl"] for name, own in clocked.variants().items()}
+    timing.denoiser_rounds(checkpoint, engines, INFER, TIMING)
+    assert [call.args[1] for call in in_a_row.mock_calls] == [2] * 3, "steps"
 
 
 def test_engines_are_opened_again_where_memory_has_room(checkpoint, clocked, monkeypatch, caplog):

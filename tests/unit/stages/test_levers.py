@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from sd_quant.config import Infer
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.stages import levers, shared
 from sd_quant.stages import precise_steps as stage
@@ -20,6 +19,10 @@ from tests.refusals import refused
 from ..tiny import tiny  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.commit
+
+HALF, INFER = 10 * "cr", job().infer
+# The error with all four steps precise, and what quantizing the inputs of each adds: the last adds most.
+PRODUCTS = torch.diag(torch.tensor([1.0, 1.0, 4.0, 9.0, 100.0], dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("speedup", "rest", "steps"), [(2.0, 0.0, 10), (2.0, 0.5, 5), (1.9, 0.0, 11), (1.0, 0.3, 20)])
@@ -38,14 +41,6 @@ def test_half_calls_count_by_their_time():
     assert precise.share({"h": 1.5, "f": 2.0}, 20) == pytest.approx(23 / 20)
 
 
-HALF = 10 * "cr"
-
-
-@pytest.fixture(scope="module")
-def infer() -> Infer:
-    return job().infer
-
-
 @pytest.mark.parametrize(("family", "levers", "sentence"), [
     ("sdxl", {"reuse": 0.3, "guidance_until": 1, "sampler": "ddim"}, None),
     ("sd3", {"schedule": HALF, "guidance_until": 0.3}, None),
@@ -59,20 +54,16 @@ def infer() -> Infer:
     *(("sdxl", {"guidance_until": beyond},
        f"infer.guidance_until is {beyond}, expected a noise level of the 20 steps") for beyond in (100, 0.001)),
 ])  # fmt: skip
-def test_a_lever_that_the_model_cannot_have_is_refused(tiny, infer, family, levers, sentence):  # noqa: F811
+def test_a_lever_that_the_model_cannot_have_is_refused(tiny, family, levers, sentence):  # noqa: F811
     with refused(sentence):
-        check_levers(tiny(family).checkpoint, replace(infer, **levers))
+        check_levers(tiny(family).checkpoint, replace(INFER, **levers))
 
 
-def test_a_recipe_of_bits_alone_has_no_levers(infer):
-    assert not infer.pulls_levers
-    assert levers.compared(None, SimpleNamespace(of_an_image=CallsOfAnImage(20)), infer, {}, None) is None
-    assert levers.scheduled(None, SimpleNamespace(infer=infer), None) == (infer, {"chosen": None, "precise": None})
-    assert replace(infer, sampler_steps=12).pulls_levers
-
-
-# The error with all four steps precise, and what quantizing the inputs of each adds: the last adds most.
-PRODUCTS = torch.diag(torch.tensor([1.0, 1.0, 4.0, 9.0, 100.0], dtype=torch.float64))
+def test_a_recipe_of_bits_alone_has_no_levers():
+    assert not INFER.pulls_levers
+    assert levers.compared(None, SimpleNamespace(of_an_image=CallsOfAnImage(20)), INFER, {}, None) is None
+    assert levers.scheduled(None, SimpleNamespace(infer=INFER), None) == (INFER, {"chosen": None, "precise": None})
+    assert replace(INFER, sampler_steps=12).pulls_levers
 
 
 @pytest.mark.parametrize(("wanted", "step_time", "found"), [

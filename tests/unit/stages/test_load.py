@@ -12,7 +12,7 @@ from sd_quant.stages.assign import assign_parts
 from sd_quant.stages.load import other_denoisers, presets_of_parts, read_the_text
 from tests.layers import drawn, statistics_of
 
-from .sdxl import loaded, opened
+from .conftest import loaded, opened
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
 
@@ -75,19 +75,14 @@ def test_a_calibrated_part_has_its_inputs_quantized_and_its_norms_absorb_what_sm
     assert norms == {f"text_model.encoder.layers.{block}.layer_norm{norm}" for block in range(3) for norm in (1, 2)}
 
 
-def test_all_text_encoders_can_be_named_together():
-    made = loaded("quantize.parts={text_encoders:int8_weight_only,clip2:int8_dynamic}")
-    assert made.part_presets == {"clip1": "int8_weight_only", "clip2": "int8_dynamic"}
-    assert made.part_recipes.keys() == {"clip1", "clip2"} and made.part_recipes["clip2"].per_token
-
-
 def test_a_second_denoiser_has_the_first_ones_recipe_a_preset_of_its_own_or_none():
     """And it is no part beside one that ``model.denoiser`` names."""
-    names = ("transformer", "transformer_2", "text_encoder", "image_encoder", "vae")
+    names = ("transformer", "transformer_2", "text_encoder", "text_encoder_2", "image_encoder", "vae")
     parts = {name: SimpleNamespace(refused=None, component=name, in_steps=False) for name in names}
     checkpoint = SimpleNamespace(family=SimpleNamespace(DENOISERS=names[:2]))
     session: Any = SimpleNamespace(parts=parts, denoiser="transformer", checkpoint=checkpoint)
-    assert presets_of_parts(session, {"text_encoders": "int8"}) == {"text_encoder": "int8"}
+    of_text = {"text_encoder": "int8", "text_encoder_2": "fp8"}
+    assert presets_of_parts(session, {"text_encoders": "int8", "text_encoder_2": "fp8"}) == of_text
     for denoiser, given, others in (
         (None, {}, ["transformer_2"]), (None, {"transformer_2": "fp8"}, ["transformer_2"]),
         (None, {"transformer_2": "fp16"}, []), ("transformer", {}, []),

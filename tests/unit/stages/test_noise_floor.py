@@ -25,7 +25,6 @@ pytestmark = pytest.mark.commit
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A tiny pipeline and its reference images."""
     folder = tmp_path_factory.mktemp("floor")
     TINY["sd15"](folder / "model")
     given = job(

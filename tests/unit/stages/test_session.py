@@ -1,6 +1,8 @@
-"""What a job takes of memory, GPU and disk; every check is made when a session opens; what knobs say of images."""
+"""What a job takes of memory, GPU and disk, what a session checks, what knobs say of images, a pipeline's tables."""
 
+import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
@@ -10,15 +12,23 @@ from PIL import Image
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference import memory as memory_model
 from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant, memory_of_variants
+from sd_quant.models.parts import exported
+from sd_quant.observed.checkpoint import Observation, ObservedCheckpoint
+from sd_quant.observed.part import Verified
 from sd_quant.places import HOME
-from sd_quant.stages import resources
+from sd_quant.stages import inspect, resources
 from sd_quant.stages import session as stage
 from sd_quant.stages.generate import keep_prompts, sampling_of
 from sd_quant.stages.resources import Needs, check_machine, images_need, run_needs, workload_of
 from tests.presets import infer_job, job
 from tests.refusals import refused
 
+from ..observed.conftest import observe, tiny_folder  # noqa: F401  fixtures
+
 pytestmark = pytest.mark.commit
+
+SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
+STORED = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
 
 
 @pytest.mark.parametrize(("sides", "warned"), [
@@ -34,9 +44,6 @@ def test_images_far_from_the_checkpoints_own_size_are_warned_of(caplog, sides, w
     assert all("and this checkpoint was made for 64 x 64" in message for message in caplog.messages)
 
 
-IMAGES = SimpleNamespace(width=64, height=64, sizes=None, batch_size=1, engine="torch", precision="auto", vae_tile=None)
-
-
 @pytest.fixture
 def session(monkeypatch) -> stage.Session:
     monkeypatch.setattr(stage.Session, "parameters", {"unet_xl": 2_567_463_684, "vae": 49_490_199})
@@ -49,16 +56,20 @@ def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(session, monkeypa
     monkeypatch.setattr(stage.checks, "check_request", checks.request)
     monkeypatch.setattr(stage.Session, "check", checks.structure)
     monkeypatch.setattr(stage.resources, "check_machine", checks.machine)
-    session.check_images(None, IMAGES, simulated)
+    session.check_images(None, images(64, "torch"), simulated)
     request, structure, (name, (needs,), _) = checks.mock_calls
-    assert (request, structure, name) == (call.request(None, IMAGES), call.structure(None, IMAGES), "machine")
+    assert (request, structure, name) == (
+        call.request(None, images(64, "torch")),
+        call.structure(None, images(64, "torch")),
+        "machine",
+    )
     assert needs.gpu.keys() == stages
 
 
 @pytest.mark.parametrize(("room", "together"), [(4e9, False), (1e12, True)])
 def test_parts_are_open_together_only_where_a_gpu_holds_them_too(session, answering, room, together):
     answering(memory_model, available_memory_bytes=1e12, available_cuda_memory_bytes=room)
-    assert session.together(workload_of(IMAGES)) is together
+    assert session.together(workload_of(images(64, "torch"))) is together
 
 
 def test_a_table_and_loras_of_an_observed_pipeline_are_heeded(monkeypatch):
@@ -108,10 +119,6 @@ def test_drawn_prompts_are_kept_and_whole_texts_are_not(tmp_path):
             assert (again.prompt_list(), again.categories()) == (infer.prompt_list(), infer.categories())
 
 
-SDXL = {"unet_xl": 2_567_463_684, "vae": 49_490_199, "clip1": 123_060_480, "clip2": 694_659_840}
-STORED = {part: (4 if part == "vae" else 2) * count for part, count in SDXL.items()}
-
-
 def images(size: int = 1024, engine: str = "openvino", vae_tile: int | None = None) -> SimpleNamespace:
     sides = {"width": size, "height": size, "sizes": None}
     return SimpleNamespace(**sides, batch_size=1, engine=engine, precision="auto", vae_tile=vae_tile)
@@ -123,6 +130,30 @@ def run(
     calibrated = {"calibration": calibration, "accelerator": "auto", "calib_size": 64, "snapshots": [32, 64, 96]}
     made = images(size, engine)
     return run_needs(SDXL, STORED, made, made, SimpleNamespace(batch_size=1, **calibrated), plans, 2, hessians)
+
+
+def in_gb(needs: Needs) -> dict[str, float]:
+    return {f"{kind} {name}": round(size / 1e9, 1) for kind, own in vars(needs).items() for name, size in own.items()}
+
+
+def test_what_a_run_of_the_full_model_takes_in_gigabytes():
+    """Hessians take room on the device, in memory, and on the disk for each snapshot: of prompts 1 to 32, and to 64."""
+    usual = {
+        "memory images": 19.8, "memory calibrate": 16.6, "memory plans": 11.8, "gpu images": 10.5,
+        "gpu the simulation": 13.4, "gpu calibrate": 16.6, "disk plan": 7.0, "disk onnx": 7.0, "disk the cache": 7.0,
+        "disk full_precision": 5.1, "disk hand_over": 13.9, "disk ModelOpt's checkpoint": 10.3,
+        "disk temporary files": 5.1,
+    }  # fmt: skip
+    smaller = {"memory images": 18.2, "memory calibrate": 15.1, "gpu images": 6.7, "gpu the simulation": 11.8}
+    hessians = {"memory calibrate": 19.6, "gpu calibrate": 17.6, "disk statistics": 2.0}
+    assert in_gb(run()) == usual == in_gb(run(engine="tensorrt_rtx"))  # torch makes the baseline's images
+    assert in_gb(run(512)) == usual | smaller | {"gpu calibrate": 15.1}
+    assert in_gb(run(hessians=10**9)) == usual | hessians
+    less = {name: size for name, size in usual.items() if "calibrate" not in name and "plan" not in name}
+    assert in_gb(run(calibration="given", plans=False)) == less
+    by_torch = images_need(SDXL, images(engine="torch"))
+    assert in_gb(by_torch) == {"memory images": 13.4, "gpu images": 10.5}
+    assert images_need(SDXL, images(engine="tensorrt_rtx")).gpu == {}, "nobody knows the format of a plan"
 
 
 @pytest.fixture
@@ -138,50 +169,40 @@ def free(monkeypatch):
 
 
 def test_the_full_model_works_on_24_gb_one_part_at_a_time(tmp_path, free, monkeypatch):
-    asked: list[float] = []
-    monkeypatch.setattr(resources, "check_room", lambda path, needed, what="": asked.append(needed))
+    """On a GPU of 22.5 GB too, as one of 24 has with a screen."""
+    monkeypatch.setattr(resources, "check_room", check_room := Mock())  # of any disk, also one that is fuller than that
     free(24)
     check_machine(run(), tmp_path)
-    assert len(asked) == 1 and 50e9 < asked[0] < 60e9  # of any disk, also one that is fuller than that
-    assert not fits(memory_of_variants(SDXL, workload_of(images()))[0], "all")
-    free(80)
-    assert fits(memory_of_variants(SDXL, workload_of(images()))[0], "all")
-
-
-def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, free):
-    free(8)
-    with refused(
-        r".*the 8.0 GB that are free here .*calibrate 1\d.\d GB, plans 1\d.\d GB.* infer.batch_size", ResourceError
-    ):
-        check_machine(run(), tmp_path)
-    assert set(run(calibration="given", plans=False).memory) == {"images"}
-    large, small = (run(size).memory for size in (1024, 512))
-    assert all(small[stage] <= large[stage] for stage in large) and small["calibrate"] < large["calibrate"]
-
-
-def test_hessians_count_on_the_device_in_memory_and_for_each_snapshot_on_the_disk():
-    plain, summed = (run(hessians=hessians) for hessians in (0, 10**9))
-    assert summed.memory["calibrate"] - plain.memory["calibrate"] == 3e9
-    assert summed.gpu["calibrate"] - plain.gpu["calibrate"] == 1e9
-    assert sum(summed.disk.values()) - sum(plain.disk.values()) == 2e9  # of prompts 1 to 32, and 33 to 64
-
-
-def test_a_gpu_of_24_gb_is_enough_one_part_at_a_time(free):
-    """Calibration takes most, 4 bytes of each of 3.39 B weights and the activations of guidance's two samples."""
-    needed, infer = run(engine="torch_native").gpu, images(engine="torch_native")
-    assert max(needed, key=needed.get) == "calibrate" and 16e9 < needed["calibrate"] < 18e9
-    assert "calibrate" not in run(calibration="given", engine="torch_native").gpu
-    free(gpu=22.5)  # of a card of 24 GB with a screen
-    check_machine(Needs(gpu=needed))
-    assert not fits({}, "all", memory_of_variants(SDXL, workload_of(infer))[1])
+    assert [round(each.args[1] / 1e9, 1) for each in check_room.mock_calls] == [55.4]
+    for memory, gpu, engine, together in (
+        (24, None, "openvino", False), (80, None, "openvino", True), (100, 22.5, "torch_native", False),
+        (100, 75, "torch_native", True),
+    ):  # fmt: skip
+        free(memory, gpu)
+        sizes, on_gpu = memory_of_variants(SDXL, workload_of(images(engine=engine)))
+        assert fits(sizes, "all", on_gpu) == together
+        check_machine(Needs(gpu=run().gpu))
     free(gpu=1)
     assert fits({}, "a side", memory_of_variant(SDXL, workload_of(images()))[1])  # an engine for the processor
     assert not fits({}, "a side", memory_of_variant(SDXL, workload_of(images(engine="tensorrt")))[1])
-    free(gpu=11.5)
-    with refused(r".*the 11.5 GB that are free on the GPU \(.*calibrate 16.6 GB\).* infer.batch_size", ResourceError):
-        check_machine(Needs(gpu=needed))
-    free(gpu=75)
-    assert fits({}, "all", memory_of_variants(SDXL, workload_of(infer))[1])
+
+
+def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, free):
+    room = shutil.disk_usage(tmp_path).free
+    for memory, gpu, needs, told in (
+        (8, None, run(), "the 8.0 GB that are free here .*calibrate 16.6 GB, plans 11.8 GB.* infer.batch_size"),
+        (
+            99,
+            11.5,
+            Needs(gpu=run().gpu),
+            r"11.5 GB that are free on the GPU \(.*calibrate 16.6 GB\).* infer.batch_size",
+        ),
+        (99, None, Needs(disk=run().disk | {"onnx": 1e18}), "needs up to .*ModelOpt's checkpoint 10.3 GB"),
+        (99, None, Needs(disk={"onnx": 0.6 * room, "plan": 0.6 * room}), "onnx"),
+    ):
+        free(memory, gpu)
+        with refused(f".*{told}", ResourceError):
+            check_machine(needs, tmp_path)
 
 
 def test_decoding_takes_most_of_a_small_model_and_tiles_bound_it():
@@ -192,20 +213,66 @@ def test_decoding_takes_most_of_a_small_model_and_tiles_bound_it():
     assert tiled["unet_xl"] == whole["unet_xl"]
 
 
-def test_a_disk_that_is_too_small(tmp_path, free):
-    free(24)
-    files, room = run().disk, shutil.disk_usage(tmp_path).free
-    assert 25e9 < sum(files.values()) - files["hand_over"] < 48e9 and files["plan"] > 0
-    assert files["hand_over"] == 2 * files["onnx"] and "plan" not in run(plans=False).disk
-    for needed, named in (
-        (files | {"onnx": 1e18}, ".*needs up to .*ModelOpt's checkpoint 10.3 GB"),
-        ({"onnx": 0.6 * room, "plan": 0.6 * room}, ".*onnx"),
-    ):
-        with refused(named, ResourceError):
-            check_machine(Needs(disk=needed), tmp_path)
+@pytest.fixture
+def inspected(observe, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """``inspected(change)``: what is printed of a pipeline whose observation is ``change``d, and its checkpoint."""
+
+    def run(change=lambda observation: observation, **changes) -> tuple[str, ObservedCheckpoint]:
+        checkpoint = observe("PixArtSigmaPipeline", **changes)
+        checkpoint = replace(checkpoint, observation=change(checkpoint.observation))
+        monkeypatch.setattr(inspect, "observed_checkpoint", lambda model: checkpoint)
+        model = SimpleNamespace(width=64, height=48, recommended={"calib_size": 8, "steps": 5})
+        inspect.inspect(SimpleNamespace(model=model), tmp_path)
+        return capsys.readouterr().out, checkpoint
+
+    return run
 
 
-def test_a_gpu_is_asked_for_what_torch_takes_and_not_for_a_plan_whose_format_nobody_knows():
-    assert set(images_need(SDXL, images(engine="torch")).gpu) == {"images"}
-    assert images_need(SDXL, images(engine="tensorrt_rtx")).gpu == {}
-    assert run(engine="tensorrt_rtx").gpu["images"] == run(engine="torch").gpu["images"]  # torch makes the baseline's
+def test_every_network_input_and_role_has_a_row(inspected, tmp_path):
+    """Layers that the user excluded are told from those that were observed."""
+    printed, checkpoint = inspected(excluded=("transformer_blocks.0.ff.net.0.proj",))
+    assert Observation.from_json(json.loads((tmp_path / "observed.json").read_text())) == checkpoint.observation
+    for name, kind in (("transformer", "PixArtTransformer2DModel"), ("vae", "AutoencoderKL")):
+        (row,) = [line for line in printed.splitlines() if line.startswith(name) and kind in line]
+        assert "refused" in row and " M " in row
+        assert f"{name} is not exported: not tried" in printed
+    for name, shape in checkpoint.parts()["transformer"].contract.inputs.items():
+        assert name in printed and " x ".join(map(str, shape)) in printed
+    rows = inspect.layers_table(stage.Session(checkpoint)).rows
+    counts = {role: int(count) for role, count, _ in rows}
+    assert all(name in printed for _, _, name in rows)
+    assert sum(counts.values()) == len(checkpoint.family.layer_roles(None)) and counts["excluded: model.excluded"] == 1
+    assert len([name for name in counts if name.startswith("excluded: ")]) > 1, "the others have reasons"
+    assert "calls of the denoiser a step: 1, samples in each for an image: 2" in printed
+    assert printed.rstrip().endswith(f"observed: {tmp_path / 'observed.json'}")
+
+
+def test_what_was_verified_what_is_fixed_and_what_cannot_be_one_batch_is_said(inspected):
+    def changed(observation: Observation) -> Observation:
+        part = observation.parts["transformer"]
+        found = {"openvino": Verified(calls=5, error=1.2e-6)}
+        rung = replace(part.rung, name="plain", cause=None, verified=found, refused={"onnxruntime": "no Where"})
+        parts = {**observation.parts, "transformer": replace(part, rung=rung)}
+        return replace(observation, parts=parts, unequal="masks differ", fixed={"larger": "it fails in vae.decode"})
+
+    printed, checkpoint = inspected(changed)
+    assert exported(checkpoint.parts()) == ["transformer"] and "transformer is not exported" not in printed
+    for words in (
+        "openvino (5 calls within 1e-06)", "transformer in onnxruntime: no Where",
+        "prompts of unequal length cannot be in one batch: masks differ", "larger is fixed: it fails in vae.decode",
+    ):  # fmt: skip
+        assert words in printed
+
+
+def test_time_is_told_by_the_denoisers_operations(inspected, monkeypatch):
+    def refuses(module, inputs):
+        raise NotImplementedError("a look at\nnumbers")
+
+    monkeypatch.setattr(inspect, "rate", lambda: 1e9)
+    for counts, words in (  # of two samples, because of guidance
+        (lambda module, inputs: (int(2e9) * len(inputs["hidden_states"]), {}),
+         "a step of an image of 64 x 48 takes at least 4 s in torch, the calibration by 8 prompts of 5 steps 3 min (0"),
+        (refuses, "time is not estimated, because transformer cannot be called without numbers: a look at numbers"),
+    ):  # fmt: skip
+        monkeypatch.setattr(inspect, "operations", counts)
+        assert words in inspected()[0]

@@ -29,6 +29,8 @@ FULL = {part: RUN / f"full_precision/onnx/{part}/{part}.onnx" for part in PARTS}
 PLANS, FULL_PLANS = ({part: folder / f"plan/{part}.plan" for part in PARTS} for folder in (RUN, RUN / "full_precision"))
 NATIVE, CODES = ({part: Native(part, quantized=quantized) for part in PARTS} for quantized in (False, True))
 SIMULATED, BY_TORCH = {"unet": Simulated("unet")}, {"vae": "vae"}
+INFER = job("infer.width=64", "infer.height=64").infer
+OPENED = ("unet_xl", "clip1", "vae")
 
 
 class Opened(Session):
@@ -46,9 +48,7 @@ class Opened(Session):
     ("torch_native", PARTS, ["unet"], False, NATIVE, NATIVE | {"unet": CODES["unet"]}),
     ("torch_native", PARTS, PARTS, False, NATIVE, CODES),
 ])  # fmt: skip
-def test_each_variant_has_its_own_file_of_what_is_quantized(
-    engine, exported, assigned, simulated, full_precision, quantized
-):
+def test_each_variant_has_its_own_files(engine, exported, assigned, simulated, full_precision, quantized):
     """What no engine executes is simulated, and what is not exported computed by torch."""
     parts = {part: EXPORTED if part in exported else REFUSED for part in PARTS}
     loaded = SimpleNamespace(parts=parts, denoisers=["unet"], infer=SimpleNamespace(engine=engine))
@@ -120,9 +120,7 @@ def infer(
 @pytest.mark.parametrize("part, precision, expected", [
     ("clip1", "auto", torch.float32), ("clip1", "bf16", torch.bfloat16), ("vae", "bf16", torch.float32)
 ])  # fmt: skip
-def test_torch_computes_in_the_precision_that_was_asked_for_and_graphs_of_cuda_need_a_gpu(
-    checkpoint, part, precision, expected
-):
+def test_torch_computes_in_the_precision_asked_for_and_cuda_graphs_need_a_gpu(checkpoint, part, precision, expected):
     engine = open_parts.open_torch(checkpoint, infer(precision=precision), part)
     assert isinstance(engine, TorchEngine)
     assert {weight.dtype for weight in engine.module.parameters()} == {expected}
@@ -175,10 +173,6 @@ def test_a_runtime_is_told_of_what_it_has_and_the_part_needs(monkeypatch, part, 
     open_parts.open_file(Path(f"{part}.onnx"), infer(**knobs))
     given = {name: load.call_args.kwargs.get(name) for name in ("precision", "kept")}
     assert given == {"precision": None, "kept": None} | told
-
-
-INFER = job("infer.width=64", "infer.height=64").infer
-OPENED = ("unet_xl", "clip1", "vae")
 
 
 def measured(monkeypatch, simulated: str | None = None, **beside: str):

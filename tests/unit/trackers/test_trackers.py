@@ -8,8 +8,8 @@ import sqlite3
 import sys
 from collections import namedtuple
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from unittest.mock import Mock
+from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 from PIL import Image
@@ -110,78 +110,40 @@ def test_tensorboard_has_knobs_numbers_series_and_image(record, directory, tmp_p
     assert b"quant_level" in start and b"infer.prompts" in start
 
 
-class Client:
-    """What sd_quant.trackers.mlflow calls of MlflowClient, writing down what it is told."""
-
-    known: dict
-    runs: dict
-    full = False
-
-    def __init__(self, uri: str):
-        self.uri = uri
-
-    def get_experiment_by_name(self, name):
-        return SimpleNamespace(experiment_id=self.known[name][0]) if name in self.known else None
-
-    def create_experiment(self, name, artifact_location):
-        assert name not in self.known
-        self.known[name] = ("7", artifact_location)
-        return "7"
-
-    def create_run(self, experiment_id, run_name):
-        assert experiment_id == "7"
-        run_id = str(len(self.runs))
-        self.runs[run_id] = {"name": run_name, "uri": self.uri, "params": [], "metrics": [], "images": []}
-        return SimpleNamespace(info=SimpleNamespace(run_id=run_id, start_time=1))
-
-    def log_batch(self, run_id, metrics=(), params=()):
-        assert len(metrics) <= 1000 and len(params) <= 100
-        self.runs[run_id]["metrics"] += metrics
-        self.runs[run_id]["params"] += params
-
-    def log_artifact(self, run_id, path, folder):
-        if self.full:
-            raise OSError(28, "No space left on device")
-        self.runs[run_id]["images"].append((path, folder))
-
-    def set_terminated(self, run_id, status):
-        self.runs[run_id]["status"] = status
-
-
-@pytest.fixture
-def client(monkeypatch) -> type[Client]:
-    modules = {name: ModuleType(name) for name in ("mlflow", "mlflow.entities", "mlflow.tracking")}
-    modules["mlflow.entities"].Metric = namedtuple("Metric", "key value timestamp step")
-    modules["mlflow.entities"].Param = namedtuple("Param", "key value")
-    modules["mlflow.tracking"].MlflowClient = fresh = type("Fresh", (Client,), {"known": {}, "runs": {}})
+def test_mlflow_is_told_knobs_numbers_series_and_image(record, directory, tmp_path, caplog, monkeypatch):
+    kind, store = Mock(), tmp_path / "store"
+    client, entities = kind.return_value, Mock(Metric=namedtuple("Metric", "key value timestamp step"))
+    entities.Param = namedtuple("Param", "key value")
+    client.get_experiment_by_name.side_effect = [None, *[SimpleNamespace(experiment_id="7")] * 2]
+    client.create_experiment.return_value = "7"
+    client.create_run.return_value.info = SimpleNamespace(run_id="a", start_time=1)
+    modules = {"mlflow": Mock(), "mlflow.entities": entities, "mlflow.tracking": Mock(MlflowClient=kind)}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "")  # so that it is put back afterwards
     monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY")
-    return fresh
-
-
-def test_mlflow_is_told_knobs_numbers_series_and_image(client, record, directory, tmp_path, caplog, monkeypatch):
-    store = tmp_path / "store"
     record["knobs"] |= {f"knob{index}": index for index in range(250)}  # more than MLflow takes at once
     for _ in range(2):
+        client.log_batch.reset_mock()
         track(["mlflow"], record, directory, store)
     assert not caplog.messages
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
-    assert client.known == {"sd-quant": ("7", (store / "mlflow").as_uri())}
-    assert [run["name"] for run in client.runs.values()] == ["multirun/0"] * 2
-    run = client.runs["1"]
-    assert run["uri"] == f"sqlite:///{store}/mlflow.db"
-    params = {param.key: param.value for param in run["params"]}
+    kind.assert_called_with(f"sqlite:///{store}/mlflow.db")
+    client.create_experiment.assert_called_once_with("sd-quant", artifact_location=(store / "mlflow").as_uri())
+    assert client.create_run.call_args_list == [call("7", run_name="multirun/0")] * 2
+    batches = [each.kwargs for each in client.log_batch.call_args_list]
+    assert all(each.args == ("a",) for each in client.log_batch.call_args_list)
+    assert [len(batch["params"]) for batch in batches if "params" in batch] == [100, 100, 57]
+    params = {param.key: param.value for batch in batches for param in batch.get("params", ())}
     assert (params["alpha"], params["quant_level"], params["knob249"]) == ("auto", "3.0", "249")
-    logged = [(metric.key, metric.step, metric.value) for metric in run["metrics"]]
+    logged = [(each.key, each.step, each.value) for batch in batches for each in batch.get("metrics", ())]
     series = [("fidelity/latent_sqnr_db", 1, 40.0), ("fidelity/latent_sqnr_db", 3, 25.1)]
     assert sorted(logged) == sorted([(name, 1, value) for name, value in METRICS.items()] + series)
-    assert run["images"] == [(str(directory / "images/grid.png"), "images")]
-    assert run["status"] == "FINISHED"
-    monkeypatch.setattr(client, "full", True)
+    client.log_artifact.assert_called_with("a", str(directory / "images/grid.png"), "images")
+    client.set_terminated.assert_called_with("a", "FINISHED")
+    client.log_artifact.side_effect = OSError(28, "No space left on device")
     track(["mlflow"], record, directory, store)
-    assert client.runs["2"]["status"] == "FAILED", "it could not be logged in full"
+    client.set_terminated.assert_called_with("a", "FAILED")
     assert "the tracker mlflow was not told of this run: OSError" in caplog.messages[0]
 
 
