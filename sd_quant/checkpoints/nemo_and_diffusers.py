@@ -5,13 +5,13 @@ describes are then compared with the folder's configs, entry by entry. So anothe
 an inpainting one, is refused for the entry that differs, and no list of kinds is needed.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import yaml
 
-from sd_quant.checkpoints.diffusers_pipeline import ABSENT, defaults_of, full_config, usual_entries, weights_of
+from sd_quant.checkpoints.diffusers_network import defaults_of, full_config, network_class, usual_entries, weights_of
+from sd_quant.checkpoints.diffusers_pipeline import ABSENT, components_of, read_index
 from sd_quant.checkpoints.nemo_networks import (
     NemoCheckpoint,
     checkpoint_of,
@@ -75,7 +75,7 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
     modules = described_networks(path, model_config, clip1, clip2)
     for name, module in modules.items():  # the networks that NeMo builds have to be those of the folder
         library, kind = NETWORKS[name]
-        config = usual_entries(kind) | configs[name]
+        config = usual_entries(network_class(kind)) | configs[name]
         compared = {key for key in config if not key.startswith("_")} - COMPUTING
         keys = compared if library == "diffusers" else COMPARED_OF_TEXT
         check_config(path / name / "config.json", config, full_config(module), keys)
@@ -94,17 +94,10 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
 
 def scheduler_entries(path: Path) -> dict:
     """Return a folder's scheduler config, defaults included. Raises ArtifactError for a scheduler that has no betas."""
-    import diffusers
-
-    described = read_json(path, INDEX).get("scheduler")
-    name = str(described[-1] if isinstance(described, list) and described else "EulerDiscreteScheduler")
-    kind = getattr(diffusers, name, None)
-    usual = defaults_of(kind) if inspect.isclass(kind) else {}
-    if "beta_schedule" not in usual:
-        raise ArtifactError(
-            f"{path / INDEX}: its scheduler is {ascii(name)[:100]}, expected one with betas; {AS_IT_IS}"
-        )
-    return usual | read_json(path / "scheduler", "scheduler_config.json") | {"_class_name": name}
+    kind = components_of(path, *read_index(path))["scheduler"].kind
+    if "beta_schedule" not in (usual := defaults_of(kind)):
+        raise ArtifactError(f"{path / INDEX}: its scheduler is {kind.__name__!r}, expected one with betas; {AS_IT_IS}")
+    return usual | read_json(path / "scheduler", "scheduler_config.json") | {"_class_name": kind.__name__}
 
 
 def nemo_config(unet: Mapping, vae: Mapping, clip1: TextShape, clip2: TextShape) -> dict:

@@ -12,18 +12,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from sd_quant.checkpoints.diffusers_pipeline import (
-    AGAIN,
-    DiffusersCheckpoint,
-    empty_networks,
-    full_config,
-    network_config,
-    weights_of,
-)
+from sd_quant.checkpoints.diffusers_network import full_config, network_class, read_network, weights_of
+from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint
 from sd_quant.checkpoints.nemo_networks import NemoCheckpoint, from_nemo
 from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.errors import ConfigError
-from sd_quant.files import refusing
 from sd_quant.files.archive import whole_file
 from sd_quant.files.folders import read_json
 from sd_quant.files.safetensors import read_safetensors
@@ -55,7 +48,7 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
     own = empty_modules(checkpoint)[VAE]
     folder = path / VAE if (path / INDEX).is_file() else path
     if (folder / "config.json").is_file():
-        built, weights = open_network("model.vae", folder, VAE, "AutoencoderKL")
+        _, built, weights = open_network("model.vae", folder, VAE, "AutoencoderKL")
     else:
         built, weights = own, weights_of(path, VAE, own, tensors=stored_vae(path, own))
     config, advice = full_config(built), "with which the denoiser was trained; give an autoencoder of the same latents"
@@ -98,7 +91,7 @@ def with_controlnets(checkpoint: Opened, stated: Sequence[tuple[Path, float]]) -
     controlnets, components = list[ControlNet](), dict(checkpoint.components)
     advice = f"as of the {component} that it adds to; give one that was trained for this base"
     for name, (folder, scale) in zip(controlnet_names(len(stated)), stated, strict=True):
-        built, components[name] = open_network("model.controlnets", folder, name, KIND)
+        _, built, components[name] = open_network("model.controlnets", folder, name, KIND)
         config = full_config(built)
         own, expected = entries_in(config, SHARED), entries_in(denoiser, SHARED)
         check_alike(f"model.controlnets names {folder}", own, expected, advice)
@@ -115,17 +108,14 @@ def without_controlnets(checkpoint: Checkpoint) -> Checkpoint:
     return replace(opened, components=components, controlnets=())
 
 
-def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn.Module, Weights]:
+def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[dict, nn.Module, Weights]:
     """Open the network in ``folder``; reads no weight. Raises ConfigError if no ``kind``, ArtifactError if damaged."""
     if (found := read_json(folder, "config.json").get("_class_name", kind)) != kind:
         raise ConfigError(
             f"{knob} names {folder}, which is of {str(found)[:100]}, expected {kind}; give one of it, or use "
             "model=diffusers with the pipeline that has it"
         )
-    config = network_config(folder, kind)
-    with refusing(f"{folder} describes no {kind} that can be built", advice=AGAIN):
-        [built] = empty_networks([(kind, config)])
-    return built, weights_of(folder, component, built)
+    return read_network(folder, component, network_class(kind), ())
 
 
 def entries_in(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Networks without weights: a network of any size is built in seconds, with the buffers that its constructor computes.
+"""Networks without weights, built and run in seconds at any size, with the buffers that constructors compute.
 
 A network of 20 billion parameters is built with its parameters on the meta device, which takes no memory. Buffers and
 other tensors of a constructor (position tables, frequencies) hold their numbers: code may read them, and tensors that
@@ -6,16 +6,21 @@ no checkpoint holds become constants of the graph. "Weights" are parameters, and
 Alternative not taken: ``torch.device("meta")`` around the constructor, whose buffers would have no numbers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd_quant.errors import ArtifactError
 
 META = torch.device("meta")
+ATEN = torch.ops.aten
+INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
 SPREAD = 0.02  # standard deviation of random weights
 Read = Callable[[str], Tensor]  # a weight by its name
 
@@ -116,3 +121,44 @@ def shortened(network: nn.Module, blocks: int) -> nn.Module:
         if isinstance(module, nn.ModuleList) and len(module) > blocks and len({type(each) for each in module}) == 1:
             del module[blocks:]
     return network
+
+
+def run(network: nn.Module, method: str, arguments: Mapping[str, Any]) -> Any:
+    return (network if method == "forward" else getattr(network, method))(**arguments)
+
+
+@contextmanager
+def autocast_of_meta() -> Iterator[None]:
+    """Make torch.autocast do nothing for the meta device, which it does not support, in this context."""
+    known = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == "meta" else known(device_type, *args, **kwargs)
+
+    with mock.patch.object(torch, "autocast", autocast):
+        yield
+
+
+class WithoutNumbers(TorchDispatchMode):
+    """Dispatch mode: operations with a meta tensor return meta tensors, all other operations compute on the CPU."""
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
+    ) -> Any:
+        unknown = any(isinstance(each, Tensor) and each.device == META for each in pytree.tree_leaves((args, kwargs)))
+
+        def change(value: Any) -> Any:
+            if isinstance(value, torch.device):
+                return META if unknown else torch.device("cpu")
+            return value.to(META) if unknown and isinstance(value, Tensor) else value
+
+        if unknown and func in INDEXING:  # how many places a mask has decides a shape
+            args = (args[0], [each for index in args[1] for each in places(index)], *args[2:])
+        args, kwargs = pytree.tree_map(change, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """Convert a boolean mask with known numbers to the indices that it selects; return any other index unchanged."""
+    is_mask = index is not None and index.dtype == torch.bool and not index.is_meta
+    return index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]

@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import nn
 
+from sd_quant.checkpoints.diffusers_network import network_of, with_small_weights
+from sd_quant.checkpoints.diffusers_pipeline import Folder
+from sd_quant.layers.roles import ObservedLayers
 from sd_quant.models import Dtypes
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.family import Family, Observed, PipelineCall, StandIn
 from sd_quant.models.parts import Axis, Heads, Part, SharedInput, with_dtypes
 from sd_quant.observed.calls import Signature, restored
 from sd_quant.observed.ladder import IN_FP32
-from sd_quant.observed.layers import ObservedLayers
-from sd_quant.observed.opening import Folder, network_of, with_small_weights
 from sd_quant.observed.part import Rung, part_of
 from sd_quant.observed.watching import MOVING, Facts
 

@@ -35,7 +35,7 @@ from sd_quant.engines.base import Engine
 from sd_quant.errors import ArtifactError, SdQuantError
 from sd_quant.export.qdq import write_onnx
 from sd_quant.export.tracing import trace
-from sd_quant.models.empty import Read, random_weights, reader, shortened, with_weights
+from sd_quant.models.empty import Read, random_weights, reader, run, shortened, with_weights
 from sd_quant.models.parts import Part
 from sd_quant.observed.calls import (
     BATCH,
@@ -51,15 +51,7 @@ from sd_quant.observed.calls import (
 )
 from sd_quant.observed.pairs import Numbers
 from sd_quant.observed.part import BUFFERS, INPUTS, KNOWN, PREFIX, REALS, SIZES, Rung, Verified, part_of
-from sd_quant.observed.sizes import (
-    Outputs,
-    input_trees,
-    known_without_weights,
-    look,
-    named_tensors,
-    of_sizes_alone,
-    run,
-)
+from sd_quant.observed.sizes import Outputs, input_trees, known_without_weights, look, named_tensors, of_sizes_alone
 from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)

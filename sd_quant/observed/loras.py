@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sd_quant.checkpoints.diffusers_pipeline import MOST_SECONDS
+from sd_quant.checkpoints.diffusers_network import MOST_MEMORY, MOST_SECONDS
 from sd_quant.checkpoints.lora import read_lora, split_key, updated
 from sd_quant.errors import ConfigError
 from sd_quant.files import refusing
@@ -26,7 +26,6 @@ from sd_quant.files.checks import listing
 from sd_quant.files.tensors import LazyTensor, Readable, lazy
 from sd_quant.names.lora import Place, diffusers_places
 from sd_quant.observed.checkpoint import ObservedCheckpoint
-from sd_quant.observed.opening import MOST_MEMORY
 from sd_quant.process import confined
 
 

@@ -20,19 +20,20 @@ from torch import Tensor, nn
 
 from sd_quant.cache import Cache
 from sd_quant.calibration.store import content_digest
+from sd_quant.checkpoints.diffusers_network import network_of, with_small_weights
+from sd_quant.checkpoints.diffusers_pipeline import Folder, open_folder
 from sd_quant.devices import threads
 from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
 from sd_quant.files import write_json
 from sd_quant.files.images import drawn, has_images, kinds
 from sd_quant.files.tensors import Weights
+from sd_quant.layers.roles import observed_layers
 from sd_quant.models import Dtypes
 from sd_quant.models.parts import Axis, Part
 from sd_quant.observed.calls import Call, one_structure, signature_of, with_outputs
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint, ObservedPart
 from sd_quant.observed.ladder import LARGE, climb
-from sd_quant.observed.layers import observed_layers
-from sd_quant.observed.opening import Folder, network_of, open_folder, with_small_weights
 from sd_quant.observed.part import Rung, part_of
 from sd_quant.observed.watching import Asked, Facts, Watched, runs_of, watch
 from sd_quant.report.provenance import fingerprint, versions

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from sd_quant.models.empty import run
 from sd_quant.models.parts import Contract, NamedForward, Part
 from sd_quant.observed.calls import Signature, as_reals, given_tensors, rebuilt, result_tensors
 from sd_quant.observed.pairs import RealNumbers, with_real_constants
-from sd_quant.observed.sizes import Outside, given_outputs, named_tensors, run
+from sd_quant.observed.sizes import Outside, given_outputs, named_tensors
 
 PREFIX = "network."  # of weights' names
 PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional.conv3d}  # of (input, weight, ...)

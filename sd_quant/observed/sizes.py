@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd_quant.errors import ArtifactError, SdQuantError
-from sd_quant.models.empty import META, random_weights, reader, with_weights
+from sd_quant.models.empty import META, WithoutNumbers, random_weights, reader, run, with_weights
 from sd_quant.observed.calls import (
     Call,
     at,
@@ -35,39 +34,12 @@ from sd_quant.observed.calls import (
 )
 from sd_quant.observed.pairs import mapped
 
-ATEN = torch.ops.aten
-INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
 KEPT = 8  # most results in the cache
 Outputs = dict[str, list[Any]]  # by module path, the output of each call of the module
 
 
 class Enough(Exception):
     """Raised to end a network's run as soon as the modules of interest have returned."""
-
-
-class WithoutNumbers(TorchDispatchMode):
-    """Dispatch mode: operations with a meta tensor return meta tensors, all other operations compute on the CPU."""
-
-    def __torch_dispatch__(
-        self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
-    ) -> Any:
-        unknown = any(tensor.device == META for _, tensor in tensors_in([list(args), dict(kwargs or {})]))
-
-        def change(value: Any) -> Any:
-            if isinstance(value, torch.device):
-                return META if unknown else torch.device("cpu")
-            return value.to(META) if unknown and isinstance(value, Tensor) else value
-
-        if unknown and func in INDEXING:  # how many places a mask has decides a shape
-            args = (args[0], [each for index in args[1] for each in places(index)], *args[2:])
-        args, kwargs = mapped((tuple(args), dict(kwargs or {})), change)
-        return func(*args, **kwargs)
-
-
-def places(index: Tensor | None) -> Sequence[Tensor | None]:
-    """Convert a boolean mask with known numbers to the indices that it selects; return any other index unchanged."""
-    is_mask = index is not None and index.dtype == torch.bool and not index.is_meta
-    return index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]
 
 
 def weightless(network: nn.Module) -> dict[str, nn.Module]:
@@ -107,10 +79,6 @@ def look(network: nn.Module, method: str, arguments: Mapping[str, Any], paths: C
     with torch.no_grad(), replaced_calls(network, paths, call):
         run(network, method, arguments)
     return seen
-
-
-def run(network: nn.Module, method: str, arguments: Mapping[str, Any]) -> Any:
-    return (network if method == "forward" else getattr(network, method))(**arguments)
 
 
 def same(first: Any, second: Any) -> bool:

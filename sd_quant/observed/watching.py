@@ -29,10 +29,9 @@ from sd_quant.files.images import fitted, has_images
 from sd_quant.inference.requests import Run, request, told_steps
 from sd_quant.inference.stand_ins import EngineNetwork, bound
 from sd_quant.models import VAE_ENCODER
+from sd_quant.models.empty import WithoutNumbers, autocast_of_meta
 from sd_quant.models.family import Style
 from sd_quant.observed.calls import Call, is_distribution, structure_of, tensors_in
-from sd_quant.observed.sizes import WithoutNumbers
-from sd_quant.observed.tape import autocast_of_meta
 
 LOG = logging.getLogger(__name__)
 STEPS = 2

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from sd_quant.calibration.call_tables import Row
+from sd_quant.checkpoints.diffusers_pipeline import read_index
 from sd_quant.checkpoints.lora import bundled_words, open_lora
 from sd_quant.checkpoints.unopened import own_size
 from sd_quant.config import CALIBRATION_TABLE, Infer, Model, sizes_of
@@ -22,7 +23,6 @@ from sd_quant.knobs import check
 from sd_quant.models import FAMILIES, LATENT_FACTOR, OBSERVED
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, samples_per_image
 from sd_quant.models.family import family_named
-from sd_quant.observed.opening import read_index
 from sd_quant.places import input_path
 from sd_quant.stages.generate import arguments_of, calibration_source_of, latents_of, sampling_of
 

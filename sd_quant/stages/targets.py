@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from sd_quant.checkpoints.diffusers_pipeline import defaults_of, with_tokenizers
+from sd_quant.checkpoints.diffusers_network import defaults_of
+from sd_quant.checkpoints.diffusers_pipeline import tokenizers_of
 from sd_quant.config import Infer
 from sd_quant.config.precise_steps import ends_of
 from sd_quant.errors import ConfigError
@@ -129,7 +130,8 @@ def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:
 
 def absent(checkpoint: Checkpoint) -> list[str]:
     """Return the optional components that the pipeline lacks; diffusers needs their names at opening."""
-    return with_tokenizers([name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components])
+    names = [name for name in checkpoint.family.OPTIONAL if name not in checkpoint.components]
+    return [*names, *tokenizers_of(names)]
 
 
 def sampled(checkpoint: Checkpoint, family: str = "") -> Sampled:

@@ -47,6 +47,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "sd_quant/inference/": (*JOBS, "tests/unit/models/*"),
     "sd_quant/interchange/": (*TARGETS, "tests/fuzz/*", "tests/unit/quantization/*"),
     "sd_quant/launchers/": CLUSTER,
+    "sd_quant/layers/": ("tests/cli/test_observed.py", "tests/unit/benchmarks/test_tiny_*", "tests/unit/observed/*"),
     "sd_quant/metrics/": ("tests/unit/stages/*", "tests/unit/benchmarks/test_they_run.py"),
     "sd_quant/models/": (*JOBS, "tests/unit/export/*"),
     "sd_quant/names/": (*TARGETS, "tests/unit/checkpoints/*"),

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
+from sd_quant.checkpoints.diffusers_pipeline import components_of, open_networks, open_other, open_pipeline, read_index
 from sd_quant.checkpoints.nemo import open_nemo, write_nemo
 from sd_quant.checkpoints.unopened import INDEX
 from sd_quant.files.archive import open_members, whole_file
@@ -25,7 +25,6 @@ from sd_quant.files.tensors import Weights, size_of
 from sd_quant.files.torch_weights import stored_tensors
 from sd_quant.models.checkpoint import denoiser_part
 from sd_quant.models.sdxl_nemo import TextShape, build_modules
-from sd_quant.observed.opening import components_of, open_networks, open_other, read_index
 
 from .. import small_nemo, zoo
 from ..zoo.families import TINY

@@ -44,8 +44,7 @@ from sd_quant.names.authors import assembled
 from sd_quant.numbers import relative_error
 
 from ..unit.tiny import TOKENS, Tiny
-from ..zoo.detected import COMFYUI, PUBLISHED
-from ..zoo.families import TINY, WIDE
+from ..zoo.families import COMFYUI, PUBLISHED, TINY, WIDE
 from .pipelines import PIPELINES, pipeline_rows
 from .rows import Row, facts_of, is_worse, kept, listed, save, shown, with_facts
 from .sampled import sampled_row

@@ -48,6 +48,7 @@ ROOMS = (
     "simulation",  # assignment to torch
     "checkpoints",  # files to named weights
     "quantization",  # statistics and recipe to assignment
+    "layers",  # roles, from the data flow of a call
     "models",  # families
     "names",  # of tensors, in each author's layout
     "progress",

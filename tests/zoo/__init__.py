@@ -23,6 +23,7 @@ import torch
 
 from . import from_images, images, videos
 from .cases import Case, enliven
+from .left_out import LEFT_OUT
 
 __all__ = [
     "CASES", "LEFT_OUT", "Case", "build", "call", "first_call", "makes_video", "takes_a_prompt_alone",
@@ -30,7 +31,6 @@ __all__ = [
 ]  # fmt: skip
 
 CASES: dict[str, Case] = images.CASES | videos.CASES | from_images.CASES
-LEFT_OUT: dict[str, str] = from_images.LEFT_OUT | images.LEFT_OUT | videos.LEFT_OUT
 MEDIUM = re.compile(r"(^|_)(image|images|video|audio|waveforms|pose|frame_size|keyframes_latents)(_|$)")
 IMAGE = re.compile(r"(^|_)(images?|video)(_reference)?$")
 NO_MEDIUM = re.compile(r"num_|(negative_)?ip_adapter_|video_length$")

@@ -1,4 +1,4 @@
-"""Tiny pipelines that start from images or videos: edits, inpainting, image to video, control; why others are left out.
+"""Tiny pipelines that start from images or videos: edits, inpainting, image to video, control.
 
 A class of diffusers for images has the networks of a class for texts, sometimes with more channels at the input, an
 encoder of images or a control network. So a case is that of a text's class (`images`, `videos`) made into another.
@@ -14,7 +14,7 @@ from typing import Any
 import diffusers
 import transformers
 
-from sd_quant.observed.opening import without_videos
+from sd_quant.checkpoints.diffusers_pipeline import without_videos
 
 from . import images, text, videos
 from .autoencoders import FRAME_BY_FRAME
@@ -286,56 +286,3 @@ CASES |= dict([
         scheduler=partial(videos.ddim, beta_schedule="linear", set_alpha_to_one=False),
     )),
 ])  # fmt: skip
-REASONS = {
-    "deprecated": (
-        "AltDiffusionImg2Img BlipDiffusion BlipDiffusionControlNet CycleDiffusion PIA PaintByExample RePaint "
-        "StableDiffusionControlNetXS StableDiffusionDiffEdit StableDiffusionGLIGEN StableDiffusionGLIGENTextImage "
-        "StableDiffusionXLControlNetXS UnCLIPImageVariation VersatileDiffusionDualGuided "
-        "VersatileDiffusionImageVariation VideoToVideoSD"
-    ),
-    "another kind of guidance around the networks of a pipeline that is built": (
-        "StableDiffusion3PAGImg2Img StableDiffusionControlNetPAG StableDiffusionControlNetPAGInpaint "
-        "StableDiffusionPAGImg2Img StableDiffusionPAGInpaint StableDiffusionXLControlNetPAG "
-        "StableDiffusionXLControlNetPAGImg2Img StableDiffusionXLPAGImg2Img StableDiffusionXLPAGInpaint"
-    ),
-    "runs graphs of ONNX, has no networks of PyTorch": (
-        "OnnxStableDiffusionImg2Img OnnxStableDiffusionInpaint OnnxStableDiffusionUpscale"
-    ),
-    "one of two stages: makes embeddings, takes them, or refines what another class made": (
-        "FluxPriorRedux HunyuanImageRefiner IFImg2ImgSuperResolution IFInpaintingSuperResolution IFSuperResolution "
-        "Kandinsky6SR KandinskyImg2Img KandinskyInpaint KandinskyV22ControlnetImg2Img KandinskyV22Img2Img "
-        "KandinskyV22Inpaint KandinskyV22PriorEmb2Emb LDMSuperResolution LTX2LatentUpsample LTXLatentUpsample "
-        "StableCascadePrior"
-    ),
-    "several stages, each with a denoiser of its own": (
-        "KandinskyImg2ImgCombined KandinskyInpaintCombined StableUnCLIPImg2Img VisualCloze VisualClozeGeneration"
-    ),
-    "makes text, depth, normals or a shape": (
-        "DiffusionGemma MarigoldDepth MarigoldIntrinsics MarigoldNormals ShapEImg2Img"
-    ),
-    "works at about a million pixels, whatever size is asked for": (
-        "Kandinsky5I2I LongCatImageEdit QwenImageEditInpaint QwenImageLayered"
-    ),
-    "a true processor of Qwen3-VL, which needs torchvision": "JoyImageEdit JoyImageEditPlus",
-    "its call fails or swaps sides in diffusers 0.42": (
-        "ChromaInpaint KandinskyV22Img2ImgCombined KandinskyV22InpaintCombined"
-    ),
-    "its control network shares modules with the denoiser, so no folder of the whole can be opened": (
-        "ZImageControlNet ZImageControlNetInpaint"
-    ),
-    "its control network is 320 wide whatever its configuration says": (
-        "StableDiffusionXLControlNetUnion StableDiffusionXLControlNetUnionImg2Img "
-        "StableDiffusionXLControlNetUnionInpaint"
-    ),
-    "its prompt is a document of its own: JSON, or segments": "BriaFiboEdit LTXI2VLongMultiPrompt",
-    "a network beside it, of depth, poses or images, that no other class has": (
-        "HunyuanVideoFramepack HunyuanVideoImageToVideo SanaWM StableDiffusionDepth2Img WanAnimate ZImageOmni"
-    ),
-    "the networks of a class that is built, with the video of another": (
-        "AnimateDiffVideoToVideoControlNet EasyAnimateControl EasyAnimateInpaint LucyEdit"
-    ),
-}  # fmt: skip
-LEFT_OUT: dict[str, str] = {
-    "StableDiffusionInpaintPipelineLegacy": "deprecated",
-    **{f"{name}Pipeline": reason for reason, names in REASONS.items() for name in names.split()},
-}

@@ -1,4 +1,4 @@
-"""Tiny text-to-image pipelines, and why other classes are left out.
+"""Tiny text-to-image pipelines.
 
 A denoiser is 32 wide: two heads of 16. Its text is 32 wide, or 64 where two encoders are joined. Images are wider than
 high, so that no axis stands for the other, and a few tokens each way.
@@ -380,37 +380,3 @@ CASES: dict[str, Case] = dict([
         vae=SHIFTED, text_encoder=text.qwen3,
     ),
 ])  # fmt: skip
-REASONS = {
-    "another kind of guidance around the networks of a pipeline that is built": (
-        "HunyuanDiTPAGPipeline KolorsPAGPipeline PixArtSigmaPAGPipeline SanaPAGPipeline "
-        "SemanticStableDiffusionPipeline StableDiffusion3PAGPipeline StableDiffusionAttendAndExcitePipeline "
-        "StableDiffusionPAGPipeline StableDiffusionPipelineSafe StableDiffusionSAGPipeline "
-        "StableDiffusionXLPAGPipeline"
-    ),
-    "first of two stages: makes embeddings of an image": (
-        "KandinskyPriorPipeline KandinskyV22PriorPipeline WuerstchenPriorPipeline"
-    ),
-    "runs graphs of ONNX, has no networks of PyTorch": "OnnxStableDiffusionPipeline StableDiffusionOnnxPipeline",
-}
-LEFT_OUT: dict[str, str] = {
-    "AltDiffusionPipeline": "Stable Diffusion's with a multilingual text encoder; deprecated",
-    "Cosmos2TextToImagePipeline": "makes a safety checker of the package cosmos_guardrail, and does not go without",
-    "KandinskyCombinedPipeline": "Kandinsky 2.1, whose later version 2.2 is built",
-    "LDMTextToImagePipeline": "latent diffusion before Stable Diffusion, with a text encoder of a class of its own",
-    "LLaDA2Pipeline": "makes text",
-    "QwenImage21Pipeline": "a true processor of Qwen3-VL, which needs torchvision, is read in its constructor",
-    "SanaWMLTX2Refiner": "second stage: refines a video that another pipeline made",
-    "StableAudio3Pipeline": "makes sound",
-    "StableCascadeCombinedPipeline": "two stages, each with a denoiser of its own",
-    "StableDiffusionLDM3DPipeline": "makes depth beside colours; deprecated",
-    "StableDiffusionModelEditingPipeline": "edits the weights of Stable Diffusion; deprecated",
-    "StableDiffusionPanoramaPipeline": "Stable Diffusion over overlapping windows; deprecated",
-    "StableDiffusionParadigmsPipeline": "Stable Diffusion with parallel steps; deprecated",
-    "StableDiffusionPix2PixZeroPipeline": "edits an image that is given as noise; deprecated",
-    "StableUnCLIPPipeline": "two stages, each with a denoiser of its own",
-    "UnCLIPPipeline": "three stages, each with a denoiser of its own; deprecated",
-    "UniDiffuserPipeline": "makes image and text together; deprecated",
-    "VQDiffusionPipeline": "learns its guidance's embeddings in a module of its own; deprecated",
-    "VersatileDiffusionTextToImagePipeline": "swaps layers between two networks while it runs; deprecated",
-    "WuerstchenCombinedPipeline": "two stages, each with a denoiser of its own; deprecated",
-} | {name: reason for reason, names in REASONS.items() for name in names.split()}

@@ -52,9 +52,12 @@ PLAIN_CHAT = (
 QWEN_MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
                 "<|image_pad|>", "<|video_pad|>")  # fmt: skip
 MISTRAL_MARKERS = ("<unk>", "<s>", "</s>", "<pad>", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+LLAMA_MARKERS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 GLM_MARKERS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "[gMASK]", "<sop>")
 VOCABULARY = 896  # entries of every encoder's embedding; more than any tokenizer here has, as published ones
 HEADS, HEAD_WIDTH = 2, 16
+VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": HEADS}
+LENGTH = 2048  # tokens that a decoder's tokenizer takes
 Pair = tuple[Any, Any]  # an encoder and its tokenizer
 
 
@@ -90,7 +93,6 @@ def spaced_pairs(size: int = 800) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def numbered(*words: str) -> dict[str, int]:
-    """Returns a vocabulary of these words, in this order, each once."""
     return {word: index for index, word in enumerate(dict.fromkeys(words))}
 
 
@@ -108,7 +110,6 @@ def t5_tokenizer(length: int = 512) -> Any:
 
 
 def bert_tokenizer(length: int = 77) -> Any:
-    """Returns a ``BertTokenizer`` of characters, their continuations, and the corpus's words."""
     characters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
     words = sorted({word.strip(string.punctuation).lower() for word in CORPUS.split()})
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -116,23 +117,19 @@ def bert_tokenizer(length: int = 77) -> Any:
     return transformers.BertTokenizer(vocab, model_max_length=length)
 
 
-def byte_level(kind: Any, markers: tuple[str, ...], **options: Any) -> Any:
-    """Returns a tokenizer of a class that takes byte-level ``vocab`` and ``merges``; ``markers`` are special tokens."""
-    vocab, merges = byte_pairs()
-    tokenizer = kind(vocab=numbered(*vocab, *markers), merges=list(merges), **options)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(markers)})
-    return tokenizer
-
-
-def qwen_tokenizer(length: int = 2048) -> Any:
+def qwen_tokenizer() -> Any:
     """Returns a ``Qwen2Tokenizer``, which Qwen2, 2.5 and 3 have, with the template of a chat."""
-    tokenizer = byte_level(transformers.Qwen2Tokenizer, QWEN_MARKERS, model_max_length=length)
+    vocab, merges = byte_pairs()
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab=numbered(*vocab, *QWEN_MARKERS), merges=list(merges), model_max_length=LENGTH
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(QWEN_MARKERS)})
     tokenizer.chat_template = CHATML
     return tokenizer
 
 
 def fast_tokenizer(
-    markers: tuple[str, ...], prefix: tuple[str, ...], length: int = 2048, first: tuple[str, ...] = (), **special: Any
+    markers: tuple[str, ...], prefix: tuple[str, ...], first: tuple[str, ...] = (), **special: Any
 ) -> Any:
     """Returns a byte-level tokenizer without a class of its own, which puts ``prefix`` before each text.
 
@@ -148,48 +145,36 @@ def fast_tokenizer(
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*prefix, "$A"], special_tokens=[(marker, words[marker]) for marker in prefix]
     )
-    result = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length, **special)
+    result = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=LENGTH, **special)
     result.add_special_tokens({"additional_special_tokens": [*first, *markers]})
     result.chat_template = PLAIN_CHAT
     return result
 
 
-def mistral_tokenizer(length: int = 2048) -> Any:
-    """Returns a tokenizer as Mistral 3's."""
-    special: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    return fast_tokenizer(MISTRAL_MARKERS, ("<s>",), length, **special)
+mistral_tokenizer = functools.partial(
+    fast_tokenizer, MISTRAL_MARKERS, ("<s>",), bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+)
+glm_tokenizer = functools.partial(  # as GLM-4's, which pads on the left
+    fast_tokenizer, GLM_MARKERS, ("[gMASK]", "<sop>"), eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+    padding_side="left",
+)  # fmt: skip
+llama_tokenizer = functools.partial(
+    fast_tokenizer, LLAMA_MARKERS, LLAMA_MARKERS[:1], bos_token=LLAMA_MARKERS[0], eos_token=LLAMA_MARKERS[1],
+    pad_token=LLAMA_MARKERS[1],
+)  # fmt: skip
 
 
-def glm_tokenizer(length: int = 2048) -> Any:
-    """Returns a tokenizer as GLM-4's, which pads on the left."""
-    special: dict[str, Any] = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left"}
-    return fast_tokenizer(GLM_MARKERS, ("[gMASK]", "<sop>"), length, **special)
-
-
-def llama_tokenizer(length: int = 2048) -> Any:
-    """Returns a tokenizer as Llama 3's."""
-    first, last = "<|begin_of_text|>", "<|end_of_text|>"
-    markers = (first, last, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-    return fast_tokenizer(markers, (first,), length, bos_token=first, eos_token=last, pad_token=last)
-
-
-def sentence_llama_tokenizer(length: int = 2048) -> Any:
+def sentence_llama_tokenizer() -> Any:
     """Returns a ``LlamaTokenizer`` with marked spaces, as Llama 1 and 2 and Phi-3."""
     words, merges = spaced_pairs()
-    tokenizer = transformers.LlamaTokenizer(
-        numbered("<unk>", "<s>", "</s>", *words), list(merges), model_max_length=length
-    )
-    tokenizer.pad_token = "</s>"
-    return tokenizer
+    vocab = numbered("<unk>", "<s>", "</s>", *words)
+    return transformers.LlamaTokenizer(vocab, list(merges), model_max_length=LENGTH, pad_token="</s>")
 
 
-def gemma_tokenizer(length: int = 2048) -> Any:
-    """Returns a ``GemmaTokenizer``."""
+def gemma_tokenizer() -> Any:
     words, merges = spaced_pairs()
-    tokenizer = transformers.GemmaTokenizer(
-        numbered("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *words), list(merges), model_max_length=length,
-        add_bos_token=True,
-    )  # fmt: skip
+    vocab = numbered("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *words)
+    tokenizer = transformers.GemmaTokenizer(vocab, list(merges), model_max_length=LENGTH, add_bos_token=True)
     tokenizer.chat_template = PLAIN_CHAT
     return tokenizer
 
@@ -210,7 +195,6 @@ def clip(
 
 
 def clip_vision(width: int = 32, size: int = 32) -> Pair:
-    """Returns a ``CLIPVisionModelWithProjection`` of 4 x 4 patches and its processor of images."""
     config = transformers.CLIPVisionConfig(
         hidden_size=width, intermediate_size=2 * width, projection_dim=width, num_hidden_layers=2,
         num_attention_heads=HEADS, image_size=size, patch_size=size // 4,
@@ -227,12 +211,10 @@ def t5_sizes(width: int) -> dict[str, Any]:
 
 
 def t5(width: int = 32, length: int = 512) -> Pair:
-    """Returns a ``T5EncoderModel`` (version 1.1)."""
     return transformers.T5EncoderModel(transformers.T5Config(**t5_sizes(width))), t5_tokenizer(length)
 
 
 def umt5() -> Pair:
-    """Returns a ``UMT5EncoderModel``."""
     return transformers.UMT5EncoderModel(transformers.UMT5Config(**t5_sizes(32))), t5_tokenizer()
 
 
@@ -242,7 +224,6 @@ def byte_t5() -> Pair:
 
 
 def bert(width: int = 32, length: int = 77) -> Pair:
-    """Returns a ``BertModel``."""
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
         num_attention_heads=HEADS, max_position_embeddings=max(length, 77),
@@ -277,7 +258,7 @@ gemma, gemma2 = (
 smollm3 = decoder("SmolLM3", llama_tokenizer, causal=True)
 
 
-def t5gemma(width: int = 32, layers: int = 2) -> Pair:
+def t5gemma() -> Pair:
     """Returns a ``T5GemmaEncoder``.
 
     It runs by the configuration of an encoder, and diffusers opens it by that of an encoder and a decoder, so its
@@ -286,7 +267,7 @@ def t5gemma(width: int = 32, layers: int = 2) -> Pair:
     from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig, T5GemmaModuleConfig
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
-    sizes = decoder_sizes(width, layers) | {"query_pre_attn_scalar": HEAD_WIDTH, "dropout_rate": 0.0}
+    sizes = decoder_sizes(32) | {"query_pre_attn_scalar": HEAD_WIDTH, "dropout_rate": 0.0}
     half = T5GemmaModuleConfig(**sizes)
     encoder = T5GemmaEncoder(half)
     attention = encoder.config._attn_implementation
@@ -298,13 +279,13 @@ def t5gemma(width: int = 32, layers: int = 2) -> Pair:
     return encoder, gemma_tokenizer()
 
 
-def chatglm(width: int = 32, layers: int = 2) -> Pair:
+def chatglm() -> Pair:
     """Returns diffusers' ``ChatGLMModel`` and ``ChatGLMTokenizer``, whose vocabulary is SentencePiece's."""
     from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
     from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
 
     config = ChatGLMConfig(
-        num_layers=layers, padded_vocab_size=VOCABULARY, hidden_size=width, ffn_hidden_size=2 * width,
+        num_layers=2, padded_vocab_size=VOCABULARY, hidden_size=32, ffn_hidden_size=64,
         kv_channels=HEAD_WIDTH, num_attention_heads=2 * HEADS, multi_query_attention=True, multi_query_group_num=HEADS,
         add_qkv_bias=True, seq_length=2048, original_rope=True,
     )  # fmt: skip
@@ -318,8 +299,8 @@ def chatglm(width: int = 32, layers: int = 2) -> Pair:
 
 
 @functools.cache
-def sentence_pieces(size: int = 800) -> Path:
-    """Returns the file of a SentencePiece vocabulary with ``size`` entries, which falls back to bytes.
+def sentence_pieces() -> Path:
+    """Returns the file of a SentencePiece vocabulary with 800 entries, which falls back to bytes.
 
     A tokenizer saves itself by copying its file, so that stays until the process ends.
     """
@@ -329,7 +310,7 @@ def sentence_pieces(size: int = 800) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS.strip().splitlines()), model_writer=written, vocab_size=size, model_type="bpe",
+        sentence_iterator=iter(CORPUS.strip().splitlines()), model_writer=written, vocab_size=800, model_type="bpe",
         byte_fallback=True, hard_vocab_limit=False, minloglevel=2, num_threads=1,
     )  # fmt: skip
     path = Path(folder, "tokenizer.model")
@@ -337,7 +318,7 @@ def sentence_pieces(size: int = 800) -> Path:
     return path
 
 
-def glm_image(width: int = 32, layers: int = 2, codes: int = 64) -> Pair:
+def glm_image(codes: int = 64) -> Pair:
     """Returns a ``GlmImageForConditionalGeneration`` that writes ``codes`` kinds of tokens, and its processor.
 
     The published one ends an image by a token that random weights would draw too early; this one has no end.
@@ -350,17 +331,16 @@ def glm_image(width: int = 32, layers: int = 2, codes: int = 64) -> Pair:
         eos_token=tokens[end], pad_token="<|endoftext|>", padding_side="left",
     )  # fmt: skip
     tokenizer.chat_template = PLAIN_CHAT.removeprefix("{{ bos_token }}")
-    sizes = decoder_sizes(width, layers) | {"num_attention_heads": HEADS, "num_key_value_heads": 1}
+    sizes = decoder_sizes(32) | {"num_attention_heads": HEADS, "num_key_value_heads": 1}
     del sizes["head_dim"]  # this class divides the width by the heads
     markers = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": start, "eos_token_id": None}
     config = transformers.GlmImageConfig(
         text_config=sizes | markers | {"vision_vocab_size": codes, "rope_parameters": rotation(4, 2, 2)},
-        vision_config={"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": HEADS, "image_size": 64},
+        vision_config=VISION | {"image_size": 64},
         vq_config={"embed_dim": 16, "num_embeddings": codes - 2, "latent_channels": 32},
         image_token_id=tokenizer.convert_tokens_to_ids(names["image_token"]),
-        image_start_token_id=start,
-        image_end_token_id=end,
-    )
+        image_start_token_id=start, image_end_token_id=end,
+    )  # fmt: skip
     processor = transformers.GlmImageProcessor(
         transformers.GlmImageImageProcessor(), tokenizer, chat_template=tokenizer.chat_template
     )
@@ -381,23 +361,16 @@ def rotation(*sections: int) -> dict[str, Any]:
     return {"rope_type": "default", "mrope_section": list(sections), "rope_theta": 10000.0}
 
 
-def qwen2_5_vl(width: int = 32, layers: int = 2, text_only: bool = False) -> Pair:
+def qwen2_5_vl(layers: int = 2, text_only: bool = False) -> Pair:
     """Returns a ``Qwen2_5_VLForConditionalGeneration``, or its ``Qwen2_5_VLTextModel``."""
     tokenizer = qwen_tokenizer()
-    sizes = decoder_sizes(width, layers) | {"num_attention_heads": max(width // HEAD_WIDTH, 2)}
-    sizes["num_key_value_heads"] = sizes["num_attention_heads"] // 2 or 1
+    sizes = decoder_sizes(32, layers) | {"num_attention_heads": HEADS, "num_key_value_heads": 1}
     del sizes["head_dim"]  # this class divides the width by the heads
-    turned = width // sizes["num_attention_heads"] // 2
-    vision = {
-        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": HEADS, "out_hidden_size": width,
-        "fullatt_block_indexes": [1], "window_size": 56,
-    }  # fmt: skip
     config = transformers.Qwen2_5_VLConfig(
-        text_config=sizes | {"rope_parameters": rotation(turned - 2 * (turned // 3), turned // 3, turned // 3)},
-        vision_config=vision,
-        tie_word_embeddings=False,
-        **qwen_markers(tokenizer),
-    )
+        text_config=sizes | {"rope_parameters": rotation(4, 2, 2)},
+        vision_config=VISION | {"out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 56},
+        tie_word_embeddings=False, **qwen_markers(tokenizer),
+    )  # fmt: skip
     if text_only:
         return transformers.Qwen2_5_VLTextModel(config.text_config), tokenizer
     return transformers.Qwen2_5_VLForConditionalGeneration(config), tokenizer
@@ -406,22 +379,16 @@ def qwen2_5_vl(width: int = 32, layers: int = 2, text_only: bool = False) -> Pai
 def qwen3_vl(width: int = 32, layers: int = 2, generating: bool = True) -> Pair:
     """Returns a ``Qwen3VLForConditionalGeneration``, or ``Qwen3VLModel``."""
     tokenizer = qwen_tokenizer()
-    vision = {
-        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": HEADS, "out_hidden_size": width,
-        "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-    }  # fmt: skip
+    vision = {"out_hidden_size": width, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     config = transformers.Qwen3VLConfig(
         text_config=decoder_sizes(width, layers) | {"rope_parameters": rotation(4, 2, 2)},
-        vision_config=vision,
-        tie_word_embeddings=False,
-        **qwen_markers(tokenizer),
-    )
-    return (transformers.Qwen3VLForConditionalGeneration if generating else transformers.Qwen3VLModel)(
-        config
-    ), tokenizer
+        vision_config=VISION | vision, tie_word_embeddings=False, **qwen_markers(tokenizer),
+    )  # fmt: skip
+    kind = transformers.Qwen3VLForConditionalGeneration if generating else transformers.Qwen3VLModel
+    return kind(config), tokenizer
 
 
-def mistral3(width: int = 32, layers: int = 2, generating: bool = True) -> Pair:
+def mistral3(layers: int = 2, generating: bool = True) -> Pair:
     """Returns a ``Mistral3ForConditionalGeneration``, or ``Mistral3Model``."""
     tokenizer = mistral_tokenizer()
     vision = {
@@ -429,10 +396,9 @@ def mistral3(width: int = 32, layers: int = 2, generating: bool = True) -> Pair:
         "num_attention_heads": HEADS, "head_dim": HEAD_WIDTH, "image_size": 56, "patch_size": 14,
     }  # fmt: skip
     config = transformers.Mistral3Config(
-        text_config={"model_type": "mistral"} | decoder_sizes(width, layers),
+        text_config={"model_type": "mistral"} | decoder_sizes(32, layers),
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
     )
-    return (transformers.Mistral3ForConditionalGeneration if generating else transformers.Mistral3Model)(
-        config
-    ), tokenizer
+    kind = transformers.Mistral3ForConditionalGeneration if generating else transformers.Mistral3Model
+    return kind(config), tokenizer

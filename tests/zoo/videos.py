@@ -288,21 +288,3 @@ CASES: dict[str, Case] = dict([
         boundary_ratio=0.875, scheduler=unipc, num_frames=5,
     ),
 ])  # fmt: skip
-REASONS = {
-    "is made to continue images or videos, and Cosmos's check of prompts needs the package cosmos_guardrail": (
-        "Cosmos2VideoToWorld Cosmos2_5_PredictBase CosmosVideoToWorld"
-    ),
-    "its check of prompts and frames cannot be left away and needs the package cosmos_guardrail": "CosmosTextToWorld",
-    "is steered by another video, by frames or by a control network": (
-        "AnimateDiffControlNet AnimateDiffSparseControlNet Cosmos2_5_Transfer"
-    ),
-    "makes sound with the video": (
-        "Kandinsky6TI2VA LTX2 LTX2Condition LTX2DFR LTX2DFRTemporalRefine LTX2ImageToVideo LTX2InContext"
-    ),
-    "edits a reference with LTX 2's denoiser, which makes sound too": "LTX2HDR",
-    "is AnimateDiffPipeline with another guidance": "AnimateDiffPAG",
-    "is deprecated, sets attention processors of Stable Diffusion's network in each run, and opens with a safety "
-    "checker only": "TextToVideoZero",
-    "is deprecated and sets attention processors of Stable Diffusion XL's network in each run": "TextToVideoZeroSDXL",
-}
-LEFT_OUT: dict[str, str] = {f"{name}Pipeline": reason for reason, names in REASONS.items() for name in names.split()}

@@ -29,8 +29,16 @@ from transformers.models.clip import modeling_clip
 from transformers.models.t5 import modeling_t5
 
 from sd_quant.cache import Cache
-from sd_quant.checkpoints import diffusers_pipeline, entries
-from sd_quant.checkpoints.diffusers_pipeline import DiffusersCheckpoint, network_class, open_pipeline, read_tokenizer
+from sd_quant.checkpoints import diffusers_network, diffusers_pipeline, entries
+from sd_quant.checkpoints.diffusers_network import check_numbers, check_tables, network_class, network_of
+from sd_quant.checkpoints.diffusers_pipeline import (
+    Component,
+    DiffusersCheckpoint,
+    open_folder,
+    open_other,
+    open_pipeline,
+    read_tokenizer,
+)
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import refusing
 from sd_quant.files.archive import Member
@@ -39,8 +47,7 @@ from sd_quant.inference.loading import pipeline_of
 from sd_quant.models import FAMILIES, OBSERVED
 from sd_quant.models.checkpoint import build_module
 from sd_quant.models.family import family_named
-from sd_quant.observed import observing, opening
-from sd_quant.observed.opening import Component, check_numbers, check_tables, network_of, open_folder, open_other
+from sd_quant.observed import observing
 from sd_quant.observed.watching import Asked
 
 from ...zoo.families import TINY
@@ -59,8 +66,7 @@ HUGE = 10**9
 def by_family(path: Path) -> DiffusersCheckpoint:
     """Opened, and asked for all that it has besides weights."""
     checkpoint = open_pipeline(path, "pixart")
-    checkpoint.scheduler()
-    checkpoint.tokenizers()
+    checkpoint.others()
     return checkpoint
 
 
@@ -187,7 +193,8 @@ def test_opening_reads_names_and_shapes_but_no_numbers(whole, opener, monkeypatc
 def test_weights_and_buffers_are_those_of_diffusers(whole, theirs):
     """Buffers hold the numbers that the constructor computes."""
     checkpoint, (pipe, observed) = open_pipeline(whole, "pixart"), by_observation(whole)
-    assert checkpoint.components.keys() == checkpoint.family.NETWORKS.keys() == observed.keys()
+    assert list(checkpoint.components) == list(checkpoint.configs) == list(checkpoint.family.NETWORKS)
+    assert checkpoint.components.keys() == observed.keys()
     for component, weights in checkpoint.components.items():
         network = getattr(theirs, component)
         state, built = network.state_dict(), build_module(checkpoint, component).state_dict()
@@ -261,6 +268,21 @@ def test_the_network_is_of_the_familys_class(damaged):
             assert type(checkpoint.build()["transformer"]) is diffusers.PixArtTransformer2DModel
 
 
+def test_a_familys_networks_are_built_once_at_opening_without_tables(whole, monkeypatch):
+    """Stable Diffusion 3.5 medium's table of positions takes 0.9 GB; checkpoints hold it, so its size is checked."""
+    built, plain = list[str](), diffusers_network.network_of
+
+    def counted(kind: type, *arguments: Any, device: str = "cpu") -> nn.Module:
+        built.append(device)
+        return plain(kind, *arguments, device=device)
+
+    monkeypatch.setattr(diffusers_network, "network_of", counted)
+    monkeypatch.setattr(diffusers_network, "MOST_TABLES", 0)
+    open_pipeline(whole, "pixart")
+    assert built == ["meta"] * 3
+    assert "its tables take 0.0 GB, expected at most" in refusal(by_observation, whole)
+
+
 def test_entries_of_published_files_are_known(damaged, opener):
     for file, known in {
         INDEX: {"requires_safety_checker": False, "feature_extractor": [None, None]},
@@ -288,7 +310,6 @@ def each(file: str, entry: str, values: Iterable, said: str) -> list[tuple]:
 DIFFUSERS, TRANSFORMERS = (f"{module.__name__} {module.__version__}" for module in (diffusers, transformers))
 PIPELINES = "model.family is pixart, expected PixArtSigmaPipeline or PixArtAlphaPipeline ... ; "
 MISSING = "what this class adds is missing in pixart: use model=diffusers"
-NO_CLASS = f"it is no class of {DIFFUSERS}: name the class of the same networks there"
 OF_MODULES = [
     ["canary", "Payload"], ["builtins", "eval"], ["diffusers", "utils"], ["diffusers", "os.system"],
     ["diffusers", "__builtins__"], ["diffusers", "logging"], ["diffusers.utils", "logging"],
@@ -336,6 +357,14 @@ CLASSES = [
         kind=ConfigError,
     ),
     *of(
+        OPENERS,
+        *each(INDEX, "scheduler", [["diffusers", "AutoencoderKL"], ["transformers", "T5Tokenizer"]],
+              "its scheduler is a  ... , expected a scheduler; check"),
+        *((INDEX, {"scheduler": ["diffusers", name]}, f"its scheduler is {name!r} of 'diffusers', expected a class of")
+          for name in ("__builtins__", "utils", "os.system", "Wan9Scheduler")),
+        kind=ConfigError,
+    ),
+    *of(
         by_observation,
         *((TEXT, config, OTHER_CONFIG) for config in (DPT, {"decoder": DPT}, {"decoder": [TIMM]}, ON_A_HUB)),
         *((INDEX, {name: ["os", "system"]}, f"{name} is ['os', 'system'], neither used")
@@ -348,17 +377,21 @@ CLASSES = [
             "StableDiffusionXLPipeline": "sdxl", "FluxInpaintPipeline": "flux",
         }.items()),
         *each(INDEX, "_class_name", ["FluxFillPipeline", "StableDiffusionXLPAGImg2ImgPipeline"], PIPELINES + MISSING),
-        *each(INDEX, "_class_name", ["os.system", ["PixArtSigmaPipeline"], None], PIPELINES + NO_CLASS),
+        *each(INDEX, "_class_name", ["os.system"], f"is a '{{}}', which {DIFFUSERS} does not have"),
+        *each(INDEX, "_class_name", [["PixArtSigmaPipeline"], None], "; expected a class of diffusers, because code"),
         kind=ConfigError,
     ),
     *of(
         by_family,
-        *((INDEX, {"transformer": found}, f"{IS}'{found[1]}', expected PixArtTransformer2DModel")
-          for found in (["os", "system"], ["diffusers", "os.system"], ["canary", "Payload"], [None, None])),
-        *((INDEX, {"transformer": [library, "PixArtTransformer2DModel"]}, "expected diffusers or transformers")
-          for library in ("canary", ["diffusers"])),
-        *each(INDEX, "transformer", [["diffusers"]], f"{IS}\"['diffusers']\", expected PixArt"),
-        *each(INDEX, "transformer", [None], f"{IS}'None', expected PixArt"),
+        *((INDEX, {"transformer": found}, f"{IS}{found}, expected PixArtTransformer2DModel of diffusers or ... {said}")
+          for said, rows in {
+              "; save the pipeline again with all its networks": [None, [None, None]],
+              "; pixart has no graph of that class: use model=diffusers": [
+                  ["diffusers"], ["os", "system"], ["diffusers", "os.system"], ["canary", "Payload"],
+                  ["canary", "PixArtTransformer2DModel"], [["diffusers"], "PixArtTransformer2DModel"],
+                  ["diffusers", "FluxTransformer2DModel"],
+              ],
+          }.items() for found in rows),
     ),
 ]  # fmt: skip
 
@@ -369,15 +402,14 @@ def shown(value: object) -> str:
 
 @pytest.mark.parametrize(("opener", "kind", "file", "damage", "said"), CLASSES, ids=shown)
 def test_no_other_class_is_imported_or_made(damaged, monkeypatch, nothing_runs, opener, kind, file, damage, said):
-    monkeypatch.setattr(diffusers_pipeline, "network", never)
-    monkeypatch.setattr(opening, "network_of", never)
+    monkeypatch.setattr(diffusers_network, "network", never)
     sentence = refusal(opener, damaged(file, damage), kind)
     assert all(piece in sentence for piece in said.split(" ... "))
 
 
 WHOLE = "; expected the whole folder of a pipeline"
 NO_OBJECTS = ("{", "[]", "\x00", "[" * 10**5, '"' + "x" * 2**20)
-NO_SCHEDULER = "its config describes no DPMSolverMultistepScheduler that can be built"
+NO_SCHEDULER = "holds no DPMSolverMultistepScheduler that can be read"
 ENDLESS = "more than any network has"
 STRANGE = {"frobnicated": 3, "_ours": 1, "later": None}
 A_SIGMA = '{"_class_name": "PixArtSigmaPipeline"'
@@ -428,15 +460,12 @@ DAMAGES = [
     ),
     *of(
         by_family,
-        (TRANSFORMER, {"in_channels": -4}, "its configs describe no pixart that can be built"),
+        (TRANSFORMER, {"in_channels": -4}, "that can be built"),
         (VAE, {"block_out_channels": [8] * 10**6}, "expected at most 1048576"),
-        (TEXT, {"vocab_size": 1e9}, "its configs describe no pixart that can be built"),
+        (TEXT, {"vocab_size": 1e9}, "that can be built"),
         (SCHEDULER, {"beta_schedule": "none"}, NO_SCHEDULER),
         (INDEX, {"tokenizer": None}, "names no tokenizer, expected one"),
-        (INDEX, {"scheduler": None}, "its scheduler is 'None'"),
-        *((INDEX, {"scheduler": ["diffusers", name]}, f"is '{name}', expected one of") for name in (
-            "AutoencoderKL", "__builtins__", "utils", "SchedulerMixin", "DiffusionPipeline", "os.system",
-        )),
+        (INDEX, {"scheduler": ["diffusers", "SchedulerMixin"]}, "holds no SchedulerMixin that can be read"),
         *((file, {name: value}, f"{name} is  ... , expected ") for file, name, values in RANGES for value in values),
         *((file, None, f"holds no {Path(file).name}{WHOLE}") for file in (TRANSFORMER, VAE, TEXT, SCHEDULER)),
         *((name, None, f"/{name} is missing{WHOLE}") for name in ("transformer", "scheduler", "tokenizer")),
@@ -530,7 +559,7 @@ def test_a_processors_or_tokenizers_own_code_is_not_run(folder, nothing_runs, ki
     for name in ("tokenizer_config.json", *others):
         (folder / "tokenizer" / name).write_text(json.dumps({"auto_map": own, "tokenizer_class": "Payload"}))
     if kind is None:
-        assert list(by_family(folder).tokenizers()) == ["tokenizer"]
+        assert by_family(folder).others().keys() == {"scheduler", "tokenizer"}
         return
     try:
         open_other(folder, Component("tokenizer", "transformers", kind))
@@ -618,15 +647,16 @@ def test_what_is_nested_or_grows_without_end_is_refused(folder, monkeypatch):
 
 def test_a_pipeline_that_names_no_kind_takes_encoders_of_text_alone(tmp_path):
     for kind in (transformers.Qwen3Model, transformers.T5EncoderModel):
-        opening.check_named(tmp_path, Component("text_encoder", "transformers", kind), "transformers.PreTrainedModel")
+        named = Component("text_encoder", "transformers", kind)
+        diffusers_pipeline.check_named(tmp_path, named, "transformers.PreTrainedModel")
     with pytest.raises(ConfigError, match="is a DPTForDepthEstimation, expected a network of bert or clip or"):
         odd = Component("text_encoder", "transformers", transformers.DPTForDepthEstimation)
-        opening.check_named(tmp_path, odd, "transformers.PreTrainedModel")
+        diffusers_pipeline.check_named(tmp_path, odd, "transformers.PreTrainedModel")
 
 
 @pytest.mark.parametrize(
     "place",
-    [(opening, "network_of"), (transformers.T5Tokenizer, "from_pretrained"),
+    [(diffusers_network, "network"), (transformers.T5Tokenizer, "from_pretrained"),
      (diffusers.DPMSolverMultistepScheduler, "from_pretrained")],
     ids=["network", "tokenizer", "scheduler"],
 )  # fmt: skip
@@ -652,7 +682,7 @@ def test_the_steps_of_a_tokenizer_are_bounded(damaged, opener, monkeypatch):
     path, said = damaged(VOCABULARY, {"normalizer": {"type": "Sequence", "normalizers": [grows] * 32}}), "4e+09 times"
     assert f"tokenizer.json: its normalizer has steps that may make a text {said}" in refusal(opener, path)
     with pytest.raises(ArtifactError, match="tokenizer.json: its normalizer has steps"):
-        opening.open_other(path, Component("tokenizer", "transformers", transformers.CLIPProcessor))
+        diffusers_pipeline.open_other(path, Component("tokenizer", "transformers", transformers.CLIPProcessor))
     plain = transformers.T5Tokenizer.from_pretrained
 
     def loaded(*args, **options):
@@ -676,7 +706,7 @@ def test_a_template_of_chats_is_bounded(whole, monkeypatch, template):
     chat, kind = [{"role": "user", "content": "a cat"}], transformers.T5Tokenizer
     plain = kind.from_pretrained(whole / "tokenizer")
     processor = type("Processor", (), {"from_pretrained": lambda *_, **__: plain})
-    observed = opening.open_other(whole, Component("tokenizer", "transformers", processor))
+    observed = diffusers_pipeline.open_other(whole, Component("tokenizer", "transformers", processor))
     for tokenizer in (read_tokenizer(whole / "tokenizer", kind, 4096), observed):
         tokenizer.chat_template = "{{ messages[0]['content'] }}"
         assert tokenizer.apply_chat_template(chat, tokenize=False) == "a cat"

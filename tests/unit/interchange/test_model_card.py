@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 
-from sd_quant.checkpoints.diffusers_pipeline import defaults_of
+from sd_quant.checkpoints.diffusers_network import defaults_of
 from sd_quant.errors import ArtifactError
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
@@ -222,9 +222,10 @@ def test_a_file_tells_comfyui_how_it_samples_and_judge_too(tiny, tmp_path, targe
     plain, of = tiny("sdxl").checkpoint, tmp_path / "of"
     shutil.copytree(plain.path, of, ignore=lambda _, names: [each for each in names if "safetensors" in each])
     (of / "scheduler/scheduler_config.json").write_text(json.dumps(config))
-    index = plain.index | {"scheduler": ["diffusers", f"{name}Scheduler"]}
+    scheduler = replace(plain.described["scheduler"], kind=getattr(diffusers, f"{name}Scheduler"))
+    described = plain.described | {"scheduler": scheduler}
     configs = plain.configs | {"vae": plain.configs["vae"] | networks}
-    own = sampled(checkpoint := replace(plain, path=of, index=index, configs=configs), "sdxl")
+    own = sampled(checkpoint := replace(plain, path=of, described=described, configs=configs), "sdxl")
     (path,) = write_folder(tmp_path / "x", TARGETS[target], checkpoint, {"unet_xl": {}}, written_marks(own)).values()
     read = TARGETS[target].module.read(path, checkpoint)
     names = set({"comfyui": read_header, "gguf": gguf.read_header}[target](whole_file(path))[0])

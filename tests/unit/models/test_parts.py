@@ -42,7 +42,14 @@ FULL = {
 }  # fmt: skip
 
 
-def test_contracts_are_nemos_at_full_size():
+def test_contracts_are_nemos_at_full_size_and_with_diffusers_names_those_of_nvidias_demo():
+    """demoDiffusion: --shapes=sample:2x4x128x128,timestep:1,encoder_hidden_states:2x77x2048,text_embeds:2x1280,
+    time_ids:2x6."""
+    demo = sdxl.parts(FULL, None, "diffusers")["unet_xl"].contract
+    assert demo.shapes(batch=2, height=128, width=128) == {
+        "sample": (2, 4, 128, 128), "timestep": (1,), "encoder_hidden_states": (2, 77, 2048),
+        "text_embeds": (2, 1280), "time_ids": (2, 6),
+    }  # fmt: skip
     full = {name: part.contract for name, part in sdxl.parts(FULL, CONTEXT_TOKENS, "nemo").items()}
     assert full["unet_xl"].shapes(batch=2, height=128, width=96) == {
         "x": (2, 4, 128, 96), "timesteps": (2,), "context": (2, 80, 2048), "y": (2, 2816),
@@ -55,14 +62,23 @@ def test_contracts_are_nemos_at_full_size():
     assert {name for name, contract in full.items() if contract.weights == torch.float32} == {"vae"}
 
 
-def test_an_argument_that_a_graph_lacks_is_refused():
+def test_a_scalar_becomes_one_or_one_for_each_sample_and_an_argument_that_a_graph_lacks_is_refused():
     """Flags, and what is empty, say nothing that a graph could lack."""
-    contract = Contract({"sample": ("batch", 4), "ids": ("batch", 6)}, ("out",), {}, torch.float16)
-    sample, ids = torch.ones(2, 4), torch.ones(2, 6)
-    given = {"sample": sample, "added_cond_kwargs": {"ids": ids}, "return_dict": False, "mask": None, "more": {}}
-    assert as_inputs(contract, given).keys() == {"sample", "ids"}
-    for name, value, shown in (("class_labels", ids, r"a tensor \[2, 6\]"), ("scale", {"lora": 0.5}, "{'lora': 0.5}")):
-        with pytest.raises(SdQuantError, match=f"calls a network with {name} .{shown}., expected sample, ids alone"):
+    shapes = {"sample": ("batch", 4), "ids": ("batch", 6), "timestep": (1,), "guidance": ("batch",)}
+    contract = Contract(shapes, ("out",), {}, torch.float16)
+    ids, numbers = torch.ones(3, 6), {"timestep": 7, "guidance": torch.tensor(2.0)}
+    given = {
+        "sample": torch.ones(3, 4),
+        **numbers,
+        "added_cond_kwargs": {"ids": ids},
+        "return_dict": False,
+        "mask": None,
+    }
+    found = as_inputs(contract, given | {"more": {}})
+    assert found.keys() == shapes.keys() and found["sample"] is given["sample"]
+    assert (found["timestep"].tolist(), found["guidance"].tolist()) == ([7], [2.0, 2.0, 2.0])
+    for name, value, shown in (("class_labels", ids, r"a tensor \[3, 6\]"), ("scale", {"lora": 0.5}, "{'lora': 0.5}")):
+        with pytest.raises(SdQuantError, match=f"calls a network with {name} .{shown}., expected sample, ids, time"):
             as_inputs(contract, {**given, name: value})
         with pytest.raises(SdQuantError, match=name):
             as_inputs(contract, {**given, "added_cond_kwargs": {"ids": ids, name: value}})
@@ -82,16 +98,6 @@ def test_stated_dtypes_are_those_of_weights_and_of_inputs_that_had_the_familys()
     assert {part.contract.weights for part in with_dtypes(parts, "fp32", {}).values()} == {single}
 
 
-def test_with_diffusers_names_the_unet_has_the_shapes_of_nvidias_demo():
-    """demoDiffusion: --shapes=sample:2x4x128x128,timestep:1,encoder_hidden_states:2x77x2048,text_embeds:2x1280,
-    time_ids:2x6."""
-    shapes = sdxl.parts(FULL, None, "diffusers")["unet_xl"].contract.shapes(batch=2, height=128, width=128)
-    assert shapes == {
-        "sample": (2, 4, 128, 128), "timestep": (1,), "encoder_hidden_states": (2, 77, 2048),
-        "text_embeds": (2, 1280), "time_ids": (2, 6),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("io", ["nemo", "diffusers"])
 def test_every_part_holds_all_of_a_component_of_the_pipeline(small_config, io):
     with torch.device("meta"):
@@ -108,15 +114,14 @@ def test_every_part_holds_all_of_a_component_of_the_pipeline(small_config, io):
             assert sum(parameter.numel() for parameter in module.parameters()) == whole
 
 
-def test_shapes_have_the_axes_of_all_families_and_a_contracts_own():
+def test_shapes_have_the_axes_of_all_families_and_a_contracts_own_first():
     shapes = {"x": ("batch", 4, "height", "width"), "tokens": ("batch", "size_1", 8), "place": ("size_1", 3), "t": ()}
     contract = Contract(
         shapes, ("out",), dict.fromkeys(shapes, torch.float32), torch.float32,
         axes=(("size_1", Axis("width*height", 1, 256, 0)), ("width", Axis("width", 1, 4, 0))),
     )  # fmt: skip
-    assert contract.shapes_for(2, 128, 64) == {
-        "x": (2, 4, 8, 32), "tokens": (2, 32, 8), "place": (32, 3), "t": ()
-    }, "its own come first"  # fmt: skip
+    expected = {"x": (2, 4, 8, 32), "tokens": (2, 32, 8), "place": (32, 3), "t": ()}
+    assert contract.shapes_for(2, 128, 64) == expected
 
 
 def test_inputs_for_calls_that_nobody_reads_are_places_in_any_table():
@@ -124,12 +129,3 @@ def test_inputs_for_calls_that_nobody_reads_are_places_in_any_table():
     for name, dtype in (("x", torch.float16), ("attention_mask", torch.int64), ("flag", torch.bool)):
         found = filled(name, (2, 5), dtype)
         assert found.eq(1).all() and (found.shape, found.dtype) == ((2, 5), dtype)
-
-
-def test_a_scalar_becomes_one_or_one_for_each_sample_as_the_contract_has_it():
-    shapes = {"sample": ("batch", 4), "timestep": (1,), "guidance": ("batch",)}
-    contract = Contract(shapes, ("out",), dict.fromkeys(shapes, torch.float32), torch.float32)
-    sample = torch.ones(3, 4)
-    found = as_inputs(contract, {"sample": sample, "timestep": 7, "guidance": torch.tensor(2.0), "others": None})
-    assert found["sample"] is sample
-    assert (found["timestep"].tolist(), found["guidance"].tolist()) == ([7], [2.0, 2.0, 2.0])

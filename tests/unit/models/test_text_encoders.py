@@ -94,17 +94,14 @@ def test_an_embedding_of_two_names_is_one_in_memory():
 START, END = 49406, 49407
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return clip_tokenizer()
-
-
-@pytest.mark.parametrize(
-    "text, ids",
-    [("a photo of a cat", [320, 1125, 539, 320, 2368]), ("A  Photo of a CAT ", [320, 1125, 539, 320, 2368]), ("", [])],
-)
-def test_the_ids_that_openai_published(tokenizer, text, ids):
-    assert tokenizer(text)["input_ids"] == [START, *ids, END]
+def test_ids_are_those_that_openai_published_and_other_sizes_are_refused():
+    tokenizer = clip_tokenizer()
+    for text in ("a photo of a cat", "A  Photo of a CAT "):
+        assert tokenizer(text)["input_ids"] == [START, 320, 1125, 539, 320, 2368, END]
+    assert tokenizer("")["input_ids"] == [START, END]
+    for size in (0, 513, CLIP_VOCAB_SIZE + 1):
+        with pytest.raises(ValueError, match=f"not {size}"):
+            clip_tokenizer(size)
 
 
 @pytest.mark.parametrize("pad_token, id", [("<|endoftext|>", END), ("!", 0)])  # OpenAI's and OpenCLIP's
@@ -123,9 +120,3 @@ def test_a_smaller_vocabulary_knows_fewer_merges_but_every_text(vocab_size):
     assert len(tokenizer) == vocab_size and max(ids) == ids[-1] == vocab_size - 1 and ids[0] == vocab_size - 2
     assert tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "") == "aphotoofacat,einkätzchen🐈"
     assert (len(tokenizer("cat")["input_ids"]) == 5) == (vocab_size == 514)
-
-
-@pytest.mark.parametrize("vocab_size", [0, 513, CLIP_VOCAB_SIZE + 1])
-def test_other_sizes_are_refused(vocab_size):
-    with pytest.raises(ValueError, match=f"not {vocab_size}"):
-        clip_tokenizer(vocab_size)

@@ -69,34 +69,30 @@ def test_one_in_the_place_of_the_other_has_its_layers_and_weights(observe):
     checkpoint = observe(TWO)
     place = in_place(checkpoint, SECOND)
     assert denoisers_of(checkpoint) == ["transformer", SECOND] and denoisers_of(place) == [SECOND, "transformer"]
-    assert denoiser_part(place).component == SECOND and in_place(checkpoint, "transformer") is checkpoint
+    assert in_place(checkpoint, "transformer") is checkpoint
     assert place.family.layers is checkpoint.observation.layers[SECOND] is not checkpoint.family.layers
-    assert denoiser_part(pickle.loads(pickle.dumps(place))).component == SECOND
+    assert denoiser_part(place).component == denoiser_part(pickle.loads(pickle.dumps(place))).component == SECOND
 
 
-def loaded(observe, *overrides: str):
-    checkpoint = observe(TWO)
-    made = job("model=diffusers", f"model.path={checkpoint.path}", "model.width=64", "model.height=64", *overrides)
-    return load.with_recipe(load.Session(checkpoint), made.model, made.infer, made.quantize)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_checked(monkeypatch):
+def test_both_have_the_recipe_and_excluded_patterns_or_one_has_its_own(observe, monkeypatch):
     monkeypatch.setattr(load.Session, "check", lambda *_: None)
+    checkpoint = observe(TWO)
 
+    def loaded(*overrides: str):
+        made = job("model=diffusers", f"model.path={checkpoint.path}", "model.width=64", "model.height=64", *overrides)
+        return load.with_recipe(load.Session(checkpoint), made.model, made.infer, made.quantize)
 
-def test_both_have_the_recipe_and_excluded_patterns_or_one_has_its_own(observe):
-    found = loaded(observe, "quantize.exclude.diffusers=[blocks.0.*]", "quant_level=3")
+    found = loaded("quantize.exclude.diffusers=[blocks.0.*]", "quant_level=3")
     (other,) = found.others.values()
     assert found.denoisers == ["transformer", SECOND] and found.part_presets == {SECOND: "int8"}
     assert other.denoiser == SECOND and other.recipe is found.recipe and other.exclude == found.exclude
-    own = loaded(observe, f"quantize.parts={{{SECOND}: fp8}}", "quantize.exclude.diffusers=[blocks.0.*]")
+    own = loaded(f"quantize.parts={{{SECOND}: fp8}}", "quantize.exclude.diffusers=[blocks.0.*]")
     assert own.part_presets == {SECOND: "fp8"} and own.recipe.enable.linear.weight == "int8"
     recipe = own.others[SECOND].recipe
     assert (recipe.enable.linear.weight, recipe.format, recipe.exclude) == ("fp8", "fp8", own.recipe.exclude)
     assert recipe.quant_level == own.recipe.quant_level
-    assert loaded(observe, f"quantize.parts={{{SECOND}: fp16}}").denoisers == ["transformer"]
-    assert loaded(observe, "model.denoiser=transformer").denoisers == ["transformer"]
+    for alone in (f"quantize.parts={{{SECOND}: fp16}}", "model.denoiser=transformer"):
+        assert loaded(alone).denoisers == ["transformer"]
 
 
 @pytest.mark.parametrize("knob", ["budget", "fit", "assignment", "calibration", *LEVERS])

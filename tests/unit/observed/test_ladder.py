@@ -140,31 +140,21 @@ def test_products_of_two_dtypes_are_in_the_weights_and_a_trained_buffer_is_a_wei
 
 
 def test_the_part_of_a_rung_is_what_families_write_by_hand(rung):
+    """Weights are inputs of its graph, a shared one under one of its names at least, and buffers constants."""
     part = pickle.loads(pickle.dumps(part_of("transformer", rung.signature, rung)))
-    network = Network()
+    network, given = Network(), calls()[0].arguments
     module = part.wrap(network)
     assert set(dict(module.named_parameters())) == {"network.first.weight", "network.first.bias", "network.second.bias"}
     assert part.contract.inputs == {"x": ("batch", "size_1", 6), "conditions_scale": ("batch",)}
-    given = calls()[0].arguments
     outputs = TorchEngine(module, part.contract)(**part.arguments(part.contract, given))
     assert torch.equal(part.answer(outputs)["sample"], network(**given)["sample"])
     with pytest.raises(SdQuantError, match="is called with mask"):
         part.arguments(part.contract, given | {"mask": None})
-
-
-def test_weights_are_inputs_of_the_graph_and_buffers_constants(rung):
-    part = part_of("transformer", rung.signature, rung)
     graph = trace(lambda: part.wrap(empty(Network)), part.contract).graph
-    names = [value.name for value in graph.inputs]
+    names, shared = [value.name for value in graph.inputs], {"network.first.weight", "network.second.weight"}
     assert names[:2] == ["x", "conditions_scale"]
-    shared = {"network.first.weight", "network.second.weight"}  # a shared weight under one of its names at least
     assert shared & set(names) and set(names[2:]) - shared == {"network.first.bias", "network.second.bias"}
     assert all(value.const_value is not None for value in graph.initializers.values())
-
-
-def test_a_graph_that_is_right_at_one_size_only_is_refused():
-    rung = climbed(Frozen, lambda call: call.arguments | {"tokens": call.arguments["x"].shape[1]})
-    assert rung.name != "plain"
 
 
 def test_positions_are_computed_outside_of_the_graph(caplog):
@@ -205,14 +195,10 @@ class OneSize(nn.Module):
 
 
 def test_one_graph_a_size_serves_every_text():
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, 6, generator=generator)
-
     sizes = {"base": (2, 8, 3), "larger": (2, 12, 3), "batch": (3, 8, 3), "prompt": (2, 8, 5)}
+    torch.manual_seed(0)
     recorded = [
-        Call({"x": draw(batch, tokens), "text": draw(batch, length)}, run, 0)
+        Call({"x": torch.randn(batch, tokens, 6), "text": torch.randn(batch, length, 6)}, run, 0)
         for run, (batch, tokens, length) in sizes.items()
     ]
     rung = climb(partial(empty, OneSize), recorded, weights_of(OneSize), threads=1)
@@ -220,31 +206,33 @@ def test_one_graph_a_size_serves_every_text():
     assert isinstance(rung.signature.inputs["text"][1], str) and rung.signature.inputs["x"] == (2, 8, 6)
 
 
-def test_an_argument_that_changes_between_steps_is_the_cause_although_nothing_was_traced():
-    class Chunks(OneSize):
-        def forward(self, x: Tensor, chunks: list[int]) -> Tensor:
-            return self.linear(x) * sum(chunks)
+class Chunks(OneSize):
+    def forward(self, x: Tensor, chunks: list[int]) -> Tensor:
+        return self.linear(x) * sum(chunks)
 
+
+def test_a_network_that_fails_or_changes_its_arguments_is_refused_with_the_cause():
+    """Although nothing was traced. A graph that is right at one size only is not taken."""
     rung = climbed(Chunks, lambda call: {"x": call.arguments["x"], "chunks": [1] * (1 + call.step)})
     assert rung.name == "refused" and "chunks is an argument that changes between steps" in rung.cause
-
-
-def test_a_network_that_fails_is_refused_with_the_cause():
     rung = climbed(Network, lambda call: call.arguments | {"unknown": None})
     assert rung.name == "refused" and "Network fails as it is called" in rung.cause
+    rung = climbed(Frozen, lambda call: call.arguments | {"tokens": call.arguments["x"].shape[1]})
+    assert rung.name != "plain"
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def test_a_large_network_is_verified_by_a_copy_of_two_blocks():
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
     rung = climbed(Deep, lambda call: {"x": call.arguments["x"]}, weights={}, large=100)
     assert rung.name == "plain" and "2 blocks of each list" in rung.notes[0]
 

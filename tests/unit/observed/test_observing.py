@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sd_quant.cache import Cache
+from sd_quant.checkpoints.diffusers_network import with_small_weights
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import StoredTensor
 from sd_quant.models.checkpoint import denoiser_part, empty_denoiser, samples_per_image
@@ -24,7 +25,6 @@ from sd_quant.observed.calls import Call, signature_of
 from sd_quant.observed.checkpoint import Observation, ObservedFamily, why_refused
 from sd_quant.observed.ladder import IN_FP32
 from sd_quant.observed.observing import axis_of, chosen, filled, for_any_text, smaller, text_of
-from sd_quant.observed.opening import with_small_weights
 from sd_quant.observed.part import Rung
 from tests.presets import job
 
@@ -35,18 +35,10 @@ PIXART, TWO = "PixArtSigmaPipeline", "WanPipeline, two denoisers"
 LARGE = [PIXART, "StableDiffusion3Pipeline", "Lumina2Pipeline", "MochiPipeline", "HunyuanVideo15Pipeline"]
 
 
-def through_json(observation: Observation) -> Observation:
-    return Observation.from_json(json.loads(json.dumps(observation.to_json())))
-
-
 @pytest.mark.parametrize("case", [PIXART, TWO, "AmusedPipeline", "DreamLitePipeline"])
 def test_an_observation_is_the_same_after_json(observe, case):
     observation = observe(case).observation
-    assert through_json(observation) == observation
-    json.dumps(observation.to_json(), allow_nan=False)
-
-
-# ------------------------------------------------------------------------------------------------------------- cache
+    assert Observation.from_json(json.loads(json.dumps(observation.to_json(), allow_nan=False))) == observation
 
 
 @pytest.fixture
@@ -122,27 +114,17 @@ def test_a_tokenizer_that_would_be_hashed_for_hours_is_refused(misses, tmp_path)
         misses()
 
 
-# ----------------------------------------------------------------------------------------------- what a user chooses
-
-
 def test_the_first_denoiser_is_quantized_unless_another_is_named(observe):
-    first, second = (observe(TWO, denoiser=name) for name in (None, "transformer_2"))
-    assert first.family.DENOISER == "transformer" and second.family.DENOISER == "transformer_2"
-    assert first.family.DENOISERS == second.family.DENOISERS == ("transformer", "transformer_2")
-    assert list(first.parts())[0] == "transformer" and list(second.parts())[0] == "transformer_2"
-    assert first.parts().keys() == second.parts().keys()
-    assert first.observation.layers.keys() == {"transformer", "transformer_2"}
-    assert denoiser_part(second).component == "transformer_2"
-
-
-def test_a_denoiser_that_is_none_is_refused_with_those_that_are(observe):
-    for name in ("vae", "transformer_3", ""):
-        with pytest.raises(ConfigError) as caught:
-            observe(TWO, denoiser=name)
-        assert str(caught.value) == (
-            f"model.denoiser is {name}, expected one of transformer, transformer_2, the networks that WanPipeline "
-            "calls in its denoising steps"
-        )
+    for name in (None, "transformer_2"):
+        named, quantized = observe(TWO, denoiser=name), name or "transformer"
+        assert named.family.DENOISER == list(named.parts())[0] == denoiser_part(named).component == quantized
+        assert list(named.family.DENOISERS) == list(named.observation.layers) == ["transformer", "transformer_2"]
+    with pytest.raises(ConfigError) as caught:
+        observe(TWO, denoiser="vae")
+    assert str(caught.value) == (
+        "model.denoiser is vae, expected one of transformer, transformer_2, the networks that WanPipeline calls in its "
+        "denoising steps"
+    )
 
 
 def test_patterns_exclude_layers_and_one_that_matches_nothing_excludes_none(observe):
@@ -153,38 +135,31 @@ def test_patterns_exclude_layers_and_one_that_matches_nothing_excludes_none(obse
     assert none == plain and "excluded" in plain.values() and len(set(plain.values())) > 1
     changed = {name for name in plain if plain[name] != some[name]}
     assert changed and all(name.startswith("transformer_blocks.0.ff.") and some[name] == "excluded" for name in changed)
-    assert set(all_of_them.values()) == {"excluded"} and all_of_them.keys() == plain.keys()
+    assert all_of_them == dict.fromkeys(plain, "excluded")
 
 
 def test_inputs_that_layers_share_are_those_of_the_layers_that_are_asked_for(observe):
     family = observe(PIXART).family
     linears = [name for name, role in family.layer_roles(None).items() if role != "excluded"]
-    whole = family.shared_inputs(linears)
+    query = "transformer_blocks.0.attn1.to_q"
+    whole, alone = family.shared_inputs(linears), family.shared_inputs([query])
     assert sorted(name for shared in whole for name in shared.readers) == sorted(linears)
     assert {f"transformer_blocks.0.attn1.to_{each}" for each in "qkv"} in [set(shared.readers) for shared in whole]
-    assert family.shared_inputs([]) == []
-    (alone,) = family.shared_inputs(["transformer_blocks.0.attn1.to_q"])
-    assert alone.readers == ("transformer_blocks.0.attn1.to_q",)
-
-
-# -------------------------------------------------------------------------------------------------- as a checkpoint
+    assert [shared.readers for shared in alone] == [(query,)] and family.shared_inputs([]) == []
 
 
 def test_a_checkpoint_says_what_families_state(observe):
     checkpoint = observe(PIXART)
-    family, parts = checkpoint.family, checkpoint.parts()
+    family, parts, denoiser = checkpoint.family, checkpoint.parts(), empty_denoiser(checkpoint)
     assert family.PIPELINES == (PIXART,) and family.NETWORKS["transformer"] == "PixArtTransformer2DModel"
     assert family.GUIDES and samples_per_image(checkpoint, 5.0) == 2
     assert family.OWN_NOISE, "whose layout the pipeline alone knows"
     assert family.reads_guidance(parts["transformer"].contract)
     assert list(parts) == ["transformer", "text_encoder", "vae"]
     assert exported(parts) == [] and {part.refused for part in parts.values()} == {"not tried"}
-    denoiser = empty_denoiser(checkpoint)
-    assert set(family.layer_roles(denoiser)) == {
-        name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)
-    }
-    contract = parts["transformer"].contract
-    shapes = contract.shapes_for(4, 64, 48)
+    layers = {name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+    assert set(family.layer_roles(denoiser)) == layers
+    shapes = parts["transformer"].contract.shapes_for(4, 64, 48)
     assert shapes["hidden_states"] == (4, 4, 48 // 8, 64 // 8)
     assert all(isinstance(side, int) for shape in shapes.values() for side in shape), "every axis has its formula"
 
@@ -227,9 +202,6 @@ def test_a_pipeline_too_large_for_its_weights_is_observed_as_if_they_were_there(
         assert (empty.parts[name].signature.inputs, empty.parts[name].axes) == (part.signature.inputs, part.axes)
 
 
-# ---------------------------------------------------------------------------------------------------- small functions
-
-
 def call(run: str, step: int, **arguments) -> Call:
     return Call(arguments, run, step)
 
@@ -239,21 +211,15 @@ SIGNATURE = signature_of([call("base", 0, x=torch.zeros(2, 3))])
 CALLS = [call(run, 0, x=torch.zeros(2, length)) for run, length in zip(RUNS, (3, 3, 5, 3), strict=True)]
 
 
-@pytest.mark.parametrize("serves, taken", [((0, 1, 2, 3), True), ((0, 2), True), ((0, 1, 3), False), ((0,), False)])
-def test_a_graph_for_texts_of_one_length_is_none(serves, taken):
-    rung = for_any_text(Rung("one graph a size", SIGNATURE, "called", serves=serves), CALLS)
-    assert (rung.cause is None) == taken
+def test_a_graph_for_texts_of_one_length_is_none():
+    graph = Rung("one graph a size", SIGNATURE, "called")
+    for serves in ((0, 1, 2, 3), (0, 2)):
+        assert for_any_text(replace(graph, serves=serves), CALLS).cause is None
     cause = "its graph serves texts of one length alone (one graph a size)"
-    assert taken or rung == Rung("refused", method="called", cause=cause)  # torch computes it as it is called
-
-
-def test_a_text_that_no_recorded_call_has_refuses_no_graph():
+    for serves in ((0, 1, 3), (0,)):  # torch computes it as it is called
+        assert for_any_text(replace(graph, serves=serves), CALLS) == Rung("refused", method="called", cause=cause)
     of_one_length = [each for each in CALLS if each.run != "prompt"]
-    assert for_any_text(Rung("plain", serves=(0, 1, 2)), of_one_length).cause is None
-
-
-def test_large_networks_are_observed_with_small_images():
-    assert list(map(smaller, (64, 48, 512, 1024, 1328))) == [64, 48, 64, 128, 128]
+    assert for_any_text(replace(graph, serves=(0, 1, 2)), of_one_length).cause is None
 
 
 @pytest.mark.parametrize(
@@ -274,30 +240,29 @@ def test_a_family_says_which_graph_serves_one_batch_or_size(observe, runs, style
 
 
 def test_a_graph_in_fp32_is_not_exported():
-    assert why_refused(Rung("plain")) is None and why_refused(Rung("plain", notes=("another note",))) is None
+    assert why_refused(Rung("plain", notes=("another note",))) is None
     assert why_refused(Rung("refused", cause="why")) == "why"
     assert why_refused(Rung("plain", notes=(f"{IN_FP32}, because fp16 fails",))) == f"{IN_FP32}, because fp16 fails"
 
 
-def test_the_ladder_gets_one_call_of_each_run_and_two_steps_of_the_first():
+def test_the_ladder_gets_one_call_of_each_run_and_two_steps_of_the_first_on_small_images():
     calls = [call(run, step) for run in ("base", "larger", "batch") for step in (0, 1) for _ in range(2)]
     assert [(each.run, each.step) for each in chosen(calls)] == [("base", 0), ("base", 1), ("larger", 0), ("batch", 0)]
     late = [call("base", 1), call("larger", 1), call("batch", 1)]
     assert chosen(late) == late, "of a denoiser that begins later"
+    assert list(map(smaller, (64, 48, 512, 1024, 1328))) == [64, 48, 64, 128, 128]
 
 
 def test_text_stays_the_same_between_steps():
-    text, same = torch.randn(2, 5, 8), torch.ones(2, 3)
+    ids, same = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 3)
     steps = [
-        call("base", step, x=torch.randn(2, 4, 8), text=text.clone(), ids=torch.ones(2, 5, dtype=torch.int64),
-             pooled=same, scale=torch.ones(2), flag=True)
+        call(
+            "base", step, x=torch.randn(2, 4, 8), text=torch.ones(2, 5, 8), ids=ids, pooled=same, scale=same[0], flag=1
+        )
         for step in (0, 1)
-    ]  # fmt: skip
+    ]
     assert text_of(steps) == {"text", "pooled"}
     assert text_of(steps[:1]) == set(), "of one step nobody knows"
-
-
-# ------------------------------------------------------------------------------------------------------------- knobs
 
 
 @pytest.mark.parametrize(
@@ -312,9 +277,6 @@ def test_text_stays_the_same_between_steps():
 def test_a_knob_that_a_family_does_not_read_is_refused(family, knob, because):
     with pytest.raises(ConfigError, match=f"^model.{knob.partition('=')[0]} is .*{because}"):
         job(f"model={family}", "model.path=checkpoints/sd3_mini", f"model.{knob}")
-
-
-# ------------------------------------------------------------------------------------------ sizes of axes as formulas
 
 
 SIZES = [  # base, another size, several images with guidance
@@ -345,9 +307,7 @@ def test_an_axis_has_its_formula_and_the_size_of_an_image_that_was_not_observed(
 
 @pytest.mark.parametrize("sizes", [[64, 70, 71], [7, 13, 11], [64, 64, 64], [100, 90, 100]])
 def test_an_axis_that_fits_no_formula_has_the_first_size_that_was_observed(sizes):
-    assert axis_of(sizes, SIZES) == Axis("", 0, 1, sizes[0])
-    assert axis_of(sizes[:1], SIZES[:1]) == Axis("", 0, 1, sizes[0]), "one run says nothing"
-    assert axis_of(sizes, SIZES).size(**OTHER) == sizes[0]
+    assert axis_of(sizes, SIZES) == axis_of(sizes[:1], SIZES[:1]) == Axis("", 0, 1, sizes[0]), "one run says nothing"
 
 
 def test_nothing_is_taken_away_from_a_size():

@@ -75,12 +75,12 @@ def full() -> nn.Module:
     return with_weights(network, reader(network, random_weights(network)))
 
 
-def test_a_network_is_built_without_weights_in_no_time():
+def test_a_network_is_built_without_weights_in_no_time_and_lists_of_equal_blocks_are_cut():
     with without_weights():
         layer = nn.Linear(2**15, 2**15)  # 4 GiB
         layer.register_buffer("table", torch.arange(3.0))
     assert layer.weight.is_meta and layer.table.tolist() == [0, 1, 2]
-    assert not nn.Linear(2, 2).weight.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta and len(shortened(empty(), 2).blocks) == 2
 
 
 def test_weights_that_modules_share_stay_shared_and_are_found_by_either_name():
@@ -93,20 +93,12 @@ def test_weights_that_modules_share_stay_shared_and_are_found_by_either_name():
         with_weights(network, reader(network, {}))
 
 
-def test_lists_of_equal_blocks_are_cut():
-    assert len(shortened(empty(), 2).blocks) == 2
-
-
 def test_modules_of_sizes_alone_are_told_from_those_of_numbers_steps_and_weights():
     assert weightless(full()).keys() == {"positions", "waves", "act", "learned"}
     calls = [Call(arguments(step=step), "base", step) for step in range(2)]
     assert of_sizes_alone(empty, "forward", calls) == {"positions": 1}
-
-
-def test_modules_that_no_weight_has_a_part_in_are_known_without_weights():
     seen = known_without_weights(empty, "forward", arguments())
-    assert torch.equal(seen["waves"][0], full().waves(arguments()["t"]))
-    assert seen.keys() == {"waves"}
+    assert seen.keys() == {"waves"} and torch.equal(seen["waves"][0], full().waves(arguments()["t"]))
 
 
 @pytest.mark.parametrize("tokens", [5, 9])
@@ -121,17 +113,14 @@ def test_outputs_are_computed_without_weights(tokens):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_outputs_of_sizes_are_remembered_by_shapes_and_constants():
-    outside = Outside(empty, "forward", {"positions": 1})
-    assert outside(arguments()) is outside(arguments(step=1))
-    assert outside(arguments()) is not outside(arguments() | {"scale": 2.0})
-
-
-def test_a_module_that_weights_have_a_part_in_has_no_numbers_outside():
+def test_outputs_of_sizes_are_remembered_and_a_module_that_weights_have_a_part_in_has_none():
     class Deciding(Network):
         def forward(self, x: Tensor, **others) -> Tensor:
             return self.positions(x, x, 1.0) if self.embed(x).sum() > 0 else x
 
+    outside = Outside(empty, "forward", {"positions": 1})
+    assert outside(arguments()) is outside(arguments(step=1))
+    assert outside(arguments()) is not outside(arguments() | {"scale": 2.0})
     with pytest.raises(SdQuantError, match="Deciding needs weights for its positions"):
         Outside(partial(empty, Deciding), "forward", {"positions": 1})(arguments())
 
@@ -141,8 +130,7 @@ def test_a_module_returns_what_it_is_given():
     expected, seen = network(**given), look(network, "forward", given, ["positions"])
     trees = input_trees(seen)
     tensors = named_tensors(trees, seen)
-    with given_outputs(network, trees, tensors):
-        assert torch.equal(network(**given | {"scale": 77.0}), expected)
-    with given_outputs(network, trees, {name: 0 * tensor for name, tensor in tensors.items()}):
-        assert not torch.equal(network(**given), expected)
+    for factor in (1, 0):
+        with given_outputs(network, trees, {name: factor * tensor for name, tensor in tensors.items()}):
+            assert torch.equal(network(**given | {"scale": 77.0}), expected) == bool(factor)
     assert torch.equal(network(**given), expected)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from sd_quant.checkpoints.diffusers_network import network_of
+from sd_quant.checkpoints.diffusers_pipeline import open_folder
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.requests import Run, request
@@ -18,11 +20,8 @@ from sd_quant.inference.stand_ins import EngineNetwork, bound
 from sd_quant.inference.timed_calls import image_of_parts, samples_per_call
 from sd_quant.models.family import Style
 from sd_quant.observed import watching
-from sd_quant.observed.calls import Call
 from sd_quant.observed.observing import filled
-from sd_quant.observed.opening import network_of, open_folder
 from sd_quant.observed.watching import BATCH, STYLES, Asked, Log, Watched, denoisers_of, runs_of, steps_for, watch
-from sd_quant.places import HOME
 from tests.zoo import CASES
 
 pytestmark = pytest.mark.commit
@@ -41,15 +40,10 @@ def watched(path, width: int, height: int, scale: float = 5.0, arguments=None, e
 def look(tiny_folder) -> Callable[..., Watched]:
     def look(case: str, **given) -> Watched:
         known = CASES[case]
-        given = {"width": known.width, "height": known.height, "arguments": dict(known.arguments)} | given
-        return watched(tiny_folder(case), **given)
+        usual = {"width": known.width, "height": known.height, "arguments": dict(known.arguments)}
+        return watched(tiny_folder(case), **usual | given)
 
     return look
-
-
-def shapes(calls: list[Call], name: str) -> dict[str, tuple[int, ...]]:
-    """The shape of an argument in the first call of each run."""
-    return {call.run: tuple(call.arguments[name].shape) for call in reversed(calls)}
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["with weights", "without weights"])
@@ -64,19 +58,13 @@ def test_guidance_doubles_the_samples_of_one_call_a_step(look, empty):
     assert [(call.run, call.step) for call in denoising] == [
         (run, step) for run in ("base", "larger", "prompt", "batch") for step in (0, 1)
     ]
-    sizes = shapes(denoising, "hidden_states")
-    assert sizes["base"][0] == sizes["larger"][0] == 2 and sizes["batch"][0] == 2 * BATCH
-    assert sizes["base"][2:] != sizes["larger"][2:] and sizes["base"][2:] == sizes["batch"][2:]
-
-
-def test_a_text_encoder_sees_another_text_and_the_denoiser_another_length(look):
-    texts = look("AuraFlowPipeline", scale=1.0)
-    assert texts.samples_per_image == 1, "without guidance"
-    base, prompt = (
-        next(call.arguments["input_ids"] for call in texts.calls["text_encoder"] if call.run == run)
-        for run in ("base", "prompt")
-    )
-    assert base.shape == prompt.shape and not torch.equal(base, prompt)
+    first = {call.run: call.arguments["hidden_states"].shape for call in reversed(denoising)}
+    assert first["base"][0] == first["larger"][0] == 2 and first["batch"][0] == 2 * BATCH
+    assert first["base"][2:] != first["larger"][2:] and first["base"][2:] == first["batch"][2:]
+    texts = {call.run: call.arguments["input_ids"] for call in reversed(found.calls["text_encoder"])}
+    assert texts["base"].shape == texts["prompt"].shape and not torch.equal(texts["base"], texts["prompt"])
+    if not empty:
+        assert look("AuraFlowPipeline", scale=1.0).samples_per_image == 1, "without guidance"
 
 
 FACTS = {  # of classes that differ in how they call their networks
@@ -108,13 +96,6 @@ def test_facts_of_other_classes(look, case):
         assert [{call.step for call in found.calls[name]} for name in found.denoisers] == [{0}, {1}]
 
 
-@pytest.mark.slow
-def test_where_a_network_knows_no_more_places_the_other_size_is_smaller():
-    found = watched(HOME / "checkpoints/sd3_mini", 64, 64, empty=True)
-    assert found.sizes["base"] == (64, 64) and found.sizes["larger"] < (64, 64)
-    assert found.fixed == {} and found.samples_per_image == 2
-
-
 def test_runs_of_other_sizes_begin_with_a_larger_one():
     runs = runs_of(512, 512, STYLES[0])
     assert tuple(runs) == ("base", "larger", "prompt", "batch", "mixed")
@@ -124,9 +105,6 @@ def test_runs_of_other_sizes_begin_with_a_larger_one():
     assert len(runs["batch"][0].prompts) == BATCH and len(set(map(len, runs["mixed"][0].prompts))) == 2
     assert {(run.width, run.height) for name in ("prompt", "batch", "mixed") for run in runs[name]} == {(512, 512)}
     assert runs_of(64, 64, STYLES[0])["larger"][0].width == 128
-
-
-# ------------------------------------------------------------------------------------------- what cannot be asked for
 
 
 REFUSED = {  # arguments of a call, and the sentence; what a knob decides would say one thing in the record
@@ -149,36 +127,19 @@ def test_an_argument_that_cannot_be_is_refused_in_one_sentence(look, name):
     assert re.fullmatch(sentence, str(caught.value)) and not re.search(r"\bself\b", str(caught.value))
 
 
+class Plain:
+    def __call__(self, prompt, generator, negative_prompt=None): ...
+
+
 class Needs:
-    """A pipeline that wants an image and a number."""
-
     def __call__(self, prompt, image, ratio, strength=0.5, **kwargs): ...
-
-
-def test_a_pipeline_that_wants_an_image_is_refused():
-    run = Run("base", ["a"], 64, 64)
-    with pytest.raises(
-        ConfigError, match=r"Needs takes image, ratio beside a prompt, and nothing gives it; state it in"
-    ):
-        request(Needs(), run, 5.0, 2, {}, [0], Style())
-    given = request(Needs(), run, 5.0, 2, {"image": 1, "ratio": 0.5}, [0], Style())
-    assert given.keys() == {"prompt", "image", "ratio"}
-
-
-@pytest.mark.parametrize(("arguments", "steps"), [({}, 4), ({"strength": 0.3}, 7), ({"strength": 1.0}, 2)])
-def test_two_steps_are_taken_of_an_image_whatever_the_strength(arguments, steps):
-    assert steps_for(Needs(), arguments) == steps
-    assert int(steps * arguments.get("strength", 0.5)) == 2 and steps_for(Sizes(), {}) == 2
 
 
 class Sizes:
     def __call__(self, batch_size, generator, num_inference_steps, negative_prompt=None): ...
 
 
-def test_styles_decide_how_prompts_and_noise_are_given():
-    class Plain:
-        def __call__(self, prompt, generator, negative_prompt=None): ...
-
+def test_a_pipeline_is_asked_as_it_takes_prompts_noise_and_images():
     run = Run("base", ["a cat"], 64, 64)
     each, for_all, alone = (request(Plain(), run, 5.0, 2, {"negative_prompt": "b"}, [7], style) for style in STYLES)
     assert each["prompt"] == for_all["prompt"] == ["a cat"] and alone["prompt"] == "a cat"
@@ -189,6 +150,15 @@ def test_styles_decide_how_prompts_and_noise_are_given():
     given = request(Sizes(), several, 5.0, 4, {"negative_prompt": "b"}, [3, 4, 5], Style())
     assert given["batch_size"] == 3 and given["num_inference_steps"] == 4 and given["negative_prompt"] == ["b"] * 3
     assert [each.initial_seed() for each in given["generator"]] == [3, 4, 5]
+    given = request(Needs(), run, 5.0, 2, {"image": 1, "ratio": 0.5}, [0], Style())
+    assert given.keys() == {"prompt", "image", "ratio"}
+    with pytest.raises(ConfigError, match=r"Needs takes image, ratio beside a prompt, and nothing gives it; state it"):
+        request(Needs(), run, 5.0, 2, {}, [0], Style())
+
+
+@pytest.mark.parametrize(("arguments", "steps"), [({}, 4), ({"strength": 0.3}, 7), ({"strength": 1.0}, 2)])
+def test_two_steps_are_taken_of_an_image_whatever_the_strength(arguments, steps):
+    assert steps_for(Needs(), arguments) == steps and steps_for(Sizes(), {}) == 2
 
 
 def test_texts_of_two_lengths_are_watched_where_long_ones_are_cut(look):
@@ -198,7 +168,7 @@ def test_texts_of_two_lengths_are_watched_where_long_ones_are_cut(look):
     assert lengths["base"] < lengths["prompt"] == 16, lengths
 
 
-# ------------------------------------------------------------------------------------------ pipelines of one's own
+# Pipelines of one's own
 
 
 class Scheduler:
@@ -233,37 +203,53 @@ class Net(nn.Module):
 
 
 def watch_own(call: Callable) -> Watched:
-    networks = {"denoiser": Net(), "encoder": Net()}
-    return watch(partial(Own, call), networks, Asked(64, 64, 5.0, {}))
+    return watch(partial(Own, call), {"denoiser": Net(), "encoder": Net()}, Asked(64, 64, 5.0, {}))
 
 
-def usual(self, prompts, width, height):
+def usual(self, prompts, width, height, **other):
     x = self.encoder(torch.ones(len(prompts), 4))
     for _ in range(2):
-        x = self.scheduler.step(self.denoiser(x))
+        x = self.scheduler.step(self.denoiser(x, **other))
     return x
 
 
-def test_the_denoiser_is_called_between_the_steps():
+def with_copies(self, prompts, width, height):
+    """As of one scheduler for each frame."""
+    x, schedulers = torch.ones(len(prompts), 4), [copy.deepcopy(self.scheduler) for _ in range(2)]
+    for scheduler in schedulers:
+        x = scheduler.step(self.denoiser(x))
+    assert [scheduler.steps for scheduler in schedulers] == [1, 1], "and are the copy's own"
+    return x
+
+
+def unequal(prompts) -> bool:
+    return len(set(map(len, prompts))) > 1
+
+
+def failing(fails: Callable[[list, int], bool]) -> Callable:
+    def call(self, prompts, width, height):
+        if fails(prompts, width):
+            raise ValueError("it cannot\nbe")
+        return usual(self, prompts, width, height)
+
+    return call
+
+
+def test_what_pipelines_do_and_cannot_do_is_seen_of_their_runs():
     found = watch_own(usual)
-    assert found.denoisers == ("denoiser",) and set(found.calls) == {"denoiser", "encoder"}
+    assert (found.denoisers, found.calls.keys(), found.unequal) == (("denoiser",), {"denoiser", "encoder"}, None)
     assert found.calls["denoiser"][0].arguments["flag"] is True  # a default that another call may state
-    decodes_first = [("vae.decode", None), ("step", None), ("a.forward", None), ("step", None)]
-    assert denoisers_of(Log("", decodes_first)) == ["a.forward"]
-
-
-def test_steps_of_a_copy_of_the_scheduler_count():
-    """As of one for each frame."""
-
-    def with_copies(self, prompts, width, height):
-        x, schedulers = torch.ones(len(prompts), 4), [copy.deepcopy(self.scheduler) for _ in range(2)]
-        for scheduler in schedulers:
-            x = scheduler.step(self.denoiser(x))
-        assert [scheduler.steps for scheduler in schedulers] == [1, 1], "and are the copy's own"
-        return x
-
-    found = watch_own(with_copies)
-    assert found.denoisers == ("denoiser",) and {call.step for call in found.calls["denoiser"]} == {0, 1}
+    copied = watch_own(with_copies)
+    assert copied.denoisers == ("denoiser",) and {call.step for call in copied.calls["denoiser"]} == {0, 1}
+    limited = watch_own(failing(lambda prompts, width: width > 64))  # as a network that knows no more places
+    assert limited.fixed == {} and limited.sizes["larger"] < limited.sizes["base"] == (64, 64)
+    (fixed,) = watch_own(failing(lambda prompts, width: width != 64)).fixed.items()
+    assert fixed[0] == "larger" and fixed[1].endswith("in the pipeline itself: ValueError: it cannot")
+    assert "ValueError: it cannot" in watch_own(failing(lambda prompts, width: unequal(prompts))).unequal
+    differs = watch_own(
+        lambda self, prompts, *sizes: usual(self, prompts, *sizes, flag=None if unequal(prompts) else 1)
+    )
+    assert differs.unequal == "denoiser.forward is then called with other arguments"
 
 
 class Asks(Net):
@@ -275,15 +261,11 @@ class Asks(Net):
         return torch.cat([x, torch.ones(3, 4)[mask], self.layer.weight[:3][mask]])
 
 
-@pytest.mark.parametrize("empty", [False, True], ids=["with weights", "without weights"])
-def test_numbers_that_no_weight_has_a_part_in_are_known_without_weights(empty):
-    network = Asks()
-    if empty:
-        network.layer.to("meta")
-    given = torch.ones(2, 4)
-    expected = Asks()(given)
-    output = watching.shapes_of_output(network, "forward", (given,), {}) if empty else network(given)
-    assert output.shape == expected.shape == (6, 4) and output.is_meta == empty
+def test_numbers_that_no_weight_has_a_part_in_are_known_without_weights():
+    network, given = Asks(), torch.ones(2, 4)
+    network.layer.to("meta")
+    output = watching.shapes_of_output(network, "forward", (given,), {})
+    assert output.shape == Asks()(given).shape == (6, 4) and output.is_meta
 
 
 @pytest.mark.parametrize(
@@ -305,37 +287,6 @@ def test_a_pipeline_that_is_no_such_is_refused_and_its_scheduler_is_as_it_was(ca
     assert Scheduler.step is step
 
 
-def test_what_fails_in_one_run_is_fixed_and_the_cause_is_kept():
-    def one_size(self, prompts, width, height):
-        if width != 64:
-            raise ValueError("only 64 pixels\nare possible")
-        return usual(self, prompts, width, height)
-
-    found = watch_own(one_size)
-    assert found.fixed.keys() == {"larger"}
-    assert found.fixed["larger"].endswith("in the pipeline itself: ValueError: only 64 pixels")
-
-
-def test_texts_of_unequal_length_that_fail_or_change_the_arguments_cannot_be_in_one_batch():
-    def fails(self, prompts, width, height):
-        if len(set(map(len, prompts))) > 1:
-            raise ValueError("unequal")
-        return usual(self, prompts, width, height)
-
-    def differs(self, prompts, width, height):
-        x = self.encoder(torch.ones(len(prompts), 4))
-        for _ in range(2):
-            x = self.scheduler.step(self.denoiser(x, None if len(set(map(len, prompts))) > 1 else torch.ones(2)))
-        return x
-
-    assert "ValueError: unequal" in watch_own(fails).unequal
-    assert watch_own(differs).unequal == "denoiser.forward is then called with other arguments"
-    assert watch_own(usual).unequal is None
-
-
-# ------------------------------------------------------------------------------------------------------ small functions
-
-
 def test_arguments_are_named_copied_and_without_generators():
     def method(x, scale=2.0, generator=None, **more): ...
 
@@ -349,20 +300,13 @@ def test_arguments_are_named_copied_and_without_generators():
     assert next(stand.parameters()).dtype == torch.float32
 
 
-def test_a_tensor_without_numbers_gets_small_ones_of_its_kind():
+def test_tensors_without_numbers_get_some_and_the_first_with_samples_says_how_many():
     found = watching.partial_random(torch.empty(3, 4, dtype=torch.bfloat16, device="meta"))
     assert (found.shape, found.dtype, found.is_meta) == ((3, 4), torch.bfloat16, False) and found.std() > 0.1
-    whole = watching.partial_random(torch.empty(3, dtype=torch.int64, device="meta"))
-    assert whole.dtype == torch.int64 and not whole.is_meta
-    assert watching.partial_random("text") == "text"
-
-
-def test_the_first_tensor_with_samples_says_how_many():
+    whole, text = watching.partial_random([torch.empty(3, dtype=torch.int64, device="meta"), "text"])
+    assert (whole.dtype, whole.is_meta, text) == (torch.int64, False, "text")
     assert watching.batch_of({"t": torch.ones(7), "x": {"y": [torch.ones(3, 2)]}, "z": torch.ones(5, 2)}) == 3
     assert watching.batch_of({"t": torch.ones(7)}) == 1
-
-
-# ---------------------------------------------------------------------------------- networks beside the denoiser
 
 
 @pytest.mark.slow
@@ -393,4 +337,6 @@ def test_a_network_conditions_where_another_takes_its_output_in_one_step():
         log.made.append(("own.forward", [second]))
         log.next_step(None)
     assert log.conditioning == {"net.forward"} and denoisers_of(log) == ["own.forward"]
+    decodes_first = [("vae.decode", None), ("step", None), ("a.forward", None), ("step", None)]
+    assert denoisers_of(Log("", decodes_first)) == ["a.forward"]
     assert watching.memory_of(torch.empty(0)) == set()

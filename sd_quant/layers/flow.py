@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from sd_quant.observed.tape import Operation, Tape, Value
+from sd_quant.layers.tape import Operation, Tape, Value
 
 MATRICES = re.compile(r"linear|conv\w*|matmul|einsum|\w*mm")  # operations that may multiply by a layer's weight
 PRODUCTS = re.compile(r"matmul|einsum|\w*mm")  # and by another tensor

@@ -28,11 +28,11 @@ from typing import Any
 
 from torch import nn
 
+from sd_quant.layers.flow import Call, Flow, is_layer
+from sd_quant.layers.producers import producer_of
+from sd_quant.layers.tape import Operation, Value, noted
 from sd_quant.models.parts import Heads, SharedInput, text_readers
 from sd_quant.models.roles import attention_heads
-from sd_quant.observed.flow import Call, Flow, is_layer
-from sd_quant.observed.producers import producer_of
-from sd_quant.observed.tape import Operation, Value, noted
 
 NOT_CALLED = "never called"
 ELSEWHERE = "its weight is read outside its own call"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_quant.observed.flow import COPIES, MOVES, PERMUTATIONS, RESHAPES, Flow, parameter
-from sd_quant.observed.tape import Operation, Value
+from sd_quant.layers.flow import COPIES, MOVES, PERMUTATIONS, RESHAPES, Flow, parameter
+from sd_quant.layers.tape import Operation, Value
 
 # The channel index of each element of a tensor, -1 for elements of no channel. Axes that do not matter have length 1.
 Channels = Tensor

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from sd_quant.layers.producers import _before
+from sd_quant.layers.roles import observed_layers
+from sd_quant.layers.tape import noted
 from sd_quant.models.parts import SharedInput
-from sd_quant.observed.layers import observed_layers
-from sd_quant.observed.producers import _before
-from sd_quant.observed.tape import noted
 
 from ...zoo.denoisers import FAMILIES, OTHERS, Watched, watched
 
@@ -87,16 +88,7 @@ class Small(nn.Module):
         return self.last(self.function(self, self.first(x), time))
 
 
-def linear(inputs: int = 8, outputs: int = 8, **options: bool) -> nn.Module:
-    return nn.Linear(inputs, outputs, **options)
-
-
-def norm(**options: bool) -> nn.Module:
-    return nn.LayerNorm(8, **options)
-
-
-def plain_norm() -> nn.Module:
-    return nn.RMSNorm(8)
+linear, norm, plain_norm = partial(nn.Linear, 8, 8), partial(nn.LayerNorm, 8), partial(nn.RMSNorm, 8)
 
 
 class Gain(nn.Module):
@@ -173,8 +165,9 @@ def repeated(n: Small, x: Tensor, time: Tensor) -> Tensor:
     return n.a(made.transpose(1, 2).flatten(2))
 
 
-A, M = {"a": linear}, {"a": linear, "m": lambda: linear(8, 16)}
+A, M = {"a": linear}, {"a": linear, "m": lambda: nn.Linear(8, 16)}
 N, QV = {"a": linear, "n": norm}, {"a": linear, "q": linear, "v": linear}
+W, WIDE = {"w": linear}, {"w": lambda: nn.Linear(8, 16)}
 ABSORBED = {  # what is computed, the layers, and what absorbs the factor of what "a" reads
     "an affine norm": (lambda n, x, t: n.a(n.n(x)), N, ("n", None)),
     "a norm in another dtype": (lambda n, x, t: n.a(n.n(x)), N | {"n": lambda: FP32LayerNorm(8)}, ("n", None)),
@@ -183,20 +176,15 @@ ABSORBED = {  # what is computed, the layers, and what absorbs the factor of wha
     "a norm's output times others": (lambda n, x, t: n.a(n.n(x) * (1 + n.m(t)[:, None, :8])), N | M, ("n", None)),
     "GroupNorm": (
         lambda n, x, t: n.a(n.n(x.mT.unflatten(2, (5, 1))).flatten(2).transpose(1, 2)),
-        N | {"n": lambda: nn.GroupNorm(2, 8)},
-        ("n", None),
+        N | {"n": lambda: nn.GroupNorm(2, 8)}, ("n", None),
     ),
-    "a linear": (lambda n, x, t: n.a(n.w(x) * 3), A | {"w": linear}, ("w", None)),
-    "the value in front of a gate": (
-        lambda n, x, t: n.a(gated(n.w(x), 0)),
-        A | {"w": lambda: linear(8, 16)},
-        ("w", None),
-    ),
-    "a gate beside": (lambda n, x, t: n.a(n.w(x).sigmoid() * n.v(x)), QV | {"w": linear}, ("v", None)),
+    "a linear": (lambda n, x, t: n.a(n.w(x) * 3), A | W, ("w", None)),
+    "the value in front of a gate": (lambda n, x, t: n.a(gated(n.w(x), 0)), A | WIDE, ("w", None)),
+    "a gate beside": (lambda n, x, t: n.a(n.w(x).sigmoid() * n.v(x)), QV | W, ("v", None)),
     "values of an attention": (attention, QV, ("v", None)),
-    "six chunks as an axis": (by_six, A | {"m": lambda: linear(8, 48)}, ("m", (3, 4))),
+    "six chunks as an axis": (by_six, A | {"m": lambda: nn.Linear(8, 48)}, ("m", (3, 4))),
     "scale, then shift": (by_chunks, M, ("m", (1, 0))),
-}
+}  # fmt: skip
 NONE = {
     "the residual goes on": (lambda n, x, t: n.a(y := n.n(x)) + y, N),
     "the norm has no weight": (lambda n, x, t: n.a(nn.functional.layer_norm(x, (8,))), A),
@@ -205,38 +193,32 @@ NONE = {
     "a norm without bias is called twice": (lambda n, x, t: n.a(n.n(x)) + n.n(t)[:, None], N | {"n": plain_norm}),
     "a written norm is called twice": (lambda n, x, t: n.a(n.n(x)) + n.n(t)[:, None], N | {"n": Gain}),
     "the norm adds before it multiplies": (
-        lambda n, x, t: n.a(n.n(x)),
-        N | {"n": lambda: Gain(bias=True, added_first=True)},
+        lambda n, x, t: n.a(n.n(x)), N | {"n": lambda: Gain(bias=True, added_first=True)}
     ),
-    "an activation between": (lambda n, x, t: n.a(n.w(x).relu()), A | {"w": linear}),
-    "the value behind the gate": (lambda n, x, t: n.a(gated(n.w(x), 1)), A | {"w": lambda: linear(8, 16)}),
-    "the value is its own gate": (lambda n, x, t: n.a((y := n.w(x)) * y.sigmoid()), A | {"w": linear}),
-    "a square": (lambda n, x, t: n.a((y := n.w(x)) * y), A | {"w": linear}),
+    "an activation between": (lambda n, x, t: n.a(n.w(x).relu()), A | W),
+    "the value behind the gate": (lambda n, x, t: n.a(gated(n.w(x), 1)), A | WIDE),
+    "the value is its own gate": (lambda n, x, t: n.a((y := n.w(x)) * y.sigmoid()), A | W),
+    "a square": (lambda n, x, t: n.a((y := n.w(x)) * y), A | W),
     "a joint attention": (joint, QV),
-    "repeated heads": (repeated, QV | {"w": lambda: linear(8, 4)}),
+    "repeated heads": (repeated, QV | {"w": lambda: nn.Linear(8, 4)}),
     "a mean of channels": (lambda n, x, t: n.a(y := n.n(x)) * y.mean(-1, keepdim=True), N),
-    "interleaved channels": (
-        lambda n, x, t: n.a(n.w(x).unflatten(-1, (8, 2))[..., 0]),
-        A | {"w": lambda: linear(8, 16)},
-    ),
-    "a token apart": (lambda n, x, t: n.a((y := n.w(x))[:, 1:]).sum(1, keepdim=True) + y[:, :1], A | {"w": linear}),
-    "its tokens are the channels": (tokens_as_channels, A | {"w": linear}),
-    "the chunks begin elsewhere": (chunks_elsewhere, A | {"m": lambda: linear(8, 24)}),
+    "interleaved channels": (lambda n, x, t: n.a(n.w(x).unflatten(-1, (8, 2))[..., 0]), A | WIDE),
+    "a token apart": (lambda n, x, t: n.a((y := n.w(x))[:, 1:]).sum(1, keepdim=True) + y[:, :1], A | W),
+    "its tokens are the channels": (tokens_as_channels, A | W),
+    "the chunks begin elsewhere": (chunks_elsewhere, A | {"m": lambda: nn.Linear(8, 24)}),
     "two blocks read the modulation": (twice_modulated, M | {"b": linear}),
     "a table is added": (lambda n, x, t: n.a(modulated(x, *(n.m(t) + torch.ones(16, dtype=x.dtype)).chunk(2, 1))), M),
     "the scale is bounded": (lambda n, x, t: n.a(modulated(x, half(y := n.m(t), 0), half(y, 1).tanh())), M),
     "the scale is multiplied": (lambda n, x, t: n.a(modulated(x, half(y := n.m(t), 0), half(y, 1) * 2)), M),
     "the modulation has no bias": (
-        lambda n, x, t: n.a(modulated(x, *n.m(t).chunk(2, 1))),
-        M | {"m": lambda: linear(8, 16, bias=False)},
+        lambda n, x, t: n.a(modulated(x, *n.m(t).chunk(2, 1))), M | {"m": lambda: nn.Linear(8, 16, bias=False)}
     ),
     "shift and scale of two linears": (lambda n, x, t: n.a(modulated(x, n.s(t), half(n.m(t), 0))), M | {"s": linear}),
     "no shift and no weight": (
-        lambda n, x, t: n.a(nn.functional.layer_norm(x, (8,)) * (1 + half(n.m(t), 0)[:, None])),
-        M,
+        lambda n, x, t: n.a(nn.functional.layer_norm(x, (8,)) * (1 + half(n.m(t), 0)[:, None])), M
     ),
     "somebody looks": (lambda n, x, t: n.a(y) if bool((y := n.n(x)).sum() < 1e9) else x, N),
-}
+}  # fmt: skip
 
 
 def small(function: Callable, modules: dict[str, Callable[[], nn.Module]]) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -17,11 +17,10 @@ import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sd_quant.errors import SdQuantError
-from sd_quant.observed.calls import children
-from sd_quant.observed.sizes import WithoutNumbers, run
+from sd_quant.models.empty import WithoutNumbers, autocast_of_meta, run
 from sd_quant.text import one_line
 
 # Operations that take a part of a tensor; those with several outputs are noted as one slice for each.
@@ -149,21 +147,9 @@ def _module_names(network: nn.Module, stack: list[str]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def autocast_of_meta() -> Iterator[None]:
-    """Make torch.autocast do nothing for the meta device, which it does not support, in this context."""
-    known = torch.autocast
-
-    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return nullcontext() if device_type == "meta" else known(device_type, *args, **kwargs)
-
-    with mock.patch.object(torch, "autocast", autocast):
-        yield
-
-
 def _sentence(network: nn.Module, modules: Sequence[str], error: Exception) -> str:
-    own = Path(__file__).parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != own]
+    own = Path(__file__).parents[1]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if own not in Path(frame.filename).parents]
     for library, inside in (("diffusers", True), ("torch", False)):
         frames = [each for each in frames if (library in Path(each.filename).parts) == inside] or frames
     place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "its signature"
@@ -311,8 +297,9 @@ def _among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 def _leaves(tree: Any, kind: type) -> Iterator[Any]:
     if isinstance(tree, kind):
         yield tree
-    for _, each in children(tree) or ():
-        yield from _leaves(each, kind)
+    elif isinstance(tree, Mapping | list | tuple):
+        for each in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _leaves(each, kind)
 
 
 def _parts(

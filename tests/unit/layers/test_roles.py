@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sd_quant.layers import roles as layers
+from sd_quant.layers.roles import ObservedLayers, observed_layers
+from sd_quant.layers.tape import NotObservable
 from sd_quant.models import FAMILIES as KNOWN_FAMILIES
 from sd_quant.models import OBSERVED
 from sd_quant.models.family import family_named
 from sd_quant.models.parts import SharedInput, text_readers
-from sd_quant.observed import layers
-from sd_quant.observed.layers import ObservedLayers, observed_layers
-from sd_quant.observed.tape import NotObservable
 
 from ...zoo.denoisers import FAMILIES, OTHERS, watched
 
@@ -35,33 +35,23 @@ def of(name: str) -> ObservedLayers:
     return seen(name, "cpu" if name in READ_CONTENT else "meta")
 
 
-# The families
-
+# They read one row an image, as those that the lists of Flux, PixArt and the UNets exclude. ModelOpt and Quark do not
+# name those of SD3, so the family quantizes them: a third of its weights, none of its work.
 MODULATIONS = ("norm1.linear", "norm1_context.linear")
-# What is seen and what is written, by family and the end of the layer's name. Nothing else differs.
-EXPLAINED = {
-    # They read one row an image, as the modulations that the lists of Flux, PixArt and the UNets exclude. ModelOpt and
-    # Quark do not name those of SD3, so the family quantizes them: a third of its weights, none of its work.
-    "sd3": {end: ("linear", "excluded") for end in MODULATIONS},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_seen_is_what_the_family_states_but_what_is_explained(name):
+def test_what_is_seen_is_what_the_family_states_but_sd3s_modulations(name):
     known = FAMILIES[name][1]
     family, network, observed = family_named(known), watched(name).meta(), seen(name)
     roles = family.layer_roles(network)
     assert list(observed.roles) == list(roles)
-    explained, differing = EXPLAINED.get(known, {}), [name for name in roles if roles[name] != observed.roles[name]]
-    met = set()
+    differing = {layer for layer in roles if roles[layer] != observed.roles[layer]}
+    assert differing == {layer for layer in roles if known == "sd3" and layer.endswith(MODULATIONS)}
     for layer in differing:
-        end = next(end for end in explained if layer.endswith(end))
-        assert (roles[layer], observed.roles[layer]) == explained[end], layer
-        assert observed.reasons[layer] == layers.ONE_ROW
-        met.add(end)
-    assert met == explained.keys()
+        assert (roles[layer], observed.roles[layer], observed.reasons[layer]) == ("linear", "excluded", layers.ONE_ROW)
     of_family = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-    assert set(differing) <= {reader for shared in of_family if shared.one_row for reader in shared.readers}
+    assert differing <= {reader for shared in of_family if shared.one_row for reader in shared.readers}
     # what excluded layers alone read is not compared, since nothing is done with it
     quantized = {name for name in roles if "excluded" not in (roles[name], observed.roles[name])}
     stated, found = (
@@ -70,23 +60,8 @@ def test_what_is_seen_is_what_the_family_states_but_what_is_explained(name):
     )
     assert stated == found
     assert observed.attentions == family.attentions(network)
-
-
-def test_the_table_of_networks_has_every_family():
     assert {family for _, family, _ in FAMILIES.values()} == set(KNOWN_FAMILIES) - {OBSERVED}
 
-
-@pytest.mark.slow
-def test_a_modulations_own_input_precedes_those_that_it_modulates():
-    for name in ALL:
-        met = set()
-        for shared in of(name).shared_inputs:
-            linear = any(shared.producer in each.readers for each in of(name).shared_inputs)
-            assert not linear or shared.producer in met, (name, shared)
-            met |= set(shared.readers)
-
-
-# Others
 
 E, F, Q, L, C = "excluded", "ffn", "qkv", "linear", "conv"
 COUNTS = {  # of roles; and of inputs that a layer that may be quantized reads, those with a producer
@@ -112,27 +87,28 @@ COUNTS = {  # of roles; and of inputs that a layer that may be quantized reads, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_golden_counts_of_other_networks(name):
-    observed = of(name)
-    wanted = [each for each in observed.shared_inputs if any(observed.roles[reader] != E for reader in each.readers)]
-    producers = Counter("producer" if each.producer else "none" for each in wanted)
-    assert (Counter(observed.roles.values()), producers) == COUNTS[name]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_weights_change_nothing_and_every_linear_reads_one_input(name):
+    """The input of a modulation precedes those that it modulates. Of other networks roles and inputs are counted."""
     if name in READ_CONTENT:
         with pytest.raises(NotObservable, match=r"\(\w+.py, line \d+\)"):
             seen(name)
     else:
         assert seen(name) == seen(name, "cpu")
-    observed = of(name)
+    observed, network = of(name), watched(name).meta()
     readers = Counter(reader for shared in observed.shared_inputs for reader in shared.readers)
-    network = watched(name).meta()
     assert readers == Counter(name for name in observed.roles if isinstance(network.get_submodule(name), nn.Linear))
     assert {name for name, role in observed.roles.items() if role == E} == observed.reasons.keys() & observed.roles
+    met = set()
+    for shared in observed.shared_inputs:
+        assert shared.producer not in readers or shared.producer in met, shared
+        met |= set(shared.readers)
+    if name in COUNTS:
+        wanted = [
+            each for each in observed.shared_inputs if any(observed.roles[reader] != E for reader in each.readers)
+        ]
+        producers = Counter("producer" if each.producer else "none" for each in wanted)
+        assert (Counter(observed.roles.values()), producers) == COUNTS[name]
 
 
 @pytest.mark.parametrize(
@@ -162,9 +138,6 @@ def test_text_is_what_depends_on_the_prompt_alone():
     # behind the refiner's gates, which the time makes, text is no longer the prompt's alone
     assert not any("transformer_blocks" in name for name in text_readers(of("hunyuan_video").shared_inputs))
     assert "blocks.0.attn2.to_k" in text_readers(of("wan").shared_inputs)
-
-
-# Small networks
 
 
 class Small(nn.Module):
