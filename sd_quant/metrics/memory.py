@@ -155,8 +155,7 @@ class StageTimer:
     def __init__(self) -> None:
         self.started = perf_counter()
         self.stages: dict[str, dict[str, float | int]] = {}  # seconds and peak_memory_bytes of each
-        self.highest = 0  # bytes in the running stage before the peak was reset last
-        self.highest_on_gpu = 0  # bytes in the job, likewise
+        self.highest = self.highest_on_gpu = 0  # bytes before the last reset, of the running stage and of the job
         self.resets = reset_peaks()
 
     @property

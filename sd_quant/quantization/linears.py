@@ -28,9 +28,7 @@ from sd_quant.quantization.statistics import LayerStatistics
 
 ALPHAS = tuple(index / 10 for index in range(11))  # tried by alpha=auto
 SEARCHED_OUTPUTS, SEARCHED_ROWS = 256, 64  # outputs and sampled inputs of a layer that the search evaluates
-# assumed share of rows in which a channel reaches its maximum, of tokens and where an image has one row; both were
-# chosen on the bench of checkpoints
-UNSEEN, UNSEEN_OF_ONE_ROW = 3e-4, 1e-2
+UNSEEN, UNSEEN_OF_ONE_ROW = 3e-4, 1e-2  # assumed share of rows at a channel's maximum; chosen on the bench
 
 
 def assign_linears(

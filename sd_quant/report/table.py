@@ -97,17 +97,20 @@ def table_of_texts(
 def as_text(table: Table) -> list[str]:
     """Return a table's lines for a terminal, the first column left-aligned, others right-aligned; [] without rows.
 
-    In a table wider than WIDTH, titles, lists and finally names are wrapped into more lines, figures never.
+    In a table wider than WIDTH, titles, lists and finally names are wrapped, figures never; of two columns any text is.
     """
     if not table.rows:
         return []
     texts = [[printable(cell) for cell in row] for row in (table.titles, *table.cells)]
-    parts = [[re.findall(CLAUSES if number and place else WORDS, cell) for place, cell in enumerate(row)]
+    ends = CLAUSES if len(table.columns) > 2 else WORDS
+    parts = [[re.findall(ends if number and place else WORDS, cell) for place, cell in enumerate(row)]
              for number, row in enumerate(texts)]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     least = [max(len(part.rstrip()) for cell in column for part in cell or [""]) for column in zip(*parts, strict=True)]
     if (gaps := 2 * len(widths) - 2) + sum(widths) > WIDTH:
-        widths = [min(widths[0], max(least[0], WIDTH - gaps - sum(least[1:]))), *least[1:]]
+        first = min(widths[0], max(least[0], WIDTH - gaps - sum(least[1:])))
+        last = min(widths[-1], max(least[-1], WIDTH - gaps - first - sum(least[1:-1])))
+        widths = [first, *least[1:-1], last][: len(least)]
     lines = []
     for row in parts:
         cells = [folded(cell, width) for cell, width in zip(row, widths, strict=True)]

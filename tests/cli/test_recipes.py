@@ -272,7 +272,7 @@ def test_precise_steps_are_chosen_and_made_again(done, tiny, job, tmp_path):
     assert found["prompts"] >= 1 and list(found["candidates"]) and found["time"] is not None
     assert (found["schedule"] == found["tried"]) == (found["reason"] is None) and set(found["schedule"]) <= {*"ch"}
     assert set(found["beyond_db"]) == {"full precision in fewer steps", "keeping the most sensitive layers"}
-    assert "precise steps" in run_table(record_of(run)) and (run / "plan/unet_weights_alone.plan").exists()
+    assert "\nprecise steps  " in run_table(record_of(run)) and (run / "plan/unet_weights_alone.plan").exists()
     taken = job("quant_level=3", "infer.steps=4", "infer.precise_steps=first1,last1", "export_trt=none")
     given = *tiny.knobs[:4], "infer.steps=4", "infer.precise_steps=first1,last1", f"hydra.run.dir={tmp_path}/images"
     done("infer.py", f"run={taken}", f"infer.prompts={json.dumps(record_of(taken)['prompts'])}", *given)

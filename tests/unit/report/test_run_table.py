@@ -11,6 +11,7 @@ from sd_quant.report.rebuild import handed_over_tables
 from sd_quant.report.record import ABSENT, parsed
 from sd_quant.report.run_table import handed_over_table, run_table
 from sd_quant.report.summary import sweep_table
+from sd_quant.report.table import as_text, table_of_texts
 from tests.nested import with_values
 
 from .sweeps import MEMORY, latency_of, record_of
@@ -92,6 +93,12 @@ def test_each_null_is_a_dash_with_its_reason_and_each_mark_is_explained_once():
     assert row(identical, "PSNR")[:2] == ["24.31", "dB"]  # no interval without them
     assert f"[1] {ABSENT}" in run_table({"reason": "the run's own, which is not a number's"})
     assert quotient(Number(3.0), Number(None, "b")) == (None, "b") and quotient(Number(3.0), Number(0)).value is None
+
+
+def test_a_sentence_is_wrapped_beside_its_whole_title():
+    lines = as_text(table_of_texts(["levers", ""], [["precise steps", "a sentence " * 12]]))
+    assert [line[:14] for line in lines[2:]] == ["precise steps ", " " * 14]
+    assert max(map(len, lines)) <= 80
 
 
 SLOWER = with_values(
