@@ -52,6 +52,8 @@ def test_only_knobs_prompts_files_and_versions_make_another_job(job, tmp_path, m
     assert job_folder.fingerprint_of(job, facts) == before
 
     known = {before}
+    (tmp_path / "prompts.txt").write_text("a cat\na bird\n")  # under the same name
+    known.add(job_folder.fingerprint_of(job, facts))
     monkeypatch.chdir(tmp_path)
     for section, knob in ("quantize", "assignment"), ("infer", "latents"):  # files that are edited
         assert knob not in job_folder.inputs_of(job)
@@ -66,8 +68,6 @@ def test_only_knobs_prompts_files_and_versions_make_another_job(job, tmp_path, m
     assert kept["quantize"]["assignment"] == str(tmp_path / "assignment.yaml"), "found from elsewhere too"
     assert kept["model"]["prompts"] == str(tmp_path / "prompts.txt")
     assert kept["model"]["path"] == job.model.path == "checkpoints/sdxl_mini.nemo", "which ships"
-    (tmp_path / "prompts.txt").write_text("a cat\na bird\n")  # under the same name
-    known.add(job_folder.fingerprint_of(job, facts))
     job.quantize = replace(job.quantize, alpha=0.3)
     known.add(job_folder.fingerprint_of(job, facts))
     facts["inputs"]["checkpoint"]["sha256"] = "cd"
