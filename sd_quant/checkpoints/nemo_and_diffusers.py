@@ -94,8 +94,9 @@ def open_diffusers(path: Path, model_config: dict | None = None) -> NemoCheckpoi
 
 def scheduler_entries(path: Path) -> dict:
     """Return a folder's scheduler config, defaults included. Raises ArtifactError for a scheduler that has no betas."""
-    kind = components_of(path, *read_index(path))["scheduler"].kind
-    if "beta_schedule" not in (usual := defaults_of(kind)):
+    pipeline, index = read_index(path)
+    described = components_of(path, pipeline, {"scheduler": ["diffusers", "EulerDiscreteScheduler"], **index})
+    if "beta_schedule" not in (usual := defaults_of(kind := described["scheduler"].kind)):
         raise ArtifactError(f"{path / INDEX}: its scheduler is {kind.__name__!r}, expected one with betas; {AS_IT_IS}")
     return usual | read_json(path / "scheduler", "scheduler_config.json") | {"_class_name": kind.__name__}
 
