@@ -18,7 +18,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="tool", required=True, metavar="NAME")
 
     def tool(name: str, summary: str) -> Callable[..., argparse.Action]:
-        """What adds an option of the tool."""
+        """Add a tool to the command line; return the function that adds an option to it."""
         return commands.add_parser(name, help=summary, description=summary).add_argument
 
     option = tool("mutations", "Which test notices which deliberate fault.")

@@ -185,7 +185,6 @@ def public_class(path: Path, component: str, library: str, name: str) -> tuple[s
     spaces = {"diffusers": diffusers, "transformers": transformers}
     own = library.isidentifier() and library in dir(diffusers.pipelines)  # networks that one pipeline alone has
     space = getattr(diffusers.pipelines, library) if own else spaces.get(library)
-    home = "diffusers" if own else library
     found = getattr(space, name, None) if space is not None and name.isidentifier() else None
     check_packages(path / INDEX, name, found)
     if found is None or not inspect.isclass(found):
@@ -195,7 +194,7 @@ def public_class(path: Path, component: str, library: str, name: str) -> tuple[s
             f"diffusers or transformers, and the installed {library[:100]}{version} has none of this name; install a "
             "version that has it, because code of a folder is never executed"
         )
-    home = "transformers" if issubclass(found, accepted["transformers"]) else home
+    home = "transformers" if issubclass(found, accepted["transformers"]) else "diffusers" if own else library
     expected, kinds = "a network, a scheduler, a tokenizer or a processor", accepted.get(home, ())
     if component == "scheduler":
         expected, kinds = "a scheduler", (diffusers.SchedulerMixin,)

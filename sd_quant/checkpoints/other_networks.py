@@ -48,7 +48,7 @@ def with_vae(checkpoint: Opened, path: Path) -> Opened:
     own = empty_modules(checkpoint)[VAE]
     folder = path / VAE if (path / INDEX).is_file() else path
     if (folder / "config.json").is_file():
-        _, built, weights = open_network("model.vae", folder, VAE, "AutoencoderKL")
+        built, weights = open_network("model.vae", folder, VAE, "AutoencoderKL")
     else:
         built, weights = own, weights_of(path, VAE, own, tensors=stored_vae(path, own))
     config, advice = full_config(built), "with which the denoiser was trained; give an autoencoder of the same latents"
@@ -91,7 +91,7 @@ def with_controlnets(checkpoint: Opened, stated: Sequence[tuple[Path, float]]) -
     controlnets, components = list[ControlNet](), dict(checkpoint.components)
     advice = f"as of the {component} that it adds to; give one that was trained for this base"
     for name, (folder, scale) in zip(controlnet_names(len(stated)), stated, strict=True):
-        _, built, components[name] = open_network("model.controlnets", folder, name, KIND)
+        built, components[name] = open_network("model.controlnets", folder, name, KIND)
         config = full_config(built)
         own, expected = entries_in(config, SHARED), entries_in(denoiser, SHARED)
         check_alike(f"model.controlnets names {folder}", own, expected, advice)
@@ -108,14 +108,14 @@ def without_controlnets(checkpoint: Checkpoint) -> Checkpoint:
     return replace(opened, components=components, controlnets=())
 
 
-def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[dict, nn.Module, Weights]:
+def open_network(knob: str, folder: Path, component: str, kind: str) -> tuple[nn.Module, Weights]:
     """Open the network in ``folder``; reads no weight. Raises ConfigError if no ``kind``, ArtifactError if damaged."""
     if (found := read_json(folder, "config.json").get("_class_name", kind)) != kind:
         raise ConfigError(
             f"{knob} names {folder}, which is of {str(found)[:100]}, expected {kind}; give one of it, or use "
             "model=diffusers with the pipeline that has it"
         )
-    return read_network(folder, component, network_class(kind), ())
+    return read_network(folder, component, network_class(kind), ())[1:]
 
 
 def entries_in(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

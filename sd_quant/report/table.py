@@ -108,9 +108,10 @@ def as_text(table: Table) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     least = [max(len(part.rstrip()) for cell in column for part in cell or [""]) for column in zip(*parts, strict=True)]
     if (gaps := 2 * len(widths) - 2) + sum(widths) > WIDTH:
-        head = min(widths[0], max(least[0], WIDTH - gaps - sum(least[1:])))
-        tail = min(widths[-1], max(least[-1], WIDTH - gaps - head - sum(least[1:-1])))
-        widths = [head, *least[1:-1], tail][: len(least)]
+        for place in (0, -1):  # room that is left is the names', then the last column's
+            room = WIDTH - gaps - sum(least)
+            least[place] = max(least[place], min(widths[place], least[place] + room))
+        widths = least
     lines = []
     for row in parts:
         cells = [folded(cell, width) for cell, width in zip(row, widths, strict=True)]

@@ -226,6 +226,7 @@ def test_other_architectures_are_refused_by_the_key_that_differs(changed, file, 
     {"prediction_type": "v_prediction"}, {"beta_start": 0.001, "beta_end": 0.02, "num_train_timesteps": 500}
 ])  # fmt: skip
 def test_the_noise_of_a_folder_is_that_of_the_archive_and_back(changed, tmp_path, entries, run):
+    changed("model_index.json", lambda content: content.pop("scheduler"))  # then it is taken for Euler's
     theirs = changed(SCHEDULER, lambda content: content.update(entries))
     code, said, _ = run(theirs, tmp_path / "a.nemo")
     assert code == 0 and "and NeMo's Euler sampler in place of EulerDiscreteScheduler" in said

@@ -187,7 +187,7 @@ def earlier(run) -> Callable[..., str]:
 
 @pytest.mark.parametrize("given", [{"assignment": "edited and removed.yaml"}, {"budget": 0.2}])
 def test_a_run_with_a_file_of_presets_a_budget_or_drawn_prompts_has_its_copy(earlier, run, given):
-    """What a run took is known even if the file is gone, and nothing is measured again: copies describe the same."""
+    """The copies in the run's folder replace the user's files, which may be gone, and a choice by budget."""
     drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
     folder = earlier(quantize=given, infer=drawn)
     (run / "assignment.yaml").write_text("conv: nvfp4")

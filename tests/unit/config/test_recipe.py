@@ -28,7 +28,7 @@ def test_attention_has_a_format_of_its_own_or_the_presets():
 
 
 def test_presets_of_other_parts_and_of_choices_are_as_they_are_where_no_knob_is_given():
-    """Of parts with smoothing folded; level and batches of a choice are the job's; neither has attention's format."""
+    """Recipes of other parts fold the smoothing, choices take the job's level and batches; attention has no format."""
 
     def as_it_is(preset: str, **changes: object) -> Recipe:
         own = job(preset, {"quant_level": 3}).quantize

@@ -145,7 +145,7 @@ def test_one_question_is_for_all_jobs_that_run_and_only_an_answer_says_something
 
 @pytest.fixture
 def results(monkeypatch, tmp_path):
-    """What Hydra gets of a dead job without a result, the second of a sweep."""
+    """``results(state, stderr)``: the JobReturn that Hydra gets for the second job of a sweep, which died."""
     (tmp_path / SWEEP).write_text(json.dumps({"jobs": [{"name": "a"}, {"name": "b"}]}))
     (tmp_path / "b").mkdir()
     monkeypatch.setattr(slurm, "wait_for_results", Mock(side_effect=UncompletedJobError))

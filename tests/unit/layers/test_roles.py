@@ -51,7 +51,8 @@ def test_what_is_seen_is_what_the_family_states_but_sd3s_modulations(name):
     for layer in differing:
         assert (roles[layer], observed.roles[layer], observed.reasons[layer]) == ("linear", "excluded", layers.ONE_ROW)
     of_family = family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-    assert differing <= {reader for shared in of_family if shared.one_row for reader in shared.readers}
+    for inputs in (of_family, observed.shared_inputs):
+        assert differing <= {reader for shared in inputs if shared.one_row for reader in shared.readers}
     # what excluded layers alone read is not compared, since nothing is done with it
     quantized = {name for name in roles if "excluded" not in (roles[name], observed.roles[name])}
     stated, found = (

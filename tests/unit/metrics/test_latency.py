@@ -99,7 +99,7 @@ def test_a_budget_ends_rounds_that_stay_wide_but_not_the_fewest(clock):
 
 
 def test_a_row_has_as_many_calls_as_an_image_or_half_a_second_has_room_for(clock):
-    """Of calls that are slower at first."""
+    """The first call of a row takes longer than the others."""
     for first, then, milliseconds, made in (
         (0.02, 0.01, (20 + 19 * 10) / 20, 20), (0.15, 0.1, (150 + 2 * 100) / 3, 3), (30.0, 30.0, 30_000, 1),
         (0.0, 0.0, 0, 20),

@@ -107,7 +107,7 @@ def test_auto_is_compared_with_a_given_alpha_as_whole_derivations_have_them(monk
 
 
 def test_with_loras_beside_the_weights_statistics_are_those_of_the_checkpoint_alone():
-    """Which the cache may have."""
+    """So the cache's statistics of the checkpoint serve it; LoRAs that are fused change the weights."""
     made = {"inputs": {"checkpoint": {"sha256": "a"}, "lora 1 at 1.0": {"sha256": "b"}}}
     jobs = (SimpleNamespace(quantize=SimpleNamespace(loras=loras)) for loras in ("fused", "beside"))
     assert [calibrated_sha256(each, made) == "a" for each in jobs] == [False, True]

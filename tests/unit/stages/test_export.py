@@ -1,4 +1,4 @@
-"""Which assignments share a cached file, what is delivered, which shapes plans have, and what is handed over."""
+"""Export of a job: shared files of the cache, files of the run's folder, shapes of plans, hand-over to other tools."""
 
 import json
 import shutil
