@@ -11,10 +11,6 @@ from sd_quant.metrics import NAMED, scoring
 from sd_quant.places import existing, folder_name, input_path, output_path
 from sd_quant.report.record import CANDIDATE
 
-# Other ways to compute the full-precision images, as the values of the knob ``noise_floor``.
-RUNTIME, BATCH, THREADS, ISA, ALL = "runtime", "batch", "threads", "isa", "all"
-WAYS = (RUNTIME, BATCH, THREADS, ISA, "fp32", "fp16", "bf16")
-
 
 @dataclass(slots=True)
 class Timing:

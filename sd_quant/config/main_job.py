@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from sd_quant.calibration.call_tables import Row
 from sd_quant.calibration.prompts import draw_prompts, is_data_set
-from sd_quant.config.comparison import ALL, WAYS, CacheFolder, Judge, Metrics, Timing
+from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import CALIBRATION_TABLE, Model, prompts_of
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, engine_for, targets_for
@@ -99,11 +99,6 @@ class QuantizeJob(RecipeJob):
     published: Annotated[str | None, "file of published latencies to show beside a sweep's"]
     compiled_baseline: Annotated[bool, "whether torch.compile's unquantized denoiser is timed in the engines' rounds"]
     memory_of_parts: Annotated[bool, "whether each part's engines are opened once more, to measure their memory"]
-    noise_floor: Annotated[
-        list[str],
-        one_of([*WAYS, ALL], each=True),
-        "other ways to compute full precision, whose images say from where on a difference is the arithmetic's",
-    ]
     search: Annotated[
         float | None, SEARCH, "jobs of a sweep's grid that are proposed and done, for the verdict's target"
     ]

@@ -25,7 +25,6 @@ from sd_quant.report.drawing import ACCENT, BAND, COLOURS, FAINT, INK, LINES, OT
 from sd_quant.report.readings import WORKING, held, number_at, score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, unquantized_row
 from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
-from sd_quant.report.score_tables import floor_lines, words_of
 from sd_quant.report.summary import Job, Row, Sweep
 from sd_quant.report.table import knob_value
 from sd_quant.text import fitted
@@ -39,7 +38,6 @@ CHANGING_LAYERS = 3  # whose ranges by step are drawn
 MOST_BOXES = 20
 BOX = ("whislo", "q1", "med", "q3", "whishi")  # matplotlib's names for QUARTILES
 LARGEST_DRAWN = 1e6  # of a magnitude, more than fp16 has
-MOST_FLOORS = 3  # of the ways to compute full precision, the lowest
 DB_BEYOND = 3.0  # of identical images, whose PSNR is infinite, and of the unquantized engine, beyond the recipes
 TIME, SIZE = "image_relative_time", "denoiser_bytes"
 COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "size of the denoiser, MiB"}
@@ -53,11 +51,11 @@ def figures(sweep: Sweep, advice: Recommendation) -> dict[str, Figure]:
     for job in sweep.jobs:  # a candidate's own name, the values of the varied knobs, or else the recipe
         values = " · ".join(knob_value(job.varied.get(knob)) for knob in sweep.varied)
         labels[job.name] = fitted(job.varied.get(CANDIDATE) or values or job.recipe)
-    table, whole, floors = sweep.rows, unquantized_row(sweep), floor_lines(done)
+    table, whole = sweep.rows, unquantized_row(sweep)
     with style():
         drawn = {
-            "pareto_latency": pareto(table, labels, TIME, advice, whole, floors),
-            "pareto_size": pareto(table, labels, SIZE, advice, whole, floors),
+            "pareto_latency": pareto(table, labels, TIME, advice, whole),
+            "pareto_size": pareto(table, labels, SIZE, advice, whole),
             "parts": parts(done, labels),
             "trajectory": trajectory(sweep.jobs, labels, advice.best),
             "layers": next((drawn for job in done if (drawn := layers(job, labels[job.name]))), None),
@@ -77,12 +75,11 @@ def write_plots(drawn: Mapping[str, Figure], folder: Path) -> None:
 
 
 def pareto(
-    table: Sequence[Row], labels: Mapping[str, str], cost: str, advice: Recommendation,
-    whole: Row | None = None, floors: Mapping[str, float] = {},
-) -> Figure | None:  # fmt: skip
+    table: Sequence[Row], labels: Mapping[str, str], cost: str, advice: Recommendation, whole: Row | None = None
+) -> Figure | None:
     """Plot PSNR over ``cost``, a column of ``COSTS``, with the Pareto front; None with fewer than two recipes.
 
-    ``whole``: the unquantized engine's row. ``floors``: PSNR of full precision computed in other ways, lowest first.
+    ``whole``: the unquantized engine's row.
     """
     recipes = [row for row in table if row["status"] == DONE and row[cost] is not None and fidelity_db(row) is not None]
     if len(recipes) < 2:
@@ -115,7 +112,6 @@ def pareto(
         axes.plot(*place(row), sign, color=colour, markersize=size, zorder=3)
     if cost == SIZE:
         axes.set_xlim(left=0)
-    draw_floors(axes, floors)
     marked = (shipped, advice.best, UNQUANTIZED)
     named = [row for row in usable if len(recipes) <= MOST_NAMES or row in best or row["job"] in marked]
     named.sort(key=lambda row: row["job"] not in marked)  # the first have the choice of places
@@ -176,26 +172,6 @@ def draw_intervals(axes: Axes, row: Row, cost: str, point: tuple[float, float]) 
         axes.plot([point[0]] * 2, [low, high], **style)
     if cost == TIME and slow and fast:
         axes.plot([SCALE[TIME] / fast, SCALE[TIME] / slow], [point[1]] * 2, **style)
-
-
-def draw_floors(axes: Axes, floors: Mapping[str, float]) -> None:
-    """Draw the lowest noise floors (dB) as lines; only name those over half an axis height above the axis, on top."""
-    low, high = axes.get_ylim()
-    texts = {f"{words_of(way)}, {value:.1f} dB": value for way, value in [*floors.items()][:MOST_FLOORS]}
-    drawn = {text: value for text, value in texts.items() if value <= high + (high - low) / 2}
-    place: dict[str, Any] = {"color": SOFT, "fontsize": 8, "in_layout": False}
-    if drawn:
-        top = max(high, *drawn.values())
-        axes.set_ylim(low, top + 0.06 * (top - low))
-    for number, (text, value) in enumerate(drawn.items()):
-        axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
-        axes.annotate(
-            text if number else f"noise floor by {text}: above it a difference is the arithmetic's", (0.01, value),
-            xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points", va="bottom", **place,
-        )  # fmt: skip
-    if further := [text for text in texts if text not in drawn]:
-        title = "further up" if drawn else "noise floor ↑"
-        axes.annotate(f"{title}: {'; '.join(further)}", (0.01, 0.99), xycoords="axes fraction", va="top", **place)
 
 
 def name_points(axes: Axes, named: Sequence[tuple[tuple[float, float], str, bool]]) -> None:

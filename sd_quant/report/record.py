@@ -448,7 +448,6 @@ class Record(AnyRecord, total=False):
     """The record of a run, or of a checkpoint that ``judge.py`` has judged, which lacks the names below."""
 
     fidelity_unquantized_engine: Annotated[Fidelity, Doc("the same of the unquantized engine, without scores of sets")]
-    noise_floor: Annotated[dict[str, Fidelity], Doc("of full precision computed another way, by way; or a reason")]
     parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
     parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]
     memory: Annotated[dict[str, PartMemories], Doc("of the engines, by part; empty with a reason if not measured")]

@@ -5,7 +5,6 @@ A number that does not exist is a dash, with its reason below the tables.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from sd_quant.report.readings import (
     score_of,
 )
 from sd_quant.report.record import IMAGE, TORCH, VARIANTS, HandedOver, HandedPart, Record, at, parsed
-from sd_quant.report.score_tables import asked, difference_text, floor_table
+from sd_quant.report.score_tables import asked, difference_text
 from sd_quant.report.summary import timed_alone, workload
 from sd_quant.report.table import CLAUSES, DASH, WORDS, Table, as_text, folded, plus_minus, table_of_texts
 from sd_quant.report.timing import occasions_of
@@ -39,7 +38,7 @@ HANDED_OVER = ["handed over", "layers", "PSNR by quantization", "PSNR by its tex
 def run_table(found: Mapping[str, Any]) -> str:
     """Format the summary of any record, a failed run's too, as plain text that ends with a newline."""
     record: Record = parsed(found)
-    reasons, floor = list[str](), floor_table(record)
+    reasons = list[str]()
     engines = [name for name in named_parts(record["latency"]) if name not in baselines_of(record)]
     sections: list[Table | list[str]] = [
         _heading(record),
@@ -53,8 +52,6 @@ def run_table(found: Mapping[str, Any]) -> str:
         _video(record),
         _named_scores(record, reasons),
         _levers(record),
-        replace(floor, notes=()),
-        [*floor.notes],
         _moved(record),
         *_fit(record),
         handed_over_table(record["hand_over"]),

@@ -23,7 +23,6 @@ from sd_quant.stages.generate import keep_prompts
 from sd_quant.stages.job_folder import kept_knobs
 from sd_quant.stages.levers import check_levers
 from sd_quant.stages.load import Loaded, load
-from sd_quant.stages.noise_floor import check_noise_floor
 from sd_quant.stages.open_parts import check_cuda_graph
 from sd_quant.stages.resources import Needs, run_needs
 from sd_quant.stages.session import write_observed
@@ -73,7 +72,6 @@ def opened(job: QuantizeJob, directory: Path) -> Loaded:
     check_levers(loaded.checkpoint, job.infer)
     check_servers(job.hand_over, loaded.checkpoint)
     check_schedule(job.hand_over, job.infer)
-    check_noise_floor(job.noise_floor, loaded)
     write_observed(loaded, directory)
     return loaded
 

@@ -13,7 +13,6 @@ from sd_quant.stages.export_onnx import export_parts, files_of_a_run
 from sd_quant.stages.export_trt import build_run_plans
 from sd_quant.stages.hand_over import hand_over_run, rows_of_run
 from sd_quant.stages.levers import compared, scheduled
-from sd_quant.stages.noise_floor import noise_floor
 from sd_quant.stages.occasions import latency_of_run
 from sd_quant.stages.open_parts import say_choice
 from sd_quant.stages.opening import opened
@@ -39,7 +38,6 @@ def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
     rows = rows_of_run(variants, job.hand_over)  # refused before anything is exported
     with step("images"):
         framework = framework_images(loaded.checkpoint, variants.engines[FRAMEWORK], job.infer, shared)
-        floor = noise_floor(job.noise_floor, variants, framework)
         variants.make_room()
     with step("export"):
         files = files_of_a_run(loaded.checkpoint, chosen.assignments, shared.directory, job.infer.precise_letters)
@@ -62,6 +60,6 @@ def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
     memory = memory_of_run(variants, job.memory_of_parts, step)
     variants.pool.close()
     results = Results(
-        variants, chosen, calls.peaks, plans, comparison, latency, parity, executed, handed_over, memory, levers, floor
+        variants, chosen, calls.peaks, plans, comparison, latency, parity, executed, handed_over, memory, levers
     )
     return written_record(job, results, step, fingerprint)

@@ -9,7 +9,6 @@ from typing import Any, cast
 import onnx
 
 from sd_quant.config import PRECISE, QuantizeJob, artifact
-from sd_quant.config.comparison import RUNTIME
 from sd_quant.engines.tensorrt.plan import PlanReport
 from sd_quant.files import write_json
 from sd_quant.metrics.embeddings import moved
@@ -56,7 +55,6 @@ class Results:
     handed_over: dict[str, HandedOver]  # by target
     memory: dict  # by part
     levers: Levers | None  # settings other than quantization that save time
-    noise_floor: dict  # by entry of WAYS
 
 
 def written_record(job: QuantizeJob, results: Results, step: StageTimer, fingerprint: str) -> Record:
@@ -92,9 +90,6 @@ def record_of(job: QuantizeJob, results: Results, step: StageTimer, fingerprint:
         "plans": {part: dataclasses.asdict(report) for part, report in results.plans.items()},
         "latency": results.latency,
         "fidelity_unquantized_engine": by_engine,
-        "noise_floor": {
-            way: entry or by_engine if way == RUNTIME else entry for way, entry in results.noise_floor.items()
-        },
         "parity": results.parity,
         "executed": results.executed,
         "layers": count_layers(of_denoisers),

@@ -56,7 +56,6 @@ CHOSEN = [  # of each page the command that is most likely to rot, by its start,
     ("results_accuracy", "python quantize.py model=sd3_mini quantize=rotated_w4a4 quant_level=3 infer=onnxruntime", {}),
     ("results_full_size", "python quantize.py model=sdxl_nemo model.path=full.nemo model.width=512", {}),
     ("results_speed", "python quantize.py experiment=nvidia_article_images", {}),
-    ("sweeps", "python quantize.py quant_level=3 noise_floor=all infer.num_samples=3 export_trt=none", {}),
     ("troubleshooting", "sd-quant doctor", {}),
 ]  # fmt: skip
 

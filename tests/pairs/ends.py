@@ -26,7 +26,6 @@ ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # f
     "keep": ["0", "1", "60", "0.9"],
     "calib_size": ["1", "9"],
     "published": ["null", "examples/published/nemo_docs.yaml"],
-    "noise_floor": ["[]", "all", "[threads,threads]"],
     "quantize.exp_name": ["nemo", "''", LONG, "../../../etc/passwd", "'=1+1'"],
     "quantize.exclude": ["{}", "{sd15:['*']}", "{sd15:[]}", "{sdxl:['*']}"],
     "quantize.include": ["{}", "{sdxl:['time_embedding.*']}"],

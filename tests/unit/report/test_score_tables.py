@@ -1,78 +1,21 @@
-"""Scores wherever a run is shown: the noise floor, scores that were asked for, by category, and one that is added."""
+"""Scores wherever a run is shown: those that were asked for, by category, and one that is added."""
 
 import csv
 import html
 import pkgutil
-import re
 
 import pytest
 
 from sd_quant.metrics import SCORES, Against, Score, score_named
-from sd_quant.report import plots
 from sd_quant.report import score_tables as tables_of
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import parsed
 from sd_quant.report.run_table import run_table
-from sd_quant.report.score_tables import beyond, category_cell, category_tables, difference_text, score_tables, told
-from sd_quant.report.shipped import recommendation_of
+from sd_quant.report.score_tables import category_cell, category_tables, difference_text, score_tables
 from sd_quant.report.summary import read_sweep, write_summary
 
-from .sweeps import change_record, record_of, report_of, write_job, write_plan, write_sweep
+from .sweeps import change_record, record_of, report_of, write_job, write_sweep
 
 pytestmark = pytest.mark.commit
-
-# The noise floor
-
-PROMPTS = ("a red apple", "a pear", "a plum")
-
-
-OTHERS = {"ssim": {"mean": 0.99, "values": [0.99] * 3}, "lpips": {"mean": 0.001, "values": [0.001] * 3}}
-FLOOR = {
-    "threads": OTHERS | {"psnr": {"mean": None, "min": None, "values": [None] * 3, "reason": "none"}},
-    "batch": OTHERS | {"psnr": {"mean": 85.0, "min": 84.0, "values": [84.0, None, 86.0]}},
-    "fp16": {"reason": "torch gave a latent that is not finite"},
-    "bf16": OTHERS | {"psnr": {"mean": 143.9 / 3, "min": 47.8, "values": [48.1, 48.0, 47.8]}},
-}
-
-
-def record(decibels: float) -> dict:
-    return parsed(record_of(decibels, 1.2, 0.5, PROMPTS) | {"noise_floor": FLOOR})
-
-
-@pytest.mark.parametrize(("decibels", "place"), [(49, "above"), (48, "from"), (40, "below")])
-def test_a_recipe_is_compared_prompt_by_prompt_in_a_line_for_each_way(decibels, place):
-    """Identical images count as the best that is not."""
-    found = beyond(record(decibels), "bf16")
-    assert found.value == pytest.approx(decibels - 47.967, abs=0.001) and found.high - found.low < 0.6
-    assert told(found).endswith(f" ± {found.reach:.1f} dB {place} it")
-    assert beyond(record(30), "batch").value == pytest.approx(30 - (84 + 86 + 86) / 3)
-    assert beyond(parsed(record_of(30, 1.2, 0.5)), "batch") is None
-    repeated = beyond(parsed(record(decibels) | {"prompts": ["a pear"] * 3}), "bf16")
-    assert repeated.value == pytest.approx(found.value) and not repeated.known, "three images of a prompt are no sample"
-    table = run_table(record(decibels))
-    (bf16,) = [line for line in table.splitlines() if line.startswith("bf16")]
-    assert re.split(r"  +", bf16) == ["bf16", "47.97 dB", "47.80 dB", "0.9900", "0.0010", told(found)]
-    assert re.search(r"^another number of +identical", table, re.MULTILINE)
-    assert "no noise floor by fp16: torch gave a latent that is not finite" in table
-    assert "again, by" in table and "again, by" not in run_table(record_of(40, 1.2, 0.5))
-
-
-@pytest.mark.slow
-def test_a_sweep_says_which_recipes_cannot_be_told_and_draws_the_floor(tmp_path):
-    for name, decibels in (("a", 49.0), ("b", 48.0), ("c", 42.0)):
-        change_record(write_job(tmp_path / name, decibels, prompts=PROMPTS), {"noise_floor": FLOOR})
-    sweep = write_plan(tmp_path, {name: {"alpha": name} for name in "abc"})
-    (table,) = tables_of.floor_tables(sweep)
-    assert table.titles == ["recipe", "bf16, 48.0 dB", "another batch, 85.0 dB", "another number of threads, identical"]
-    assert [cells[1].split()[-2] for cells in table.rows] == ["above", "from", "below"]
-    axes = plots.figures(sweep, recommendation_of(sweep))["pareto_latency"].axes[0]
-    drawn = [line.get_ydata()[0] for line in axes.lines if list(line.get_xdata()) == [0, 1]]
-    texts = [text.get_text() for text in axes.texts]
-    assert drawn == pytest.approx([47.967], abs=0.001) and axes.get_ylim()[1] < 60, "another batch would squeeze all"
-    assert "noise floor by bf16, 48.0 dB: above it a difference is the arithmetic's" in texts
-    assert "further up: another batch, 85.0 dB" in texts
-    assert tables_of.floor_tables(read_sweep(write_job(tmp_path / "d"))) == []
-
 
 # Scores by networks and photographs
 
@@ -114,7 +57,7 @@ def test_a_sweep_has_a_line_for_each_recipe_that_was_scored_and_one_for_each_cat
     assert score_tables(write_sweep(tmp_path)) == category_tables(read_sweep(tmp_path)) == []
     for level, found in ((1, BY_CATEGORY), (3, {"psnr": BY_CATEGORY["psnr"]})):
         change_record(tmp_path / f"level={level}", {"by_category": found})
-    change_record(tmp_path / "level=1", {"text_scores": SCORED, "noise_floor": FLOOR})
+    change_record(tmp_path / "level=1", {"text_scores": SCORED})
     sweep = read_sweep(tmp_path)
     (table,) = score_tables(sweep)
     assert table.titles == ["recipe", "HPSv2", "ImageReward", "FID"]
@@ -125,7 +68,7 @@ def test_a_sweep_has_a_line_for_each_recipe_that_was_scored_and_one_for_each_cat
     assert psnr.cells == [["faces", "8", *["33.41 ± 1.41"] * 2], ["text <b>", "1", "30.00", "30.00"]]
     assert ocr.cells == [["text <b>", "4", "0.500 ± 0.100 (-0.200 ± 0.100, worse)"]]
     page = html.unescape(rebuild(tmp_path).read_text())
-    assert all(heading in page for heading in (tables_of.FLOOR, tables_of.ASKED, psnr.heading))
+    assert all(heading in page for heading in (tables_of.ASKED, psnr.heading))
     entry = BY_CATEGORY["ocr"]["text <b>"]
     for score, changes, cell in (  # worse or better only where it differs
         ("ocr", {"difference": 0.2, "difference_interval": [0.1, 0.3]}, "0.500 ± 0.100 (0.200 ± 0.100, better)"),
