@@ -187,7 +187,6 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
     """Check all jobs, let Hydra run them with ``main``, and report on the finished ones. Return the exit code."""
     with composing(command.name):
         plan, name, jobs = sweep.plan_of(command.name, overrides, partial(job_of, command.job))
-        by_name = dict(zip((entry["name"] for entry in plan["jobs"]), jobs, strict=True))
         if wanted := getattr(jobs[-1], "search", None):
             plan = search.planned(plan, wanted)
         chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
@@ -198,7 +197,7 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
     plan["command"] = ["sd-quant", command.name, *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
     command.before_sweep(jobs[0])
-    launchers.prepare(hydra.launcher, directory, by_name)
+    launchers.prepare(hydra.launcher, directory)
     with sweep.opened(directory, plan):
         if begun is not None:
             print(f"these jobs were begun before, in {shown(begun)}, and go on; hydra.sweep.dir=<folder> begins anew")

@@ -1,16 +1,13 @@
 """Set up Hydra's Ray and Slurm launchers beyond their settings in ``conf/hydra/launcher``, one module for each."""
 
 import logging
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from sd_quant import sweep
-from sd_quant.launchers.gpus import need_of
 from sd_quant.report.record import RECORD
 from sd_quant.text import one_line
 
@@ -18,11 +15,10 @@ LOG = logging.getLogger(__name__)
 PREPARED = {"RayLauncher": "ray", "SlurmLauncher": "slurm"}  # by the class that a launcher's file names
 
 
-def prepare(launcher: DictConfig, directory: Path, jobs: Mapping[str, Any]) -> None:
-    """Set up Hydra's ``launcher`` for ``jobs``, by name. Raises SdQuantError when the cluster cannot run a job."""
+def prepare(launcher: DictConfig, directory: Path) -> None:
+    """Set up Hydra's ``launcher`` for a sweep in ``directory``. Raises SdQuantError when it cannot run a job."""
     if (module := PREPARED.get(str(launcher.get("_target_")).rpartition(".")[2])) is not None:
-        needs = {name: need_of(job) for name, job in jobs.items()}
-        import_module(f"{__name__}.{module}").prepare(launcher, directory, needs)
+        import_module(f"{__name__}.{module}").prepare(launcher, directory)
 
 
 def failed(directory: Path, name: str, failure: Exception) -> JobReturn:

@@ -1,12 +1,12 @@
 """Refuse a sweep whose jobs request more than any machine of the Ray cluster has: Ray would wait without end.
 
-An autoscaling cluster must already run a machine large enough. Jobs are kept from GPUs that are too old for them, and a
-job whose process died counts as failed; Hydra's own Ray launcher would end the whole command.
+An autoscaling cluster must already run a machine large enough. A job whose process died counts as failed; Hydra's own
+Ray launcher would end the whole command.
 """
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from sd_quant import sweep
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.launchers import failed
-from sd_quant.launchers.gpus import Need, places_too_old
 from sd_quant.text import one_line
 
-KIND = "ray.io/accelerator-type"  # the label that Ray gives a node for its GPUs, such as H100
 
-
-def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) -> None:
+def prepare(launcher: DictConfig, directory: Path) -> None:
     """Connect to Ray, patch Hydra's launcher. Raises ResourceError without cluster, ConfigError for too large a job."""
     import ray
     from hydra_plugins.hydra_ray_launcher import _core
@@ -43,32 +40,21 @@ def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) ->
             f"no Ray cluster runs at {address} ({one_line(error, 200)}); start the command on a machine of the "
             "cluster, name it by RAY_ADDRESS, or take hydra/launcher=ray_local"
         ) from error
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    nodes = [node["Resources"] for node in alive]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(has_room(settings["remote"], node) for node in nodes):
         raise ConfigError(
             f"hydra.launcher.ray.remote asks for {told(wanted(settings['remote']))} for a job, and no machine of the "
             f"Ray cluster has so much: it has {'; '.join(sorted({told(node) for node in nodes}))}; ask for less"
         )
-    too_old = dict[str, list[str]]()
-    if settings["remote"].get("num_gpus"):
-        kinds = [node["Labels"].get(KIND, "") for node in alive if node["Resources"].get("GPU")]
-        too_old = places_too_old(needs, {kind: {kind} for kind in kinds})
-    _core.launch_job_on_ray = partial(launched, _core.launch_job_on_ray, directory, too_old)
+    _core.launch_job_on_ray = partial(launched, _core.launch_job_on_ray, directory)
     _core.ray = SimpleNamespace(get=partial(result_of, directory))
 
 
 def launched(
-    launch: Callable, directory: Path, too_old: Mapping[str, Sequence[str]], context: Any, remote: DictConfig,
-    job: DictConfig, *rest: Any,
-) -> tuple[str, Any]:  # fmt: skip
-    """Launch a job, by ``launch``, except on GPUs that are ``too_old`` for it; return the job's name and Ray task."""
-    name = sweep.entry(directory, job.hydra.job.num)["name"]
-    if kinds := too_old.get(name):
-        settings: Any = OmegaConf.to_container(remote, resolve=True)
-        theirs = settings.get("label_selector") or {}
-        remote = OmegaConf.create(settings | {"label_selector": {KIND: f"!in({','.join(kinds)})"} | theirs})
-    return name, launch(context, remote, job, *rest)
+    launch: Callable, directory: Path, context: Any, remote: DictConfig, job: DictConfig, *rest: Any
+) -> tuple[str, Any]:
+    """Launch a job, by ``launch``; return the job's name and Ray task."""
+    return sweep.entry(directory, job.hydra.job.num)["name"], launch(context, remote, job, *rest)
 
 
 def result_of(directory: Path, job: tuple[str, Any]) -> JobReturn:

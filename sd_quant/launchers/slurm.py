@@ -10,20 +10,18 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from functools import partialmethod
 from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
-from submitit.core.core import Job
 from submitit.core.utils import FailedJobError, UncompletedJobError
-from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
+from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
 from sd_quant import sweep
 from sd_quant.errors import ResourceError, of_the_machine
 from sd_quant.launchers import failed
-from sd_quant.launchers.gpus import Need, places_too_old
 from sd_quant.report.summary import FAILURE
 from sd_quant.text import one_line
 
@@ -35,52 +33,18 @@ ENDED = {  # squeue(1), "JOB STATE CODES"; submitit takes those that it does not
 }  # fmt: skip
 ADVICE = {"OUT_OF_MEMORY": "; raise hydra.launcher.mem_gb", "TIMEOUT": "; raise hydra.launcher.timeout_min"}
 KILLED = ", as Slurm does for want of memory on some clusters; raise hydra.launcher.mem_gb"
-wait_for_results, submit = SlurmJob.results, SlurmExecutor._internal_process_submissions
+wait_for_results = SlurmJob.results
 
 
-def prepare(launcher: DictConfig, directory: Path, needs: Mapping[str, Need]) -> None:
-    """Patch submitit to poll ``squeue``, to go on when a job dies, and to exclude nodes whose GPUs are too old.
-
-    ``needs``: each job's GPU requirements by job name. Raises ResourceError if Slurm is not installed, ConfigError if
-    no node has the GPU that a job requires.
-    """
-    if missing := [name for name in ("sbatch", "srun", "squeue", "sinfo") if shutil.which(name) is None]:
+def prepare(launcher: DictConfig, directory: Path) -> None:
+    """Patch submitit to poll ``squeue`` and to go on when a job dies. Raises ResourceError without Slurm."""
+    if missing := [name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None]:
         raise ResourceError(
             f"hydra/launcher=slurm requires {', '.join(missing)}, which is not on the PATH of this machine; start the "
             "command on a machine of the cluster, or take hydra/launcher=one_host"
         )
     SlurmJob.watcher = Queue(delay_s=POLLED_EVERY)
     SlurmJob.results = partialmethod(results_of, directory)  # type: ignore[assignment]
-    excluded = dict[str, list[str]]()
-    if any(launcher.get(knob) for knob in ("gpus_per_node", "gpus_per_task", "gres")):
-        excluded = places_too_old(needs, gpus_of_nodes(launcher.get("partition")))
-    SlurmExecutor._internal_process_submissions = partialmethod(submitted, directory, excluded)  # type: ignore
-
-
-def gpus_of_nodes(partition: str | None) -> dict[str, set[str]]:
-    """Return the names of GPU types by node, as ``sinfo`` lists them; an empty set for a node without named types."""
-    command = ["sinfo", "--noheader", "--Node", "--format=%N|%G"] + ([f"--partition={partition}"] if partition else [])
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        LOG.warning("sinfo does not answer: %s", one_line(result.stderr, 200))
-    rows = [line.partition("|") for line in result.stdout.splitlines()]
-    return {node: set(re.findall(r"gpu:([^:,(]+):", resources)) for node, _, resources in rows}
-
-
-def submitted(
-    executor: SlurmExecutor, directory: Path, excluded: Mapping[str, Sequence[str]], submissions: list
-) -> list[Job]:
-    """Submit the jobs as one array for each distinct set of excluded nodes. ``excluded``: these nodes by job name."""
-    theirs, groups, jobs = executor.parameters.get("exclude"), dict[str, list[int]](), dict[int, Job]()
-    for place, submission in enumerate(submissions):
-        nodes = excluded.get(sweep.entry(directory, submission.args[2])["name"], ())
-        groups.setdefault(",".join([theirs] * bool(theirs) + [*nodes]), []).append(place)
-    for nodes, places in groups.items():
-        if nodes:
-            executor.parameters["exclude"] = nodes
-        jobs |= zip(places, submit(executor, [submissions[place] for place in places]), strict=True)
-        executor.parameters.pop("exclude", None)
-    return [jobs[place] for place in range(len(submissions))]
 
 
 class Queue(SlurmInfoWatcher):

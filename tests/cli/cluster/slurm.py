@@ -1,8 +1,7 @@
 """A Slurm of several nodes on one machine: munge, a controller and a daemon for each node, all in one folder.
 
-Without accounting, as on many a cluster, and with GPUs on paper alone. A job of a dead node waits ``cred_expire``
-seconds, by default 120. Memory is limited by what the daemons see, because control groups are not there everywhere. A
-node's processes are known by their environment, so a node can die with all that runs on it.
+Without accounting, as on many a cluster. A job of a dead node waits ``cred_expire`` seconds, by default 120. Memory is
+limited by what the daemons see, because control groups are not there everywhere. A node's processes are known by their environment, so a node can die with all that runs on it.
 """
 
 import os
@@ -13,13 +12,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import cycle
 from pathlib import Path
 
 import psutil
 
 PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
-GPUS = ("a100", "h100")  # that the nodes say they have, in turn
 MARK = "CHECKED_NODE"  # in the environment of a node's daemon and of what it starts
 CONFIGURATION = """
 ClusterName=check
@@ -36,7 +33,6 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
-GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 JobAcctGatherType=jobacct_gather/linux
@@ -68,12 +64,9 @@ class Slurm:
         host, ports = socket.gethostname().partition(".")[0], free_ports(nodes + 1)
         lines = [CONFIGURATION.format(folder=folder, host=host, port=ports.pop())]
         lines += [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports.pop()} CPUs=1 RealMemory={memory_mb} "
-            f"Gres=gpu:{gpu}:1"
-            for name, gpu in zip(self.names, cycle(GPUS))
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports.pop()} CPUs=1 RealMemory={memory_mb}"
+            for name in self.names
         ]
-        gpus = [f"NodeName={name} Name=gpu Type={gpu} File=/dev/null" for name, gpu in zip(self.names, cycle(GPUS))]
-        (folder / "gres.conf").write_text("\n".join(gpus))
         (folder / "slurm.conf").write_text("\n".join([*lines, "PartitionName=all Nodes=ALL Default=YES State=UP\n"]))
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(1024))

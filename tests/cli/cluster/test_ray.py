@@ -7,20 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from ..sweeping import ALIKE, JOBS, Launcher, ended, held
+from ..sweeping import ALIKE, JOBS, Launcher, ended
 
 pytestmark = [
     pytest.mark.release, pytest.mark.needs(cores=2, memory_gb=8, files=1000),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: make cluster-check installs it"),
 ]  # fmt: skip
-KIND = "ray.io/accelerator-type"
 RAY = ["hydra/launcher=ray_cluster", "hydra.launcher.ray.remote.num_gpus=0", "hydra.launcher.ray.remote.num_cpus=1"]
 
 
@@ -30,8 +28,8 @@ def cluster() -> Iterator:
     from ray.cluster_utils import Cluster
 
     running = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for gpu in ("A100", "H100"):
-        running.add_node(num_cpus=1, num_gpus=1, labels={KIND: gpu})
+    for _ in range(2):
+        running.add_node(num_cpus=1, num_gpus=1)
     try:
         yield running
     finally:
@@ -74,23 +72,9 @@ def test_a_node_dies_under_a_job(sweep, cluster, seen):
     command = sweep.begun()
     lost = sorted(cluster.worker_nodes, key=lambda node: node.node_ip_address)[0]
     cluster.remove_node(lost, allow_graceful=False)
-    cluster.add_node(num_cpus=1, num_gpus=1, labels={KIND: "A100"})
+    cluster.add_node(num_cpus=1, num_gpus=1)
     sweep.is_whole(command)
     seen("a node dies under a job, and another comes", "Ray gives the job to another node; nothing to do")
-
-
-def test_jobs_go_where_their_formats_run(sweep, seen):
-    """FP8 takes compute capability 8.9, which of these an H100 has: both jobs wait for it, one after the other."""
-    given = [knob for knob in sweep.arguments(*RAY) if not knob.startswith(("quant_level=", "infer=openvino"))]
-    command = [*given, "hydra.launcher.ray.remote.num_gpus=1", "infer=auto", "quantize=fp8", "quant_level=1,2"]
-    process, most = sweep.start(*command, **sweep.launcher.environment), 0
-    while process.poll() is None:
-        locks = [job / ".lock" for job in sweep.folder.glob("quant*") if (job / ".lock").exists()]
-        most = max(most, sum(map(held, locks)))
-        time.sleep(0.1)
-    ended(process)
-    assert most == 1
-    seen("a format that not all GPUs have", "its jobs go to nodes that do")
 
 
 def test_no_node_has_the_gpus_that_a_job_asks_for(sweep, seen):

@@ -126,17 +126,6 @@ def test_the_disk_of_a_node_is_full(sweep, cluster, tmp_path, seen):
     seen("a node's own disk is full", "a job does not require it")
 
 
-def test_jobs_go_where_their_formats_run(sweep, cluster, seen):
-    """FP8 takes compute capability 8.9, and Slurm would give the first job to the first node, with an A100."""
-    before = set(cluster.jobs())
-    knobs = [knob for knob in sweep.arguments(*SLURM) if not knob.startswith(("quant_level=", "infer=openvino"))]
-    command = [*knobs, "hydra.launcher.gpus_per_node=1", "infer=auto", "quantize=fp8,int8"]
-    ended(sweep.start(*command, **cluster.environment))
-    fp8, _ = sorted(cluster.jobs().keys() - before, key=int)  # in the order in which they were submitted
-    assert cluster.jobs()[fp8][1] == "n2"
-    seen("a format that not all GPUs have", "its jobs go to nodes that do")
-
-
 def test_two_nodes_do_one_job_and_one_of_them_dies(process, tiny, with_graphs, cluster, tmp_path, seen):
     """An array of the same command, as docs/launchers.md has it: what one node has is what one alone would have."""
     prompts = "infer.prompts=[a rocket,a teapot,a lamp,a boat,a chair,a clock]"

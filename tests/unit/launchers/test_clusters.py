@@ -12,55 +12,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import OmegaConf
 from submitit.core.utils import UncompletedJobError
 
 from sd_quant.cache import try_lock
-from sd_quant.errors import ConfigError, ResourceError
+from sd_quant.errors import ResourceError
 from sd_quant.launchers import one_host, slurm
-from sd_quant.launchers.gpus import Need, need_of, places_too_old
-from sd_quant.launchers.ray import KIND, has_room, launched, result_of, told, wanted
+from sd_quant.launchers.ray import has_room, result_of, told, wanted
 from sd_quant.report.record import RECORD
 from sd_quant.report.summary import FAILURE, SWEEP
-from tests.presets import job
 
 pytestmark = pytest.mark.commit
-
-ADA = Need(89, True)
-
-
-def test_a_gpu_is_known_by_a_word_of_its_name():
-    old = "a100", "NVIDIA A100-SXM4-80GB", "nvidia_a100_80gb_pcie", "V100", "A10"
-    others = "l40s", "NVIDIA-H100-80GB-HBM3", "geforce_rtx_4090", "B200", "bigmem", "", "rtx_6000"
-    assert [name for name in (*old, *others) if ADA.too_old(name)] == [*old]
-    assert not any(Need().too_old(name) for name in (*old, *others))
-
-
-@pytest.mark.parametrize(("overrides", "expected"), [
-    (["quantize=fp8", "infer=tensorrt_rtx"], Need(89, True)),
-    (["quantize=nvfp4", "infer=tensorrt_rtx"], Need(100, True)),
-    (["quantize=fp8", "infer=auto"], Need(89, False)),
-    (["quantize=fp8", "infer=openvino"], Need()),
-    (["quantize=int8", "infer=torch_native"], Need(80, True)),
-    (["quantize=int8_weight_only", "infer=torch_native"], Need(0, True)),
-])  # fmt: skip
-def test_a_job_needs_what_its_engine_takes_for_its_formats(overrides, expected):
-    assert need_of(job(*overrides)) == expected
-
-
-def test_a_place_is_too_old_where_all_its_gpus_are_and_one_that_no_place_has_is_refused_where_it_is_required():
-    """Of several formats the newest decides."""
-    places = {"n1": {"a100"}, "n2": {"a100", "h100"}, "n3": set(), "n4": {"ours"}}
-    engine = SimpleNamespace(engine="torch_native", chosen_because=None)
-    mixed = need_of(SimpleNamespace(formats=lambda: {"inputs": {"int8", "fp8"}}, infer=engine))
-    needs = {"a": mixed, "b": need_of(object()), "c": Need(75, True)}  # b has no formats
-    assert mixed == ADA and places_too_old(needs, places) == {"a": ["n1"], "b": [], "c": []}
-    places = {"n1": {"a100"}, "n2": {"t4", "v100"}, "n3": set()}
-    with pytest.raises(ConfigError, match=r"^job b takes a GPU of compute capability 8\.9, .* has a100, t4, v100;"):
-        places_too_old({"a": Need(), "b": ADA}, places)
-    assert places_too_old({"b": Need(89)}, places) == {"b": []}, "by another engine it runs anywhere"
-    assert places_too_old({"b": ADA}, {"n3": set()}) == {"b": []}, "nothing is known of GPUs"
-
 
 # Ray
 
@@ -76,19 +37,6 @@ def test_a_job_fits_where_all_that_it_asks_for_is_which_is_told_without_rays_own
     assert told(NODE) == "8 CPU, 1 GPU, 2 big"
     assert told({}) == "0 CPU, 0 GPU"
     assert told(wanted({"num_gpus": 0.5})) == "1 CPU, 0.5 GPU"
-
-
-@pytest.mark.parametrize(("name", "theirs", "expected"), [
-    ("a", None, None), ("b", None, {KIND: "!in(A100,T4)"}), ("b", {"zone": "x"}, {KIND: "!in(A100,T4)", "zone": "x"}),
-    ("b", {KIND: "H100"}, {KIND: "H100"}),
-])  # fmt: skip
-def test_a_job_is_kept_from_gpus_that_are_too_old_for_it(tmp_path, name, theirs, expected):
-    (tmp_path / SWEEP).write_text(json.dumps({"jobs": [{"name": "a"}, {"name": "b"}]}))
-    remote = OmegaConf.create({"num_gpus": 1} | ({"label_selector": theirs} if theirs else {}))
-    job = SimpleNamespace(hydra=SimpleNamespace(job=SimpleNamespace(num="ab".index(name))))
-    found = launched(lambda *given: given, tmp_path, {"b": ["A100", "T4"]}, "context", remote, job, "task", "state")
-    assert found[0] == name and found[1][0] == "context" and found[1][2:] == (job, "task", "state")
-    assert found[1][1] == {"num_gpus": 1} | ({"label_selector": expected} if expected else {})
 
 
 def test_a_job_that_ray_gives_up_is_one_that_failed(monkeypatch, tmp_path):
@@ -196,29 +144,6 @@ def test_a_job_that_failed_before_its_first_word_says_why_and_one_that_died_afte
     assert told in (tmp_path / "b" / FAILURE).read_text()
     (tmp_path / "b" / FAILURE).write_text("its own")
     assert results("COMPLETED") is early and (tmp_path / "b" / FAILURE).read_text() == "its own"
-
-
-def test_the_types_of_gpus_are_read_as_sinfo_prints_them(monkeypatch):
-    printed = "n1|gpu:a100:4(S:0-1),gpu:h100:1\nn2|gpu:2(S:0)\nn3|(null)\nn4|nic:1,gpu:nvidia_l40s:2\n"
-    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed))
-    assert slurm.gpus_of_nodes(None) == {"n1": {"a100", "h100"}, "n2": set(), "n3": set(), "n4": {"nvidia_l40s"}}
-
-
-@pytest.mark.parametrize(("theirs", "all_excluded"), [("n9", "n9,n1,n2"), (None, "n1,n2")])
-def test_jobs_of_one_need_are_one_array(monkeypatch, tmp_path, theirs, all_excluded):
-    """Each without the nodes that it cannot use, beside those that the user leaves out; results keep their order."""
-    (tmp_path / SWEEP).write_text(json.dumps({"jobs": [{"name": name} for name in "abcd"]}))
-    executor, arrays = SimpleNamespace(parameters={"exclude": theirs} if theirs else {}), []
-
-    def submit(executor, submissions):
-        arrays.append((executor.parameters.get("exclude"), [submission.args[2] for submission in submissions]))
-        return [f"job of {submission.args[2]}" for submission in submissions]
-
-    monkeypatch.setattr(slurm, "submit", submit)
-    submissions = [SimpleNamespace(args=([], "", number)) for number in range(4)]
-    jobs = slurm.submitted(executor, tmp_path, {"a": ["n1", "n2"], "b": [], "c": ["n1", "n2"]}, submissions)
-    assert jobs == [f"job of {number}" for number in range(4)]
-    assert arrays == [(all_excluded, [0, 2]), (theirs, [1, 3])]
 
 
 @pytest.fixture
