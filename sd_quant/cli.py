@@ -15,7 +15,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -31,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sd_quant import launchers, search, sweep
+from sd_quant import launchers, sweep
 from sd_quant.checkpoints.unopened import starting
 from sd_quant.composition import check_assigned, composing, job_of, readable, refusal
 from sd_quant.config import is_finished_run
@@ -187,8 +187,6 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
     """Check all jobs, let Hydra run them with ``main``, and report on the finished ones. Return the exit code."""
     with composing(command.name):
         plan, name, jobs = sweep.plan_of(command.name, overrides, partial(job_of, command.job))
-        if wanted := getattr(jobs[-1], "search", None):
-            plan = search.planned(plan, wanted)
         chosen = any(override.startswith("hydra.sweep.dir=") for override in overrides)
         hydra = sweep.plain_config(command.name, overrides).hydra
         given = hydra.sweep.dir if chosen else None
@@ -206,7 +204,7 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
         cancelled, ended_with, uncompared = False, None, None
         try:
             try:
-                with search.proposing() if wanted else nullcontext(), working(sweep.Jobs(directory)):
+                with working(sweep.Jobs(directory)):
                     main()
             except Exception as error:  # of the first job that failed, or of the launcher
                 LOG.debug("the sweep ended early", exc_info=error)

@@ -241,17 +241,9 @@ def opened(directory: Path, plan: dict) -> Iterator[None]:
                     f"{directory} holds another sweep ({shlex.join(map(str, there.get('command', [])))}); "
                     "set another hydra.sweep.dir"
                 )
-            if "search" in plan:
-                plan = plan | {"jobs": begun_jobs(directory, there["jobs"], plan["search"]["grid"])}
         (directory / RECOMMENDATION).unlink(missing_ok=True)  # which is of the jobs that were done before
         write_json(directory / SWEEP, plan)
         yield
-
-
-def begun_jobs(directory: Path, jobs: Sequence[dict], grid: Sequence[dict]) -> list[dict]:
-    """Return the jobs of an earlier search that have a folder and are in ``grid``, updated by the entries there."""
-    by_name = {job["name"]: job for job in grid}
-    return [job | by_name[name] for job in jobs if (name := job["name"]) in by_name and (directory / name).is_dir()]
 
 
 def entry(directory: Path, number: int) -> dict:
@@ -271,10 +263,8 @@ def start_line(sweep: Sweep) -> str:
     before += [f"{failed} failed before and tried again"] if failed else []
     if twins := len(sweep.names) - len(sweep.own):
         before.append(f"{twins} of them the same as another, done once")
-    what = f"sweep of {counted(len(sweep.names), 'job')}"
-    if sweep.search:
-        what = f"search for {sweep.search['jobs']} of the grid's {sweep.search['of']} jobs"
-    return f"{what} in {sweep.directory}" + (f": {', '.join(before)}" if before else "")
+    what = f"sweep of {counted(len(sweep.names), 'job')} in {sweep.directory}"
+    return what + (f": {', '.join(before)}" if before else "")
 
 
 class Jobs(Work):
@@ -303,15 +293,9 @@ class Jobs(Work):
         return f"{self.description}: {told}; {left}"
 
 
-def jobs_in_all(sweep: Sweep) -> int:
-    """Count a sweep's jobs, including duplicates (``same_as``) and the proposals that a search has yet to make."""
-    search, now = sweep.search, len(sweep.names)
-    return now if search is None else min(now + search["jobs"] - search["proposed"], max(now, search["of"]))
-
-
 def job_line(sweep: Sweep, number: int) -> str:
     """Announce a job, as ``job 3 of 12: alpha=0.5; about 4 min of work to go``."""
-    name, total = sweep.names[number], jobs_in_all(sweep)
+    name, total = sweep.names[number], len(sweep.names)
     job = next(job for job in sweep.jobs if name in (job.name, *job.twins))
     if name != job.name:
         return f"job {number + 1} of {total}: {name} gives the same assignment as {job.name} and is not done again"
@@ -322,7 +306,7 @@ def job_line(sweep: Sweep, number: int) -> str:
 def left(sweep: Sweep) -> str:
     """Estimate the time of the remaining jobs by the median of those that are done; empty before the first."""
     seconds = [job.record["seconds"] for job in sweep.own if job.record["seconds"]]
-    waiting = len(sweep.own) - len(seconds) + jobs_in_all(sweep) - len(sweep.names)
+    waiting = len(sweep.own) - len(seconds)
     return f"; about {duration(waiting * statistics.median(seconds))} of work to go" if seconds and waiting else ""
 
 
@@ -346,16 +330,13 @@ def outcome(sweep: Sweep, ended_with: Exception | None = None) -> tuple[int, str
     ``ended_with`` is the error that ended the sweep: the launcher's if some jobs have no result, else a job's.
     """
     bad = [job for job in sweep.jobs if job.status != DONE]
-    unproposed = jobs_in_all(sweep) - len(sweep.names) if ended_with is not None else 0
-    if not bad and not unproposed:
+    if not bad:
         return 0, ""
     reasons = [f"{job.name}: {job.reason}" for job in bad]
-    if ended_with is not None and (unproposed or any(job.status == UNFINISHED for job in bad)):
+    if ended_with is not None and any(job.status == UNFINISHED for job in bad):
         complaint = one_line(ended_with, 300)
         reasons = [f"{job.name}: {job.reason}" for job in bad if job.status == FAILED]
-        what = "search" if sweep.search else "launcher"
-        reasons.insert(0, f"the {what} failed with {type(ended_with).__name__}: {complaint}")
+        reasons.insert(0, f"the launcher failed with {type(ended_with).__name__}: {complaint}")
     told = "; ".join(reasons[:3]) + ("; ..." if len(reasons) > 3 else "")
-    undone, everyone = (len(jobs) + unproposed for jobs in (bad, sweep.jobs))
-    what = f"{undone} of {counted(everyone, 'job')} {'is' if undone == 1 else 'are'} not done"
+    what = f"{len(bad)} of {counted(len(sweep.jobs), 'job')} {'is' if len(bad) == 1 else 'are'} not done"
     return 1, f"{what} ({told}); the same command tries them again"

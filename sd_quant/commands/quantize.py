@@ -28,12 +28,7 @@ def task(job: QuantizeJob, directory: Path) -> float | None:
 
 
 def check_before_run(job: QuantizeJob, directory: Path, given: list[str]) -> None:
-    """Raise ConfigError for ``search``, which needs a sweep, a knob without effect, or another finished run there."""
-    if job.search is not None:
-        raise ConfigError(
-            f"search is {job.search:g} and proposes jobs of a sweep, and this is a single run; add -m and the values "
-            "among which it searches, such as quant_level=1,2.5,3"
-        )
+    """Raise ConfigError for a knob without effect, or another finished run in ``directory``."""
     check_heeded(job, given)
     check_no_other_run(job, directory)
 

@@ -16,18 +16,15 @@ from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed,
 from sd_quant.errors import ConfigError
 from sd_quant.inference.samplers import WEIGHTS_ALONE
 from sd_quant.interchange import TARGETS
-from sd_quant.knobs import Limit, check, check_unused, one_of
+from sd_quant.knobs import check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.recipe import Enable, Pair, formats_used, unheeded_knobs
 from sd_quant.report.rule import Rule
 from sd_quant.trackers import TRACKERS
 
-SEARCH = Limit(
-    lambda jobs: 0 < jobs < 1 or jobs >= 1 and jobs == int(jobs), "a whole number of jobs from 1, or a share below 1"
-)
 # Sections, and single knobs of other sections, that change no result of a job.
-SHOWN_ALONE = ("cache", "judge", "overwrite", "published", "search", "timing", "trackers", "verdict")
+SHOWN_ALONE = ("cache", "judge", "overwrite", "published", "timing", "trackers", "verdict")
 DECIDE_NOTHING = (("infer", "chosen_because"), ("model", "observed"), ("trt", "timing_cache"))
 
 
@@ -99,9 +96,6 @@ class QuantizeJob(RecipeJob):
     published: Annotated[str | None, "file of published latencies to show beside a sweep's"]
     compiled_baseline: Annotated[bool, "whether torch.compile's unquantized denoiser is timed in the engines' rounds"]
     memory_of_parts: Annotated[bool, "whether each part's engines are opened once more, to measure their memory"]
-    search: Annotated[
-        float | None, SEARCH, "jobs of a sweep's grid that are proposed and done, for the verdict's target"
-    ]
     hand_over: Annotated[list[str], one_of(TARGETS, each=True), "tools that the result is exported to, as by hand_over"]
 
     def __post_init__(self):
@@ -134,10 +128,6 @@ class QuantizeJob(RecipeJob):
         because = f"with infer.engine={COMPILED} the unquantized engine is that baseline"
         check_unused(self, "", (self.infer.engine == COMPILED, {"compiled_baseline": False}, because))
         check_unused(self.infer, "infer.", (True, {"out_path": None}, "a run keeps everything in hydra.run.dir"))
-        if self.search is not None:
-            expected = "verdict.speedup= or verdict.image_ms= beside it: a search needs a target"
-            targets = self.verdict.speedup, self.verdict.image_ms
-            check(targets != (None, None), "search", f"{self.search:g}", expected)
         self.model.encoder |= self.infer.image is not None
 
     def check_precise(self) -> None:

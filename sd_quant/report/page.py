@@ -166,7 +166,6 @@ def facts(sweep: Sweep) -> list[tuple[str, str]]:
         ("date", started(sweep)),
         ("images", distinct(filter(None, map(images_of, done)))),
         ("calibration", distinct(f"{prompts} prompts, {steps} steps" for prompts, steps in calibrated if prompts)),
-        ("searched", sweep.searched),
         ("command", shlex.join(sweep.command)),
     ]
 

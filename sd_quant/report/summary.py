@@ -56,17 +56,6 @@ class PlannedJob(TypedDict):
     name: str  # of its folder
     varied: dict[str, Any]  # the knobs in which the sweep's jobs differ, with this job's values
     same_as: str  # the job before it that gives the same assignment and is done in its place
-    proposed_for: str  # the target of the search that has proposed it
-
-
-class PlannedSearch(TypedDict):
-    """A search in a grid of jobs; its proposals are the jobs of the plan. See ``sd_quant.search``."""
-
-    jobs: int  # to propose
-    of: int  # jobs of the grid that differ
-    target: str  # in words
-    by: str  # the library that proposes
-    grid: list[PlannedJob]
 
 
 class SweepPlan(TypedDict):
@@ -79,7 +68,6 @@ class SweepPlan(TypedDict):
     judge: dict[str, Any]  # the knobs of the same name
     published: dict[str, Any]  # figures to show beside ours, see ``sd_quant.report.published``
     verdict: dict[str, Any]  # the knobs of the same name, see ``sd_quant.report.rule``
-    search: PlannedSearch  # where not all jobs of the grid are done
 
 
 @dataclass(frozen=True)
@@ -116,18 +104,11 @@ class Sweep:
     judge: Mapping[str, Any] | None = None  # by which candidates are told apart, see sd_quant.report.candidates
     timing: Mapping[str, Any] | None = None  # of engines that were timed together, see sd_quant.report.timing
     names: tuple[str, ...] = ()  # of all jobs by Hydra's number, twins among them
-    search: Mapping[str, Any] | None = None  # as in ``PlannedSearch``, and how many are ``proposed``
 
     @property
     def own(self) -> list[Job]:
         """Jobs of ``quantize``, without third-party checkpoints."""
         return [job for job in self.jobs if not job.judged]
-
-    @property
-    def searched(self) -> str:
-        """Progress of the search in words; empty for a sweep without search."""
-        told = "{proposed} of the grid's {of} jobs, proposed by {by} for {target}"
-        return told.format(**self.search) if self.search else ""
 
     @property
     def done(self) -> list[Job]:
@@ -172,10 +153,7 @@ def read_sweep(directory: Path) -> Sweep:
             jobs.append(replace(job, twins=twins, timed=together.get(job.name) or job.timed))
         command, varied = [str(argument) for argument in content["command"]], list(content["varied"])
         published, verdict, judge = (content.get(name) for name in ("published", "verdict", "judge"))
-        if (search := content.get("search")) is not None:
-            proposed = sum(job.get("proposed_for") == search["target"] for job in planned)
-            search = {"proposed": proposed} | {name: search[name] for name in ("jobs", "of", "target", "by")}
-        return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names, search)
+        return Sweep(directory, command, varied, jobs, published, verdict, judge, timing, names)
 
 
 def read_plan(directory: Path) -> dict[str, Any]:
@@ -438,10 +416,9 @@ def markdown(sweep: Sweep) -> str:
 
 
 def by_recipe(sweep: Sweep, title: str, recipes: Sequence[str], columns: Sequence[Column]) -> Table:
-    """Build a table of jobs, first a column ``title`` of ``recipes``; notes on failures, duplicates and the search."""
+    """Build a table of jobs, first a column ``title`` of ``recipes``; notes on failures and duplicates."""
     notes = [f"{row['job']}: {row['reason']}" for row in sweep.rows if row["reason"]]
     twins = [(row["same_as"], row["job"]) for row in sweep.rows if row["same_as"]]
     notes += [f"{twin}: the same assignment as {job}, not done again" for twin, job in twins]
-    notes += [f"searched: {sweep.searched}"] if sweep.searched else []
     lines = [row | {"recipe": name} for row, name in zip(sweep.rows, recipes, strict=True)]
     return Table([Column(title, "recipe"), *columns], lines, notes=notes)

@@ -54,7 +54,6 @@ TABLE: dict[str, tuple[str, ...]] = {
     "sd_quant/observed/": ("tests/cli/test_observed.py", "tests/unit/benchmarks/test_tiny_*"),
     "sd_quant/quantization/": (*JOBS, "tests/unit/export/*", "tests/unit/simulation/*", *TARGETS),
     "sd_quant/report/": (*PAGES, "tests/cli/test_sweep.py"),
-    "sd_quant/search.py": CLUSTER,
     "sd_quant/shipped/": ("tests/cli/test_installed.py",),
     "sd_quant/simulation/": ("tests/cli/test_recipes.py",),
     "sd_quant/stages/": (*COMMANDS, "tests/faults/*"),

@@ -20,7 +20,7 @@ from sd_quant.inference.pipeline import Sampling
 from sd_quant.models.sdxl import FAMILY
 from sd_quant.quantization.statistics import Statistics
 
-from .shared import json_of, record_of, same, well, without_times
+from .shared import json_of, record_of, same, without_times
 from .sweeping import JOBS, ended
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs(cores=2, memory_gb=6, files=1000)]
@@ -81,18 +81,6 @@ def test_jobs_of_submitit_outlive_the_command_and_are_waited_for(sweep):
     assert not early
     for text in (log.read_text() for log in logs):
         assert "waiting for another process, which works in" in text and "done before" in text
-
-
-@needs("joblib")
-def test_a_search_proposes_as_many_jobs_at_a_time_as_the_launcher_does(process, sweep):
-    given = sweep.arguments(THREE, *ONE_HOST, "verdict.speedup=1.01")
-    for number in (2, 3):
-        said = well(process(*given, f"search={number}")).stdout
-        assert f"search for {number} of the grid's 3 jobs in {sweep.folder}" in said
-        rows = without_times(sweep.folder / "summary.csv")
-        assert len(list(sweep.folder.glob("*/metrics.json"))) == len(rows) == number
-        assert f"{number} of the grid's 3 jobs, proposed by " in said
-    assert "job 3 of 3: " in said
 
 
 # ------------------------------------------------------------------------------------------- two processes calibrate

@@ -109,7 +109,7 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say what th
     *("model.calibration_image", "model.calibration_mask", "model.encoder", "model.vae", "model.pipeline"),
     *("model.arguments", "model.excluded", "model.denoiser", "model.observed"),  # of pipelines that are observed
     *("model.calibration_table", "infer.table"),
-    *("overwrite", "search", "infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
+    *("overwrite", "infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
     *("infer.reuse", "infer.schedule", "infer.precise_steps"),  # whose values depend on the number of steps
     *("judge.candidates", "judge.confidence", "judge.layers", "judge.runtimes", "judge.trust_runs"),  # of a sweep
 }

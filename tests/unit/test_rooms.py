@@ -32,7 +32,6 @@ ROOMS = (
     "help",  # knobs with their defaults
     "composition",  # YAML and overrides to a job
     "launchers",  # what those of Hydra need beside their YAML
-    "search",  # which jobs of a sweep's grid are done next
     "sweep",
     "stages",  # the steps of the three commands
     "config",  # the jobs: what is composed from YAML, checked

@@ -1,7 +1,8 @@
 """A Slurm of several nodes on one machine: munge, a controller and a daemon for each node, all in one folder.
 
 Without accounting, as on many a cluster. A job of a dead node waits ``cred_expire`` seconds, by default 120. Memory is
-limited by what the daemons see, because control groups are not there everywhere. A node's processes are known by their environment, so a node can die with all that runs on it.
+limited by what the daemons see, because control groups are not there everywhere. A node's processes are known by their
+environment, so a node can die with all that runs on it.
 """
 
 import os
