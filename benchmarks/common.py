@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeVar
@@ -35,13 +35,11 @@ from sd_quant.places import HOME, input_path
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.recipe import Recipe, excluded
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import fingerprint, machine
 from sd_quant.simulation.modelopt import quantizer_configs
 from sd_quant.stages.assign import assign
-from sd_quant.stages.calibrate import denoiser_hessians
 from sd_quant.stages.load import with_recipe
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.session import Session
@@ -85,7 +83,7 @@ class Subject:
     def names(self) -> list[str]:
         return [name for name, role in self.roles.items() if role != "excluded"]
 
-    def statistics(self, steps: int, hessians: Hessians = NO_HESSIANS, cached: bool = True) -> Statistics:
+    def statistics(self, steps: int, cached: bool = True) -> Statistics:
         """The statistics of all prompts, on the CPU, from the main job's cache, which knows no fused LoRAs.
 
         Excluded linears are among the layers, as in the main job, because a recipe may include them.
@@ -94,7 +92,7 @@ class Subject:
         names = [name for name in self.roles if name in self.names or name in linears]
         checkpoint = fingerprint(self.path)["sha256"] if cached else ""
         sampling = Sampling(steps, GUIDANCE, self.size, self.size, 1, SEED)
-        wanted, cache = Pass(self.model, names, self.prompts, sampling, hessians), STATISTICS if cached else None
+        wanted, cache = Pass(self.model, names, self.prompts, sampling), STATISTICS if cached else None
         return calibrate(wanted, fabric_for("cpu"), checkpoint_sha256=checkpoint, cache=cache)
 
     def assignment(
@@ -113,17 +111,14 @@ class Subject:
 
 
 def simulated(subject: Subject, job_of_row: Callable[[str], QuantizeJob], steps: int) -> Callable[[str, Path], Engine]:
-    """The function that quantizes the denoiser in torch by the job of a row; one calibration serves equal Hessians."""
-    checkpoint, found = subject.model.checkpoint, dict[Hessians, Statistics]()
+    """The function that quantizes the denoiser in torch by the job of a row; one calibration serves all."""
+    checkpoint, statistics = subject.model.checkpoint, cache(subject.statistics)
 
     def denoiser_of(row: str, folder: Path) -> Engine:
         job = job_of_row(row)
         model = dataclasses.replace(job.model, family=subject.family)
         loaded = with_recipe(Session(checkpoint), model, job.infer, job.quantize)
-        summed = denoiser_hessians(checkpoint, loaded.roles, job.quantize)
-        if summed not in found:
-            found[summed] = subject.statistics(steps, summed)
-        return open_simulated(checkpoint, assign(loaded, found[summed]))
+        return open_simulated(checkpoint, assign(loaded, statistics(steps)))
 
     return denoiser_of
 

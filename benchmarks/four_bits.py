@@ -1,6 +1,6 @@
 """The effect of each part of the four-bit presets on fidelity: presets with one knob changed.
 
-One statistics pass serves all without a Hessian. Images are made by the simulation in fp32, so that quantization alone
+One statistics pass serves all. Images are made by the simulation in fp32, so that quantization alone
 makes a difference; ``quality.py`` makes those of INT8 in OpenVINO. Finished rows are kept on disk, so a cancelled run
 continues with the others. Variants were chosen on other prompts than those that are reported:
 

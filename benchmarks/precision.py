@@ -36,7 +36,6 @@ from sd_quant.quantization.assignment import weights_alone
 from sd_quant.quantization.formats import FORMATS
 from sd_quant.simulation.sensitivity import Switched
 from sd_quant.stages.assign import assign, measure_sensitivity
-from sd_quant.stages.calibrate import denoiser_hessians
 from sd_quant.stages.load import with_recipe
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.precise_steps import multiplications
@@ -52,7 +51,7 @@ def rows_of_preset(subject, reference, saving: str, preset: str, options) -> dic
     checkpoint, denoiser, steps = subject.model.checkpoint, subject.denoiser, options.steps
     job = job_with(preset, f"model={options.model}", LEVEL)
     loaded = with_recipe(Session(checkpoint), job.model, job.infer, job.quantize)
-    statistics = subject.statistics(steps, denoiser_hessians(checkpoint, loaded.roles, job.quantize))
+    statistics = subject.statistics(steps)
     assignment = assign(loaded, statistics)
     simulated, *folded = (
         open_simulated(checkpoint, each) for each in (assignment, assignment, weights_alone(assignment))

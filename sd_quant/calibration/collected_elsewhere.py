@@ -27,8 +27,6 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import read_header
 from sd_quant.files.tensors import StoredTensor
 from sd_quant.models.parts import Contract
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, blocks_of
-from sd_quant.quantization.recipe import HESSIAN
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge, width_of
 
 LOG = logging.getLogger(__name__)
@@ -56,15 +54,14 @@ def read_statistics(
     calib_size: int,
     guides: bool = True,
     optional: Mapping[str, nn.Module] = {},
-    hessians: Hessians = NO_HESSIANS,
 ) -> Statistics:
     """Read the statistics of the first ``calib_size`` prompts from an entry or a folder of entries.
 
     ``layers`` are the denoiser's layers to calibrate, by name, and ``optional`` layers that entries may contain too;
     their weights may be on the meta device. ``contract`` has the denoiser's input shapes; ``guides``: guidance doubles
-    its batch. ``here`` is the ``origin`` of a calibration on this machine, ``hessians`` the Hessians that it needs.
-    Raises ConfigError when no entry exists, the number of prompts or steps differs, or a needed Hessian is missing;
-    ArtifactError when an entry is damaged, of another format version, or of another denoiser.
+    its batch. ``here`` is the ``origin`` of a calibration on this machine.
+    Raises ConfigError when no entry exists, or the number of prompts or steps differs; ArtifactError when an entry is
+    damaged, of another format version, or of another denoiser.
     """
     files = [file for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]) if file.is_file()]
     if not files:
@@ -79,13 +76,6 @@ def read_statistics(
         raise ConfigError(
             f"{path} holds statistics of {sampling['steps']} denoising steps and quantize.n_steps is {steps}; "
             f"set quantize.n_steps={sampling['steps']}"
-        )
-    block = block_of(there)
-    if hessians.readers and block != hessians.block:
-        found = f"Hessians in blocks of {block}" if block else "no Hessians"
-        raise ConfigError(
-            f"{path} holds statistics with {found} and quantize.hessian is {hessians.block}; set "
-            f"quantize.hessian={block}, or collect them with quantize.hessian={hessians.block}"
         )
     entries = {entry.segment: entry for entry in opened}
     by_size = chains(entries)
@@ -102,12 +92,6 @@ def read_statistics(
     statistics = merge(
         [read_entry(entries[segment], layers, calls, steps, optional) for segment in by_size[calib_size]]
     )
-    summed = [name for readers in hessians.readers for name in readers]
-    if lacking := [name for name in summed if statistics.layers[name].hessian is None]:
-        raise ConfigError(
-            f"{path} holds no Hessians of {len(lacking)} of the {len(summed)} layers whose codes GPTQ chooses, such as "
-            f"{lacking[0]}; set quantize.hessian=0, or collect them with the same quantize="
-        )
     LOG.info("statistics of prompts 1 to %d come from %s", calib_size, path)
     if there["checkpoint"] != here["checkpoint"]:
         LOG.warning(
@@ -138,8 +122,6 @@ def open_entry(path: Path) -> Entry:
             and sampling["height"] in PLAUSIBLE_SIZES
             and sampling["width"] in PLAUSIBLE_SIZES
             and len(prompts["texts"]) == len(segment) > 0
-            and type(block_of(origin)) is int
-            and HESSIAN.holds(block_of(origin))
         )
         if not sound:
             raise ValueError("an impossible value")
@@ -149,11 +131,6 @@ def open_entry(path: Path) -> Entry:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise ArtifactError(f"{path} does not describe statistics ({reason}); give an entry of a cache") from error
     return Entry(path, segment, metadata, tensors)
-
-
-def block_of(origin: Mapping[str, Any]) -> int:
-    """Return the number of inputs per diagonal block of an entry's Hessians, from its origin; 0 without Hessians."""
-    return origin["hessians"]["block"] if "hessians" in origin else 0
 
 
 def chains(segments: Iterable[range]) -> dict[int, list[range]]:
@@ -183,7 +160,6 @@ def read_entry(
         calls = {}  # as when all images are of another size than the first one
     there = {name: layer for name, layer in optional.items() if f"{layer_kind(layer)}|{name}|amax" in stored}
     expected = expected_tensors({**layers, **there}, calls, entry.segment.stop, steps, stored)
-    expected |= expected_hessians({**layers, **there}, block_of(json.loads(entry.metadata["origin"])), stored)
     if wrong := [name for name in expected | stored if stored.get(name) != expected.get(name)]:
         count, first = len({name.rpartition("|")[0] for name in wrong}), wrong[0]
         both = (stored.get(first), expected.get(first))
@@ -233,21 +209,6 @@ def expected_tensors(
     for name, shape in calls.items():
         expected[f"call|{name}|rows"] = torch.float32, (count, *shape)
         expected[f"call|{name}|priority"] = torch.float64, (count,)
-    return expected
-
-
-def expected_hessians(layers: Mapping[str, nn.Module], block: int, stored: DtypesAndShapes) -> DtypesAndShapes:
-    """Return the dtype and shape that each ``stored`` Hessian must have; a layer has at most one."""
-    expected: DtypesAndShapes = {}
-    left = set(layers) if block else set()
-    for key in stored:
-        names = key.removeprefix("hessian|").removesuffix("|blocks").split(",")
-        if key != f"hessian|{','.join(names)}|blocks" or not left.issuperset(names):
-            continue
-        left -= set(names)
-        widths = {width_of(layers[name]) for name in names}
-        if len(widths) == 1:
-            expected[key] = torch.float32, blocks_of(widths.pop(), block)
     return expected
 
 

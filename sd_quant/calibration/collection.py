@@ -6,7 +6,7 @@ that need the same statistics, also on machines with a common cache, each calibr
 no segment is free. Segments are merged in their order, so the result is that of a single process.
 
 Lightning Fabric chooses the device. For several devices it starts one process per device, which calibrates a share of
-the segment's prompts and writes its statistics to a file. Merging these files is exact, for Hessians up to rounding.
+the segment's prompts and writes its statistics to a file. Merging these files is exact.
 """
 
 import logging
@@ -37,7 +37,6 @@ from sd_quant.models.checkpoint import Checkpoint, denoiser_part, in_place, key_
 from sd_quant.models.family import Observed
 from sd_quant.models.parts import filled, network_in, text_readers
 from sd_quant.progress import progress
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge
 from sd_quant.source import source_digest
 from sd_quant.text import counted
@@ -48,13 +47,9 @@ LOG = logging.getLogger(__name__)
 TRIES, ENOUGH = 5, 1.0  # timed calls at most, and seconds after which no further call is timed
 
 
-def origin(
-    checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str, hessians: Hessians = NO_HESSIANS
-) -> dict:
+def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str) -> dict:
     """Return, as part of a cache key, all that statistics of the layers ``names`` depend on, except the prompts."""
-    of = digest(*map(repr, hessians.readers))
-    summed = {"hessians": {"block": hessians.block, "of": of}} if hessians.readers else {}
-    return summed | {
+    return {
         "checkpoint": checkpoint_sha256,
         "layers": digest(*names),
         "sampling": replace(sampling, arguments=None).described(),
@@ -79,13 +74,12 @@ class Pass:
     names: Sequence[str]  # layers of the first denoiser; of a further denoiser ``<part>:<layer>``
     prompts: Sequence[str]
     sampling: Sampling
-    hessians: Hessians = NO_HESSIANS  # of some of these layers
 
     def entries(self, cache: Path, checkpoint_sha256: str, device: str, **more: str) -> Entries:
         """Return this job's cache entries in the folder ``cache``; ``more`` are further parts of the cache key."""
         # a checkpoint can be opened with other names of inputs, with fewer text encoders, and with other arguments
         inputs = digest(key_of(self.model.checkpoint))
-        made_from = origin(checkpoint_sha256, self.names, self.sampling, device, self.hessians)
+        made_from = origin(checkpoint_sha256, self.names, self.sampling, device)
         return Entries(cache, made_from | {"inputs": inputs} | more, self.sampling.texts_of(self.prompts))
 
 
@@ -153,8 +147,7 @@ def seconds_of_a_call(fabric, wanted: Pass, sampling: Sampling) -> float:
     inputs = {each: filled(each, shape, contract.dtypes[each]) for each, shape in shapes.items()}
     layers = {layer: model.denoiser.get_submodule(layer) for layer in wanted.names if ":" not in layer}
     batch, engine, seconds = range(sampling.batch_size), model.torch_engine(name), list[float]()
-    hessians = of_part(wanted.hessians, "")
-    watched = collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {}, hessians=hessians)
+    watched = collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {})
     with suppress(SdQuantError), watched:
         while len(seconds) < TRIES and sum(seconds) < ENOUGH:
             start = perf_counter()
@@ -217,7 +210,7 @@ def collect_segment(
         rows = draw(own, segment, steps, sampling.seed, text, whole, some_steps=some_steps)
         return collect(
             model.parts[place.family.DENOISER], layers, mine, steps, lambda: (now["step"], now["batch"]), rows,
-            denoiser_part(place).contract.batched, of_part(wanted.hessians, part),
+            denoiser_part(place).contract.batched,
         )  # fmt: skip
 
     calls, title = len(sampling.batches(mine)) * steps, f"prompts {segment.start + 1} to {segment.stop}"
@@ -255,12 +248,6 @@ def by_part(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def of_part(hessians: Hessians, part: str) -> Hessians:
-    """Select the Hessians of the denoiser ``part`` ("": the first), with layer names without its prefix."""
-    named = [by_part(readers) for readers in hessians.readers]
-    return Hessians(hessians.block, tuple(tuple(each[part]) for each in named if each.get(part)))
-
-
 @contextmanager
 def on_device(fabric, model: LoadedModel, parts: Sequence[str]) -> Iterator[None]:
     """Move these parts of the pipeline to Fabric's device in the ``with`` block, and to the CPU afterwards."""
@@ -277,7 +264,7 @@ def collect_in_processes(fabric, wanted: Pass, segment: range, on_latent: OnLate
     """Run ``collect_segment`` in several processes, each of which loads the model, and merge their statistics."""
     with tempfile.TemporaryDirectory() as folder:
         # a partial, because Fabric rebuilds the collections among launch's arguments and cannot rebuild a range
-        asked = (wanted.names, wanted.prompts, wanted.sampling, wanted.hessians)
+        asked = (wanted.names, wanted.prompts, wanted.sampling)
         fabric.launch(partial(collect_in_one_process, wanted.model.checkpoint, asked, segment, Path(folder)))
         if failures := sorted(Path(folder).glob("*.error")):
             raise SdQuantError(failures[0].read_text(encoding="utf-8"))

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_quant.errors import SdQuantError
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, add_rows, blocks_of
 from sd_quant.quantization.statistics import (
     CALLS,
     ROWS,
@@ -112,13 +111,12 @@ def collect(
     position: Callable[[], tuple[int, Sequence[int]]],
     wanted: Wanted,
     batched: Collection[str] | None = None,
-    hessians: Hessians = NO_HESSIANS,
 ) -> Iterator[Statistics]:
     """Collect the statistics of ``layers`` while the ``with`` block runs ``module`` on ``prompts``.
 
     The yielded statistics are empty until the block ends. ``position()`` returns the current denoising step and the
     prompts in the batch. With guidance the batch is the unconditional half followed by the conditional half, and both
-    count for their prompt. If a sampler calls ``module`` several times in a step, ranges and ``hessians`` cover all
+    count for their prompt. If a sampler calls ``module`` several times in a step, ranges cover all
     calls, and sampled rows come from the first. Keyword inputs of ``module`` are sampled too (see ``draw``, which makes
     ``wanted``); ``batched`` names the inputs with a batch axis, by default all.
     Raises SdQuantError naming layer, prompt and step when an input is not finite.
@@ -128,10 +126,6 @@ def collect(
     rows = {  # filled as far as there are priorities; on the layer's device, so that nothing waits for a copy
         name: torch.empty(ROWS, width_of(layer), dtype=torch.float16, device=devices[name])
         for name, layer in layers.items()
-    }
-    sums = {  # Hessians by the first of the layers that read the tensor
-        first: torch.zeros(blocks_of(width_of(layers[first]), hessians.block), device=devices[first])
-        for first, *_ in hessians.readers
     }
     priorities: dict[str, list[float]] = {name: [] for name in layers}
     calls: list[Statistics] = []
@@ -172,8 +166,6 @@ def collect(
         if name in seen and not alike:
             seen[name] = seen[name].amax(0, keepdim=True).expand(prompts_of_call, -1)
         seen[name] = torch.maximum(seen[name], range_of_call) if name in seen else range_of_call
-        if name in sums:
-            add_rows(sums[name], layer, x.detach(), position()[0])
         if name in drawn:
             x, batch = x.detach(), len(position()[1])
             for index, places in drawn.pop(name):
@@ -223,11 +215,6 @@ def collect(
         statistics.layers[name] = LayerStatistics(
             kinds[name], layer_amax, lowest([sample], ROWS), folds_of_layers.get(name)
         )
-    for readers in hessians.readers:
-        if readers[0] in statistics.layers:
-            hessian = sums.pop(readers[0]).cpu()
-            for name in statistics.layers.keys() & set(readers):
-                statistics.layers[name].hessian = hessian
     statistics.calls |= merge(calls).calls
 
 

@@ -108,8 +108,7 @@ def collect_parts(fabric, wanted: Mapping[str, Pass], latents: Mapping[int, Tens
             bound = range(len(prompts) if part == DECODER else texts)
             rows = draw(layers, bound, 1, sampling.seed, [] if part == DECODER else list(layers))
             position = partial(lambda part: (0, batch[part]), part)
-            summed = wanted[part].hessians
-            collecting = collect(model.parts[part], layers, bound, 1, position, rows, hessians=summed)
+            collecting = collect(model.parts[part], layers, bound, 1, position, rows)
             statistics[part] = stack.enter_context(collecting)
         peaks = stack.enter_context(watch(networks))
         pipeline = pipeline_of(checkpoint, engines)

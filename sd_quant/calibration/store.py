@@ -107,18 +107,13 @@ def content_digest(origin: str, prompts: str, tensors: Mapping[str, torch.Tensor
 def pack(statistics: Statistics) -> dict[str, torch.Tensor]:
     """Convert to named tensors: ``linear|<layer>|amax``, ``conv|<layer>|rows``, ``call|<input>|priority``, ...
 
-    ``hessian|<layer>,<layer>|blocks`` is the Hessian of layers with one common input, ``peak|<part>|<place>`` a scalar,
-    the largest magnitude of a part's activations. Names of a further denoiser begin with ``<part>:``.
+    ``peak|<part>|<place>`` is a scalar, the largest magnitude of a part's activations. Names of a further denoiser
+    begin with ``<part>:``.
     """
     tensors: dict[str, torch.Tensor] = {}
-    readers: dict[int, list[str]] = {}
     for name, layer in statistics.layers.items():
         found = {"amax": layer.amax, "rows": layer.rows.values, "priority": layer.rows.priority, "folds": layer.folds}
         tensors |= {f"{layer.kind}|{name}|{key}": each.contiguous() for key, each in found.items() if each is not None}
-        if layer.hessian is not None:
-            readers.setdefault(id(layer.hessian), []).append(name)
-    for names in readers.values():
-        tensors[f"hessian|{','.join(sorted(names))}|blocks"] = statistics.layers[names[0]].hessian.contiguous()
     for name, sample in statistics.calls.items():
         tensors |= {f"call|{name}|rows": sample.values.contiguous(), f"call|{name}|priority": sample.priority}
     for part, own in statistics.parts.items():
@@ -148,8 +143,4 @@ def unpack(tensors: Mapping[str, torch.Tensor]) -> Statistics:
         else:
             folds = tensors.get(f"{kind}|{name}|folds")
             statistics.layers[name] = LayerStatistics(kind, tensors[f"{kind}|{name}|amax"], sample, folds)
-    for key in tensors:
-        kind, names, _ = key.split("|")
-        for name in names.split(",") if kind == "hessian" else ():
-            statistics.layers[name].hessian = tensors[key]
     return statistics

@@ -307,7 +307,6 @@ def check_recipe(quantize: Quantize) -> None:
     check(quantize.alpha is not None or quantize.smoothing == "none", "alpha", None, str(ALPHA))
     quantize.offered()
     check_observers(quantize)
-    check_hessian(quantize)
 
 
 def unused_knobs(quantize: Quantize) -> list[Unused]:
@@ -342,23 +341,11 @@ def unused_knobs(quantize: Quantize) -> list[Unused]:
         (quantize.rank == 0, {"shared_branch": False}, "with quantize.rank=0 there is no low-rank branch to share"),
         (quantize.smoothing != "folded", {"shared_branch": False},
          f"smoothing={quantize.smoothing} treats each layer's input as its own"),
-        (not searched, {"rounding": "nearest", "scale_search": False, "branch_rounds": 0, "hessian": 0},
+        (not searched, {"rounding": "nearest", "scale_search": False, "branch_rounds": 0},
          f"{label} has 8 bits for a weight, where choosing them gains nothing"),
         (all(fmt.bits == 8 for fmt in weights), {"scale_search": False},
          f"{label} has 8 bits for a weight, where another scale gains nothing"),
-        (quantize.rounding != "gptq", {"hessian": 0},
-         f"only quantize.rounding=gptq takes one, and it is {quantize.rounding}"),
     ]  # fmt: skip
-
-
-def check_hessian(quantize: Quantize) -> None:
-    """Raise ConfigError unless GPTQ's Hessian has blocks of a multiple of the rotation's and weight formats' blocks."""
-    weights = {quantize.enable.conv.weight, quantize.enable.linear.weight}
-    groups = {f"quantize.rotation={quantize.rotation} rotates as many inputs together": quantize.rotation}
-    groups |= {f"{name} has blocks of as many inputs": FORMATS[name].block or 0 for name in sorted(weights)}
-    for because, group in groups.items():
-        expected = f"a multiple of {group}, because {because}"
-        check(not group or quantize.hessian % group == 0, "quantize.hessian", quantize.hessian, expected)
 
 
 def check_observers(quantize: Quantize) -> None:

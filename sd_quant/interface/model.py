@@ -30,7 +30,7 @@ from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import Assignments, torch_variant
 
 CALIBRATION = ("calib_size", "n_steps", "seed", "snapshots", "calibration", "accelerator", "devices")
-IN_STATISTICS = {*CALIBRATION, "batch_size", "parts", "hessian", "loras"}
+IN_STATISTICS = {*CALIBRATION, "batch_size", "parts", "loras"}
 
 
 def open(
@@ -84,21 +84,18 @@ class Model:
         """Number of parameters of each part, the denoiser first."""
         return self.session.parameters
 
-    def calibrate(
-        self, prompts: str | Sequence[str] | None = None, preset: str | None = None, **knobs: object
-    ) -> Statistics:
+    def calibrate(self, prompts: str | Sequence[str] | None = None, **knobs: object) -> Statistics:
         """Collect calibration statistics (ranges and samples of each layer's inputs), from which recipes are derived.
 
         Args:
             prompts: one or more texts for calibration images; None: ``calib_size`` of the calibration prompts.
             knobs: the guidance ``scale``, and the knobs of the section ``quantize`` on which statistics depend:
                 ``calib_size``, ``n_steps``, ``seed``, ``batch_size``, ``calibration``, ``snapshots``, ``accelerator``,
-                ``devices``; also ``parts``, for statistics of these parts too, ``hessian`` and ``loras``, with the
-                values that ``quantize`` gets later.
-            preset: only with ``hessian``: the recipe whose layers get Hessians, such as ``svdquant_w4a16``.
+                ``devices``; also ``parts``, for statistics of these parts too, and ``loras``, with the values that
+                ``quantize`` gets later.
 
         Returns:
-            The statistics. They depend on no recipe, except for the Hessians.
+            The statistics. They depend on no recipe.
 
         Raises:
             ConfigError: a knob does not exist, is out of range, or is used by ``quantize`` alone; ``calib_size`` or
@@ -111,7 +108,7 @@ class Model:
             expected = "None, because calibration_table has the prompts of calibration"
             check("model.calibration_table" not in self.knobs, "prompts", f"{prompts!r:.100}", expected)
             check_used(knobs, ("calib_size", "calibration"), "calibrate", "leave one of them out", " beside prompts")
-        job = self.job(preset, knobs)
+        job = self.job(None, knobs)
         rows = None if prompts is None else [Row(text, {}) for text in texts_of(prompts)]
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
         sha256 = calibrated_sha256(job, made_of(job.model.inputs()))

@@ -39,9 +39,6 @@ RANK = Limit(
     "0, a number of singular directions, or a fraction below 1 of a layer's shorter side",
 )
 ROUNDINGS = ("nearest", "gptq")
-HESSIAN = Limit(
-    lambda block: block == 0 or (64 <= block <= 4096 and block % 64 == 0), "0, or a multiple of 64 up to 4096"
-)
 ROTATIONS = (0, 4, 16, 64, 256)  # sizes of regular Hadamard matrices: powers of 4
 BY_ROLE = "by_role"  # the observer that suits a layer's role
 OF_INPUTS = one_of(lambda: [name for name, fmt in FORMATS.items() if fmt.onnx_type and fmt.block_rows == 1])
@@ -150,11 +147,6 @@ class Recipe:
         "output errs least",
     ] = "nearest"
     scale_search: Annotated[bool, "scales of weights of four bits or in blocks are the best of several"] = False
-    hessian: Annotated[
-        int,
-        HESSIAN,
-        "inputs of a diagonal block of the Hessian that calibration sums over all rows for GPTQ; 0: of sampled rows",
-    ] = 0
 
     def chooses_codes(self, fmt: str) -> bool:
         """Return whether weights in the format ``fmt`` get searched codes or scales instead of round-to-nearest."""

@@ -4,7 +4,7 @@ They contain ranges (amax) for each denoising step, per channel for a linear and
 for every recipe; for a linear also the ranges of two folds of the prompts, to estimate clipping with unseen prompts;
 and a small sample of inputs to measure errors on. A row of the sample is the input of one output element: a token for a
 linear, a padded patch for a convolution. Rows with the lowest random priorities are kept, so statistics of disjoint
-prompts merge exactly, in any order. Hessians, only for recipes with ``hessian``, merge up to rounding.
+prompts merge exactly, in any order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,6 @@ class LayerStatistics:
     amax: Tensor  # largest magnitudes, fp32: [steps, in_features] of a linear, [prompts, steps] of a conv
     rows: Sample  # up to ``ROWS``, fp16: [rows, in_features] of a linear, [rows, in_channels * kh * kw] of a conv
     folds: Tensor | None = None  # of a linear: largest magnitudes in even and in odd prompts, fp32 [2, in_features]
-    hessian: Tensor | None = None  # fp32 [blocks, n, n], see ``hessians``; shared by layers with one input
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ def lowest(samples: Sequence[Sample], limit: int) -> Sample:
 def merge(statistics: Sequence[Statistics]) -> Statistics:
     """Merge the statistics of disjoint sets of prompts."""
     names = dict.fromkeys(name for part in statistics for name in part.layers)
-    layers, sums = {}, dict[tuple[int, ...], Tensor]()  # by what is summed: a Hessian of several layers stays one
+    layers = {}
     for name in names:
         parts = [part.layers[name] for part in statistics if name in part.layers]
         prompts = max(len(part.amax) for part in parts)  # for a linear these are the steps, as many in every part
@@ -100,10 +99,6 @@ def merge(statistics: Sequence[Statistics]) -> Statistics:
         folds = [part.folds for part in parts if part.folds is not None]
         of_folds = reduce(torch.maximum, folds) if folds else None
         layers[name] = LayerStatistics(parts[0].kind, reduce(torch.maximum, padded), rows, of_folds)
-        hessians = [part.hessian for part in parts if part.hessian is not None]
-        if len(hessians) == len(parts):
-            summed = tuple(map(id, hessians))
-            sums[summed] = layers[name].hessian = sums[summed] if summed in sums else reduce(torch.add, hessians)
     with_calls = [part.calls for part in statistics if part.calls]
     first = min(with_calls, key=lambda calls: min(float(each.priority.min()) for each in calls.values()), default={})
     alike = [calls for calls in with_calls if shapes_of(calls) == shapes_of(first)]  # texts may differ in length

@@ -1,7 +1,6 @@
 """Calibration statistics: from the cache, from calibrating here, or (the denoiser's alone) from a given file."""
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,18 +15,9 @@ from sd_quant.calibration.overflow import too_large
 from sd_quant.calibration.parts import DECODER, calibrate_parts
 from sd_quant.config import BESIDE, Quantize, RecipeJob, prompts_of
 from sd_quant.inference.loading import load_model
-from sd_quant.models.checkpoint import (
-    Checkpoint,
-    contracts_of,
-    denoiser_part,
-    empty_denoiser,
-    empty_part,
-    roles_of_part,
-)
-from sd_quant.models.text_encoders import inputs_of_part
+from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser, roles_of_part
 from sd_quant.places import input_path, output_path
 from sd_quant.progress import duration
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes, hessians_of
 from sd_quant.quantization.statistics import Statistics, highest
 from sd_quant.report.record import base_sha256, weights_sha256
 from sd_quant.stages.generate import calibration_sampling
@@ -51,15 +41,14 @@ def statistics_of(
     if rows is None:
         rows = job.calibration_rows() if knobs.calibration is None else []
     sampling = calibration_sampling(job.model, job.infer, knobs, rows)
-    watched, hessians = watched_layers(checkpoint, roles), denoiser_hessians(checkpoint, roles, knobs)
+    watched = watched_layers(checkpoint, roles)
     if knobs.calibration is not None:
         network, contract = empty_denoiser(checkpoint), denoiser_part(checkpoint).contract
         besides = {name: network.get_submodule(name) for name in watched}
         needed = {name: besides.pop(name) for name in names}
-        here = origin(checkpoint_sha256, watched, sampling, "cuda" if torch.cuda.is_available() else "cpu", hessians)
+        here = origin(checkpoint_sha256, watched, sampling, "cuda" if torch.cuda.is_available() else "cpu")
         return read_statistics(
-            input_path(knobs.calibration), needed, contract, here, knobs.calib_size, checkpoint.family.GUIDES, besides,
-            hessians,
+            input_path(knobs.calibration), needed, contract, here, knobs.calib_size, checkpoint.family.GUIDES, besides
         )  # fmt: skip
     model, latents = load_model(checkpoint), dict[int, torch.Tensor]()
     calibrated = [part for part, recipe in loaded.part_recipes.items() if recipe.needs_inputs]
@@ -68,10 +57,7 @@ def statistics_of(
     cache = output_path(job.cache.dir) / "statistics" if job.cache.dir else None
     for part, other in loaded.others.items():
         watched += [f"{part}:{name}" for name in watched_layers(other.base, other.roles)]
-        own = denoiser_hessians(other.base, other.roles, other.recipe)
-        readers = tuple(tuple(f"{part}:{name}" for name in each) for each in own.readers)
-        hessians = Hessians(own.block or hessians.block, (*hessians.readers, *readers))
-    wanted, fabric = Pass(model, watched, prompts, sampling, hessians), fabric_for(knobs.accelerator, knobs.devices)
+    wanted, fabric = Pass(model, watched, prompts, sampling), fabric_for(knobs.accelerator, knobs.devices)
     kept: dict[str, Any] = {"checkpoint_sha256": checkpoint_sha256, "cache": cache}
     announce = partial(announce_calibration, knobs, sampling.steps_taken)
     statistics = calibrate(wanted, fabric, snapshots=knobs.snapshots, announce=announce, **kept, **heard)
@@ -80,9 +66,7 @@ def statistics_of(
         for part in calibrated:
             roles = roles_of_part(checkpoint, part)
             layers = [name for name, role in roles.items() if role != "excluded"]
-            inputs = inputs_of_part(empty_part(checkpoint, part), roles)
-            summed = hessians_of(roles, inputs, loaded.part_recipes[part])
-            parts[part] = Pass(model, layers, prompts, sampling, summed)
+            parts[part] = Pass(model, layers, prompts, sampling)
         statistics.parts |= calibrate_parts(parts, fabric_for(knobs.accelerator), latents=latents, **kept)
         statistics.peaks = highest([statistics.peaks, *(each.peaks for each in statistics.parts.values())])
     if statistics.peaks and (warning := too_large(statistics.peaks, contracts_of(checkpoint))):
@@ -100,20 +84,6 @@ def watched_layers(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str
 def calibrated_sha256(job: RecipeJob, made: Mapping[str, Any]) -> str:
     """Return the hash of the calibrated weights, without LoRAs that stay branches; ``made``: record or job's facts."""
     return str(base_sha256(made) if job.quantize.loras == BESIDE else weights_sha256(made))
-
-
-def denoiser_hessians(checkpoint: Checkpoint, roles: Mapping[str, str], knobs: Quantize) -> Hessians:
-    """Specify the Hessians of the denoiser's layers that calibration sums; none if the recipe ``knobs`` needs none."""
-    if not knobs.hessian:
-        return NO_HESSIANS
-    inputs = checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-    return hessians_of(roles, inputs, knobs)
-
-
-def bytes_of_hessians(loaded: Loaded) -> int:
-    """Return the bytes of all Hessians that calibration sums for the denoiser's layers."""
-    widths = {name: math.prod(shape[1:]) for name, shape in loaded.shapes.items()}
-    return hessian_bytes(widths, denoiser_hessians(loaded.checkpoint, loaded.roles, loaded.recipe))
 
 
 def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int, seconds: float | None) -> None:

@@ -15,7 +15,6 @@ from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.files import write_text
 from sd_quant.quantization.recipe import formats_used
 from sd_quant.simulation.native import check_device
-from sd_quant.stages.calibrate import bytes_of_hessians
 from sd_quant.stages.checks import check_request
 from sd_quant.stages.export_trt import check_gpu
 from sd_quant.stages.fit import limit_of
@@ -79,8 +78,7 @@ def opened(job: QuantizeJob, directory: Path) -> Loaded:
 def needs_of(job: QuantizeJob, loaded: Loaded) -> Needs:
     """Return the memory and disk that all steps of the job take."""
     others = 3 * sum(loaded.stored_bytes[part] for part in loaded.others)
-    hessians = sum(map(bytes_of_hessians, (loaded, *loaded.others.values())))
     return run_needs(
         loaded.parameters, loaded.stored_bytes, job.model, job.infer, job.quantize, job.trt.library != "none",
-        len(job.hand_over), hessians,
+        len(job.hand_over),
     ) | Needs(disk={"other denoisers": others} if others else {})  # fmt: skip

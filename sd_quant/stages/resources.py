@@ -72,19 +72,14 @@ def simulation_needs(parameters: Parameters, infer: Infer) -> Needs:
     return part_needs(parameters, work) | Needs(gpu={"the simulation": memory_of_simulation(parameters, work)})
 
 
-def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize, hessians: int = 0) -> Needs:
-    """Estimate what calibration needs with all parts except the VAE open; nothing if statistics are given by path.
-
-    ``hessians``: bytes of all. The device holds them once, memory 3 times, the disk once a segment between snapshots.
-    """
+def calibration_needs(parameters: Parameters, model: Model, quantize: Quantize) -> Needs:
+    """Estimate what calibration needs with all parts except the VAE open; nothing if statistics are given by path."""
     if quantize.calibration is not None:
         return NOTHING
     pixels = quantize.batch_size * max(width * height for width, height in sizes_of(model))
     needed = memory_of_calibration(parameters, pixels)
-    gpu = {} if quantize.accelerator == "cpu" else {"calibrate": needed + hessians}
-    segments = 1 + sum(size < quantize.calib_size for size in quantize.snapshots) if hessians else 0
-    disk = {"statistics": segments * hessians} if hessians else {}
-    return Needs({"calibrate": needed + 3 * hessians}, gpu, disk)
+    gpu = {} if quantize.accelerator == "cpu" else {"calibrate": needed}
+    return Needs({"calibrate": needed}, gpu)
 
 
 def plans_need(parameters: Parameters, stored: float) -> Needs:
@@ -100,11 +95,10 @@ def run_needs(
     quantize: Quantize,
     plans: bool,
     targets: int,
-    hessians: int = 0,
 ) -> Needs:
     """Estimate what ``quantize`` needs. ``stored``: bytes of unquantized weights by part, the denoiser first.
 
-    Files are counted as if nothing were quantized. ``targets``: number of exports; ``hessians``: bytes of all Hessians.
+    Files are counted as if nothing were quantized. ``targets``: number of exports.
     """
     denoiser, every = next(iter(stored.values())), sum(stored.values())
     files = {
@@ -116,7 +110,7 @@ def run_needs(
         "temporary files": denoiser,
     }
     images = simulation_needs(parameters, infer) | images_need(parameters, infer)  # whichever engine makes them
-    steps = calibration_needs(parameters, model, quantize, hessians)
+    steps = calibration_needs(parameters, model, quantize)
     steps |= plans_need(parameters, every) if plans else NOTHING
     return images | steps | Needs(disk=files)
 

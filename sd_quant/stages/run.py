@@ -33,7 +33,6 @@ def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
         statistics = statistics_of(loaded, job, calibrated_sha256(job, shared.facts))
     chosen = choose(loaded, statistics, shared.directory, step, shared)
     calls = replace(statistics, layers={}, parts={})
-    del statistics  # Hessians may take gigabytes
     variants = variants_of(loaded, chosen.assignments, shared, simulated, job.compiled_baseline)
     rows = rows_of_run(variants, job.hand_over)  # refused before anything is exported
     with step("images"):

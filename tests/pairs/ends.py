@@ -49,7 +49,6 @@ ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # f
     "quantize.rank": ["0", "1", "64", "0.999", "0.001"],
     "quantize.branch_rounds": ["0", "3"],
     "quantize.rounding": ["nearest", "gptq"],
-    "quantize.hessian": ["0", "64", "4096"],
     "trt.library": ["none", "tensorrt_rtx"],
     "trt.targets": ["null", "[SM89]", "[SM80,SM86,SM89,SM120,SM121]", "[SM120]"],
     "trt.min_batch_size": ["1", "3"],

@@ -67,7 +67,6 @@ def test_to_import_it_or_to_choose_a_tracker_imports_nothing_heavy():
     (lambda model: model.quantize(NOTHING, n_steps=3), "^quantize does not use n_steps; give it to calibrate"),
     (lambda model: model.calibrate(quant_level=3), "^calibrate does not use quant_level; give it to quantize$"),
     (lambda model: model.calibrate(alhpa=0.5), "there is no knob quantize.alhpa; did you mean quantize.alp"),
-    (lambda model: model.calibrate(hessian=256), "quantize.hessian is 256, expected 0, because int8 has 8 bits"),
     (lambda model: model.calibrate("a cat", calib_size=3),
      "^calibrate does not use calib_size beside prompts; leave one of them out"),
     (lambda model: model.calibrate([]), r"^prompts is \[\], expected a text or a list of at least one; give what"),

@@ -12,7 +12,6 @@ from torch import nn
 from sd_quant.calibration.collected_elsewhere import differences, read_statistics
 from sd_quant.calibration.store import VERSION, Entries, content_digest
 from sd_quant.errors import ArtifactError, ConfigError, SdQuantError
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.statistics import Statistics, merge
 
 from .some_statistics import CONTRACT, LAYERS, ORIGIN, assert_same, statistics
@@ -20,27 +19,17 @@ from .some_statistics import CONTRACT, LAYERS, ORIGIN, assert_same, statistics
 pytestmark = pytest.mark.commit
 
 PROMPTS = ["a cat", "ein Kätzchen 🐈", "../../etc/passwd", "\x1b[2J", "a dog"]
-SUMMED = Hessians(64, (("down.to_q",), ("down.conv1",)))
 
 
-def with_hessians(segment: range) -> Statistics:
-    found = statistics(segment)
-    for layer in found.layers.values():
-        rows = layer.rows.values.float()
-        layer.hessian = (rows.T @ rows)[None]
-    return found
-
-
-def written(folder: Path, *segments: tuple[int, int], statistics=statistics, block: int = 0, **other: object) -> Path:
-    other |= {"hessians": {"block": block, "of": "x"}} if block else {}
+def written(folder: Path, *segments: tuple[int, int], **other: object) -> Path:
     entries = Entries(folder, ORIGIN | other, PROMPTS)
     for segment in segments:
         entries.write(range(*segment), statistics(range(*segment)))
     return entries.folder
 
 
-def shared(path: Path, calib_size: int = 2, layers=LAYERS, here=ORIGIN, hessians=NO_HESSIANS) -> Statistics:
-    return read_statistics(path, layers, CONTRACT, here, calib_size, hessians=hessians)
+def shared(path: Path, calib_size: int = 2, layers=LAYERS, here=ORIGIN) -> Statistics:
+    return read_statistics(path, layers, CONTRACT, here, calib_size)
 
 
 @pytest.fixture
@@ -87,14 +76,6 @@ def test_an_entry_of_other_sizes_than_the_first_holds_no_calls(tmp_path):
         shared(entries.folder)
 
 
-@pytest.mark.parametrize("asked", [NO_HESSIANS, SUMMED])
-def test_hessians_are_read_whether_or_not_a_recipe_takes_them(tmp_path, asked):
-    folder = written(tmp_path, (0, 1), (1, 2), statistics=with_hessians, block=64)
-    found = shared(folder, hessians=asked)
-    assert_same(found, merge([with_hessians(range(1)), with_hessians(range(1, 2))]))
-    assert found.layers["down.conv1"].hessian.shape == (1, 9, 9)
-
-
 # What is told
 
 
@@ -136,27 +117,18 @@ def refusal(kind: type[SdQuantError], *arguments, **options) -> str:
 
 
 DIVIDED = "holds {0} prompts, whose statistics cannot be divided, and calib_size is {1}; set calib_size={0}"
-WITHOUT_HESSIANS = (
-    "holds statistics with {0} and quantize.hessian is 64; set quantize.hessian={1}, or collect them with "
-    "quantize.hessian=64"
-)
 
 
-@pytest.mark.parametrize(("segments", "block", "asked", "sentence"), [
-    ([(0, 3)], 0, {"calib_size": 2}, DIVIDED.format("3", 2)),
-    ([(0, 2), (2, 5)], 0, {"calib_size": 3}, DIVIDED.format("2 or 5", 3)),
-    ([(0, 2), (3, 5)], 0, {"calib_size": 5}, DIVIDED.format("2", 5)),
-    ([(2, 4)], 0, {"calib_size": 4}, "holds no statistics of the first prompt; give the folder with all entries"),
-    ([(0, 2)], 0, {"here": with_sampling(steps=20)},
+@pytest.mark.parametrize(("segments", "asked", "sentence"), [
+    ([(0, 3)], {"calib_size": 2}, DIVIDED.format("3", 2)),
+    ([(0, 2), (2, 5)], {"calib_size": 3}, DIVIDED.format("2 or 5", 3)),
+    ([(0, 2), (3, 5)], {"calib_size": 5}, DIVIDED.format("2", 5)),
+    ([(2, 4)], {"calib_size": 4}, "holds no statistics of the first prompt; give the folder with all entries"),
+    ([(0, 2)], {"here": with_sampling(steps=20)},
      "holds statistics of 2 denoising steps and quantize.n_steps is 20; set quantize.n_steps=2"),
-    ([(0, 2)], 0, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("no Hessians", 0)),
-    ([(0, 2)], 128, {"hessians": SUMMED}, WITHOUT_HESSIANS.format("Hessians in blocks of 128", 128)),
-    ([(0, 2)], 64, {"hessians": SUMMED},
-     "holds no Hessians of 2 of the 2 layers whose codes GPTQ chooses, such as down.to_q; set quantize.hessian=0, "
-     "or collect them with the same quantize="),
 ])  # fmt: skip
-def test_entries_of_other_prompts_steps_or_hessians(tmp_path, segments, block, asked, sentence):
-    folder = written(tmp_path, *segments, block=block)
+def test_entries_of_other_prompts_or_steps(tmp_path, segments, asked, sentence):
+    folder = written(tmp_path, *segments)
     assert refusal(ConfigError, folder, **asked) == f"{folder} {sentence}"
 
 
@@ -206,8 +178,8 @@ IMPOSSIBLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "change", "block", "words"), [
-    *((key, change, 0, "is of another UNet") for key, change in (
+@pytest.mark.parametrize(("key", "change", "words"), [
+    *((key, change, "is of another UNet") for key, change in (
         ("linear|down.to_q|amax", lambda amax: amax.double()),
         ("conv|down.conv1|amax", lambda amax: amax[:1]),
         ("conv|down.conv1|rows", lambda rows: rows[:0]),
@@ -217,22 +189,12 @@ IMPOSSIBLE = {
         ("call|y|rows", lambda rows: rows.repeat(5, 1, 1)),  # 10
         ("call|z|rows", lambda rows: torch.zeros(1)),
     )),
-    *((f"hessian|{key}", lambda none, shape=shape: torch.zeros(shape), block, "is of another UNet")
-      for key, shape, block in (
-        ("down.to_q|blocks", (1, 4, 4), 0),  # which the entry does not tell of
-        ("down.to_q|blocks", (2, 4, 4), 64),
-        ("down.to_q,down.conv1|blocks", (1, 4, 4), 64),  # which cannot read one tensor
-        ("down.to_q,down.to_q,elsewhere|blocks", (1, 4, 4), 64),
-        ("down.to_q", (1, 4, 4), 64),
-        ("down.to_q|rows", (1, 4, 4), 64),
-    )),
-    *((key, ending_with(value), 0, f"negative or infinite values in {key!r}") for key, value in IMPOSSIBLE.items()),
+    *((key, ending_with(value), f"negative or infinite values in {key!r}") for key, value in IMPOSSIBLE.items()),
 ])  # fmt: skip
-def test_tensors_that_no_pass_leaves(tmp_path, key, change, block, words):
-    entry = next(written(tmp_path, (0, 2), block=block).iterdir())
+def test_tensors_that_no_pass_leaves(entry, key, change, words):
     tensors = load(entry.read_bytes())
     changed = change(tensors.get(key))
-    of_rows = key.endswith("|rows") and not block  # which have a priority each
+    of_rows = key.endswith("|rows")  # which have a priority each
     priority = {key.replace("rows", "priority"): torch.zeros(len(changed)).double()} if of_rows else {}
     forge(entry, tensors | priority | {key: changed})
     assert words in refusal(ArtifactError, entry)
@@ -249,7 +211,6 @@ def test_an_altered_description(entry):
 DEEP = "[" * 100_000
 NOTHING_SAMPLED = [None, 3, {"steps": 2}]
 CHANGES = [{"steps": 2.0}, {"guidance_scale": torch.nan}, {"height": "64"}, {"height": 8}, {"width": torch.inf}]
-IMPOSSIBLE_HESSIANS = [None, {}, {"block": 64.0}, {"block": 2**40}, {"block": -64}, {"block": 65}]
 PROMPTS_OF_NOTHING = [(0, 1, ["a cat"]), (1, -1, []), (0, 1e3, ["a cat", "a dog"]), (0, 10**23, ["a cat", "a dog"])]
 
 
@@ -261,7 +222,6 @@ PROMPTS_OF_NOTHING = [(0, 1, ["a cat"]), (1, -1, []), (0, 1e3, ["a cat", "a dog"
         {"origin": json.dumps({"form": VERSION, "sampling": ORIGIN["sampling"]})},
         *({"origin": json.dumps({"form": VERSION, **ORIGIN, "sampling": each})} for each in NOTHING_SAMPLED),
         *({"origin": json.dumps({"form": VERSION, **with_sampling(**change)})} for change in CHANGES),
-        *({"origin": json.dumps({"form": VERSION, **ORIGIN, "hessians": each})} for each in IMPOSSIBLE_HESSIANS),
         *({"prompts": text} for text in (DEEP, "null", '{"first": 0, "last": 1}')),
         *({"prompts": json.dumps({"first": a, "last": b, "texts": each})} for a, b, each in PROMPTS_OF_NOTHING),
     ],

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -32,8 +31,6 @@ from sd_quant.inference.source_images import SourceImages
 from sd_quant.models.checkpoint import contracts_of, empty_modules, roles_of_part
 from sd_quant.models.sdxl import FAMILY
 from sd_quant.places import HOME
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, diagonal_blocks, hessians_of
-from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics, merge
 
 from .some_statistics import assert_same
@@ -68,8 +65,8 @@ def names(model) -> list[str]:
     return [name for name, role in FAMILY.layer_roles(model.modules["unet"]).items() if role != "excluded"]
 
 
-def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, hessians=NO_HESSIANS, **options) -> Statistics:
-    wanted = Pass(model, names, prompts, sampling, hessians)
+def collected(model, names, prompts=PROMPTS, sampling=SAMPLING, **options) -> Statistics:
+    wanted = Pass(model, names, prompts, sampling)
     return calibrate(wanted, fabric_for("cpu"), checkpoint_sha256=SHA256, **options)
 
 
@@ -98,22 +95,14 @@ def test_every_layer_is_reached(model, names, whole):
     assert with_it == {name for name in whole.layers if name.endswith(("attn2.to_k", "attn2.to_v"))} != set()
 
 
-def test_ranges_and_hessians_are_those_of_what_each_layer_reads_and_of_no_other_layer(model, names, whole, tmp_path):
-    """Every reader of a shared input has that of its own, to rounding. Entries with and without do not mix."""
-    roles, int4, seen, ranges = FAMILY.layer_roles(model.modules["unet"]), Pair("int4", None), {}, {}
-    inputs = model.checkpoint.family.shared_inputs([name for name, role in roles.items() if role != "conv"])
-    recipe = Recipe(3.0, None, enable=Enable(int4, int4, None), rounding="gptq", hessian=64)
-    wanted = hessians_of(roles, inputs, recipe)
-    assert {name for readers in wanted.readers for name in readers} == set(names)
+def test_ranges_are_those_of_what_each_layer_reads(model, names, whole):
+    ranges: dict[str, list[torch.Tensor]] = {}
 
     def hook(name: str):
         def see(layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
             (x,) = inputs
             linear = isinstance(layer, nn.Linear)
             ranges.setdefault(name, []).append(x.abs().flatten(0, -2).amax(0) if linear else x.abs().amax())
-            x = x if linear else F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
-            rows = x.double().flatten(0, -2)
-            seen[name] = seen.get(name, 0) + rows.T @ rows
 
         return model.modules["unet"].get_submodule(name).register_forward_pre_hook(see)
 
@@ -121,22 +110,9 @@ def test_ranges_and_hessians_are_those_of_what_each_layer_reads_and_of_no_other_
     loading.pipeline_of(model.checkpoint, model.torch_engines())(PROMPTS, SAMPLING, decode=())  # as images are made
     for each in hooks:
         each.remove()
-    statistics = collected(model, names, cache=tmp_path, snapshots=[2], hessians=wanted)
-    for name, layer in statistics.layers.items():
+    for name, layer in whole.layers.items():
         by_call = torch.stack(ranges[name]).unflatten(0, (len(PROMPTS), SAMPLING.steps))
         assert torch.equal(layer.amax, by_call if layer.kind == "conv" else by_call.amax(0)), name
-        blocks = diagonal_blocks(layer.hessian, len(seen[name]), None, 0)
-        largest = seen[name].diagonal().max()
-        for index, block in enumerate(blocks):
-            part = slice(64 * index, 64 * (index + 1))
-            assert (block - seen[name][part, part]).abs().max() <= 1e-5 * largest, name
-        layer.hessian = None
-    assert_same(statistics, whole)
-    assert collected(model, names, cache=tmp_path).layers[name].hessian is None
-    assert collected(model, names, cache=tmp_path, hessians=wanted).layers[name].hessian is not None
-    other = Hessians(128, wanted.readers)
-    assert collected(model, names, cache=tmp_path, hessians=other).layers[name].hessian.shape[-1] != 64
-    assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 3
 
 
 def test_layers_that_are_never_reached_are_told_of(model, monkeypatch, caplog):
@@ -252,7 +228,7 @@ def test_everything_that_counts_is_in_the_origin(names, monkeypatch):
     fields = Sampling.__dataclass_fields__.keys() - {"arguments"}  # which are kept with the prompts
     changes = ({field: optional[field] if field in optional else getattr(SAMPLING, field) + 1} for field in fields)
     expected, others = origin(*given), [replace(SAMPLING, **change) for change in changes]
-    changed = [(*given[:2], each, "cpu") for each in others] + [(*given, Hessians(size, ((),))) for size in (64, 128)]
+    changed = [(*given[:2], each, "cpu") for each in others]
     assert len({json.dumps(origin(*each)) for each in [given, *changed]}) == 1 + len(changed)
     for how_much_is_kept in ("ROWS", "CALLS"):
         with monkeypatch.context() as patch:

@@ -12,8 +12,7 @@ from torch import nn
 
 from sd_quant.calibration.hooks import ROWS_PER_CALL, collect, draw, take_row
 from sd_quant.errors import SdQuantError
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians, hessian_bytes
-from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, merge, width_of
+from sd_quant.quantization.statistics import CALLS, ROWS, Sample, Statistics, merge
 
 from .some_statistics import CONVOLUTIONS, assert_same
 
@@ -68,15 +67,14 @@ def halves_of(prompt: int, step: int, halves=(0, 1)) -> torch.Tensor:
 
 
 def calibrate(
-    prompts=range(PROMPTS), batch_size: int = 1, *, halves=(0, 1), wanted=None, change=lambda x, batch, step: None,
-    hessians=NO_HESSIANS,
+    prompts=range(PROMPTS), batch_size: int = 1, *, halves=(0, 1), wanted=None, change=lambda x, batch, step: None
 ) -> Statistics:  # fmt: skip
     """Statistics of a pipeline that runs ``batch_size`` prompts at a time, unconditional halves first."""
     network, now = Network(), SimpleNamespace()
-    layers = layers_of(network) | ({"other": network.other} if hessians.readers else {})
+    layers = layers_of(network)
     wanted = draw(layers, prompts, STEPS, seed=7) if wanted is None else wanted
     position = lambda: (now.step, now.batch)  # noqa: E731
-    with collect(network, layers, prompts, STEPS, position, wanted, hessians=hessians) as statistics:
+    with collect(network, layers, prompts, STEPS, position, wanted) as statistics:
         for start in range(0, len(prompts), batch_size):
             now.batch = list(prompts[start : start + batch_size])
             for now.step in range(STEPS):
@@ -239,38 +237,6 @@ def test_a_snapshot_is_a_pass_of_that_size_and_can_be_continued(whole, singles):
     merged = merge([Statistics({"conv": singles[0].layers["conv"]}, {}), singles[1]])  # only some reach the linear
     assert torch.equal(merged.layers["linear"].amax, singles[1].layers["linear"].amax)
     assert torch.equal(merged.layers["conv"].amax[1], singles[1].layers["conv"].amax[1])
-
-
-# Hessians
-
-SUMMED = Hessians(5, (("linear", "other"), ("conv",)))
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_hessians_are_the_products_of_all_rows(batch_size):
-    """torch's own, of every prompt, step and half; of a convolution of its patches, in blocks that hold 5 of 18."""
-    layers = calibrate(batch_size=batch_size, hessians=SUMMED).layers
-    x = torch.cat([halves_of(prompt, step) for prompt in range(PROMPTS) for step in range(STEPS)]).double()
-    tokens, patches = tokens_of(x).flatten(0, 1), F.unfold(x, 3, padding=1, stride=2).mT.flatten(0, 1)
-    torch.testing.assert_close(layers["linear"].hessian[0].double(), tokens.T @ tokens, rtol=1e-5, atol=1e-4)
-    assert layers["other"].hessian is layers["linear"].hessian and layers["conv"].hessian.shape == (4, 5, 5)
-    blocks = F.pad(patches, (0, 2)).unflatten(1, (4, 5)).transpose(0, 1)
-    torch.testing.assert_close(layers["conv"].hessian.double(), blocks.mT @ blocks, rtol=1e-5, atol=1e-4)
-    widths = {name: width_of(layer) for name, layer in layers_of(Network()).items()}
-    assert hessian_bytes(widths, SUMMED) == layers["linear"].hessian.nbytes + layers["conv"].hessian.nbytes
-
-
-def test_hessians_of_segments_are_summed_and_all_else_is_as_without():
-    whole = calibrate(hessians=SUMMED)
-    merged = merge([Statistics({}, {}), *(calibrate(part, hessians=SUMMED) for part in (range(5), range(5, PROMPTS)))])
-    assert merged.layers["other"].hessian is merged.layers["linear"].hessian
-    for name in (*NAMES, "other"):
-        torch.testing.assert_close(merged.layers[name].hessian, whole.layers[name].hessian, rtol=1e-5, atol=1e-4)
-        merged.layers[name].hessian = whole.layers[name].hessian = None
-    assert_same(merged, whole)
-    assert calibrate().layers["linear"].hessian is None
-    part, without = calibrate([0], hessians=SUMMED), calibrate([1])
-    assert merge([part, without]).layers["linear"].hessian is None  # not of all rows
 
 
 @pytest.mark.parametrize("bad, half", [(torch.nan, 0), (torch.inf, 1), (-torch.inf, 1)])

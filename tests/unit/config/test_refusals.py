@@ -85,8 +85,6 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     },
     f"patterns by the name of a family: {NAMED}": {"quantize.exclude": [{"sdx": ["*"]}]},
     "nearest, because int8 has 8 bits for a weight": {"quantize.rounding": ["gptq"]},
-    "0, because int8 has 8 bits for a weight": {"quantize.hessian": [256]},
-    "0, or a multiple of 64 up to 4096": {"quantize.hessian": [-64, 32, 100, 4160]},
     "false, because int8 has 8 bits for a weight": {"quantize.scale_search": [True]},
     "0, because the ranges of rotated inputs were not calibrated": {"quantize.rotation": [64]},
     "0, because with quantize.rank=0 there is no low-rank branch to fit": {"quantize.branch_rounds": [3]},
@@ -258,11 +256,6 @@ def test_every_number_of_things_has_a_limit():
     ("nvfp4", {"trt.targets": ["SM89"]}, "one of SM120, SM121, because"),
     ("int4_w4a4", {"trt.targets": ["SM75"]}, "one of SM80, SM86, SM89"),
     ("int8", {"trt.targets": ["SM75", "SM89"]}, "newer ones, because TensorRT for RTX multiplies no"),
-    ("nvfp4", {"rounding": "nearest", "hessian": 64},
-     "0, because only quantize.rounding=gptq takes one, and it is nearest"),
-    ("convrot_w4a4", {"hessian": 64},
-     "a multiple of 256, because quantize.rotation=256 rotates as many inputs together"),
-    ("q4_k_weight_only", {"hessian": 64}, "a multiple of 256, because q4_k has blocks of as many inputs"),
     ("q4_k_weight_only", {"infer.engine": "torch_native"},
      "another, such as infer=openvino, because torch itself multiplies no q4_k_weight_only"),
     ("q4_k_weight_only", {"quantize.enable.linear.activation": "q4_k"},
@@ -278,7 +271,6 @@ def test_every_number_of_things_has_a_limit():
        f"quantize.parts.vae is {preset}, expected a preset that infer.engine=t")
       for preset in ("nvfp4", "svdquant_w4a16")),
     # of whole rotations and blocks; and weights alone, which torch computes in every format
-    *((preset, {"hessian": 256}, None) for preset in ("nvfp4", "convrot_w4a4", "q4_k_weight_only")),
     *((preset, {"infer.engine": "torch_native"}, None) for preset in ("mxfp4_weight_only", "int8_weight_only")),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(which, knobs, refusal):

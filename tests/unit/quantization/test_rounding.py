@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sd_quant.errors import ConfigError, SdQuantError
+from sd_quant.errors import SdQuantError
 from sd_quant.models.parts import SharedInput
 from sd_quant.numbers import relative_error
-from sd_quant.quantization import hessians
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.hessians import Hessians, add_rows, blocks_of, diagonal_blocks, hessians_of, rows_of
 from sd_quant.quantization.low_rank import low_rank, low_rank_of
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
@@ -28,9 +26,7 @@ from sd_quant.quantization.rounding import (
 from sd_quant.quantization.row_chunks import layer_of_rows
 from sd_quant.quantization.statistics import LayerStatistics
 from sd_quant.simulation.modelopt import simulate
-from tests.layers import drawn, sample_of, statistics_of, turned
-
-from ..calibration.some_statistics import CONVOLUTIONS
+from tests.layers import drawn, sample_of, statistics_of
 
 pytestmark = pytest.mark.commit
 
@@ -62,20 +58,14 @@ def branched(weight: Tensor, fmt: str, rotation: int) -> LayerAssignment:
 
 
 def rounded(
-    layer: LayerAssignment, weight: Tensor, rows: Tensor, rounding: str = "gptq", scale_search: bool = False,
-    hessian: Tensor | None = None, block: int = 0, **given,
+    layer: LayerAssignment, weight: Tensor, rows: Tensor, rounding: str = "gptq", scale_search: bool = False, **given
 ) -> LayerAssignment:  # fmt: skip
     pair = Pair(layer.format, None)
     enable = Enable(pair, pair, None)
-    recipe = Recipe(3.0, None, enable=enable, rounding=rounding, scale_search=scale_search, hessian=block, **given)
-    statistics = replace(statistics_of(rows), hessian=hessian)
+    recipe = Recipe(3.0, None, enable=enable, rounding=rounding, scale_search=scale_search, **given)
+    statistics = statistics_of(rows)
     (layer,) = with_refined_branches([layer], [weight], statistics, recipe)
     return with_rounded_weight(layer, weight, statistics, recipe)
-
-
-def hessian_of(rows: Tensor, block: int) -> Tensor:
-    parts = rows.unflatten(1, (-1, block)).transpose(0, 1)
-    return parts.mT @ parts
 
 
 def published(weight: Tensor, rows: Tensor, fmt_name: str) -> Tensor:
@@ -198,116 +188,10 @@ def test_some_rows_of_a_weight_have_their_own_codes(fmt):
     assert torch.equal(FORMATS[fmt].dequantize(some, *its_scales), FORMATS[fmt].dequantize(codes, *scales)[5:9])
 
 
-WITHOUT_HESSIAN = "^quantize.hessian is 128, and the statistics have {} of layer layer; calibrate with quantize.hessian"
-FORGED = torch.full((1, INPUTS, INPUTS), 2.0)
-FORGED[0].fill_diagonal_(1.0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "given", "error", "reason"),
-    [
-        (8, {}, SdQuantError, f"^calibration has 8 rows of the input of layer, and GPTQ needs {FEWEST_ROWS}"),
-        (32, {"block": 128}, ConfigError, WITHOUT_HESSIAN.format("no Hessian")),
-        (32, {"block": 128, "hessian": torch.zeros(2, 64, 64)}, ConfigError,
-         WITHOUT_HESSIAN.format("one in blocks of 64")),
-        (32, {"block": INPUTS, "hessian": FORGED}, SdQuantError, "a Hessian that is not positive definite"),
-    ],
-    ids=["rows", "no Hessian", "other blocks", "forged"],
-)  # fmt: skip
-def test_too_few_rows_are_refused_and_hessians_that_are_none(rows, given, error, reason):
-    weight = drawn(4, INPUTS)
-    with pytest.raises(error, match=reason):
-        rounded(row(weight, "int4"), weight, inputs(rows), **given)
-
-
-@pytest.mark.parametrize("fmt, rotation", ROTATIONS)
-def test_with_the_hessian_of_the_sampled_rows_codes_are_those_of_the_rows(fmt, rotation, monkeypatch):
-    """With the same damping and blocks, smoothed, rotated and beside a branch, but for ties that fp32 decides."""
-    size = max(64, FORMATS[fmt].block or 0)
-    monkeypatch.setattr("sd_quant.quantization.rounding.COLUMNS", size)
-    monkeypatch.setattr("sd_quant.quantization.rounding.WHOLE_DAMPING", DAMPING)
-    weight, rows = drawn(OUTPUTS, INPUTS), inputs(128)
-    layer = branched(weight, fmt, rotation)
-    by_rows = rounded(layer, weight, rows, scale_search=True)
-    others = inputs(16, seed=9)  # of which only their number counts
-    hessian = hessian_of(rows, size)
-    by_hessian = rounded(layer, weight, others, scale_search=True, hessian=hessian, block=size)
-    assert torch.equal(hessian, hessian_of(rows, size))
-    numbers = [FORMATS[fmt].dequantize(*each.rounded) for each in (by_rows, by_hessian)]
-    assert torch.isclose(*numbers, rtol=1e-4).float().mean() > 0.99
-
-
-# Hessians of all rows, against torch's own products and convolutions
-
-
-LINEAR = nn.Linear(160, 1)
-
-
-def summed(layer: nn.Module, width: int, block: int, *inputs: torch.Tensor) -> torch.Tensor:
-    found = torch.zeros(blocks_of(width, block))
-    for step, x in enumerate(inputs):
-        add_rows(found, layer, x, step)
-    return found
-
-
-@pytest.mark.parametrize("block", [64, 128, 160, 4096])
-def test_it_is_the_diagonal_of_the_product_of_all_rows(block, monkeypatch):
-    monkeypatch.setattr(hessians, "ROWS_AT_ONCE", 7)
-    inputs = drawn(4, 9, 160), drawn(3, 160, seed=1)
-    rows = torch.cat([x.flatten(0, -2) for x in inputs]).double()
-    whole, found = rows.T @ rows, summed(LINEAR, 160, block, *inputs)
-    for index, blocks in enumerate(diagonal_blocks(found, 160, None, 0)):
-        part = slice(index * block, (index + 1) * block)
-        torch.testing.assert_close(blocks.double(), whole[part, part], rtol=1e-5, atol=1e-4)
-    assert found.dtype == torch.float32 and len(found) == -(-160 // block)
-    # what fp16 cannot hold is cut, and fp16 is summed in fp32
-    assert summed(nn.Linear(1, 1), 1, 64, torch.tensor([[1e30], [-1e30]])).item() == 2 * torch.tensor(65504.0) ** 2
-    assert summed(nn.Linear(1, 1), 1, 64, torch.full((4, 1), 60000.0).half()).item() == 4 * 60000.0**2
-
-
-@pytest.mark.parametrize("most", [7, 1024])
-@pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
-def test_rows_of_a_convolution_are_what_its_outputs_multiply(options, most, monkeypatch):
-    """Of every k-th output, where there are more than the most; as many steps as k have each of them once."""
-    monkeypatch.setattr(hessians, "MOST_POSITIONS", most)
-    torch.manual_seed(0)
-    conv, x = nn.Conv2d(3, 5, **options), torch.randn(2, 3, 9, 7)
-    output = conv(x).movedim(1, -1).flatten(1, 2)  # [samples, positions, 5]
-    every = -(-output.shape[1] // most)
-    steps = [rows_of(conv, x, step) for step in range(every)]
-    assert all(len(rows) <= 2 * most for rows in steps) and (every > 1) == (most == 7)
-    for step, rows in enumerate(steps):
-        products = rows @ conv.weight.flatten(1).T + conv.bias
-        torch.testing.assert_close(products, output[:, step::every].flatten(0, 1))
-    assert torch.equal(rows_of(conv, x, every), steps[0])
-
-
-@pytest.mark.parametrize("factors", [None, drawn(160, seed=5).exp()], ids=["plain", "smoothed"])
-@pytest.mark.parametrize("rotation", [0, 4, 16])
-def test_it_becomes_that_of_smoothed_and_rotated_inputs(factors, rotation):
-    x = drawn(500, 160)
-    rows = turned(x if factors is None else x * factors, rotation)
-    for index, block in enumerate(diagonal_blocks(summed(LINEAR, 160, 64, x), 160, factors, rotation)):
-        part = rows[:, 64 * index : 64 * (index + 1)]
-        torch.testing.assert_close(block.double(), part.T @ part, rtol=1e-4, atol=1e-2)
-    assert index == 2 and block.shape == (32, 32)
-
-
-def recipe(conv: str = "int4", linear: str = "int4", **given) -> Recipe:
-    enable = Enable(Pair(conv, None), Pair(linear, None), None)
-    return Recipe(**{"quant_level": 1.0, "alpha": None, "enable": enable, "rounding": "gptq", "hessian": 256} | given)
-
-
-ROLES = {"conv": "conv", "to_q": "qkv", "to_k": "qkv", "ff": "ffn", "time": "excluded", "out": "linear"}
-SHARED = [SharedInput(("to_q", "to_k", "time")), SharedInput(("ff",)), SharedInput(("time",))]
-
-
-def test_those_are_summed_whose_codes_gptq_may_choose_at_any_level():
-    linears = (("to_q", "to_k"), ("ff",))
-    assert hessians_of(ROLES, SHARED, recipe()) == Hessians(256, (*linears, ("conv",), ("out",)))
-    assert hessians_of(ROLES, SHARED, recipe(conv="int8")) == Hessians(256, (*linears, ("out",)))
-    for none in ({"hessian": 0}, {"rounding": "nearest"}, {"conv": "int8", "linear": "int8"}):
-        assert not hessians_of(ROLES, SHARED, recipe(**none)).readers
+def test_too_few_rows_are_refused():
+    weight, reason = drawn(4, INPUTS), f"^calibration has 8 rows of the input of layer, and GPTQ needs {FEWEST_ROWS}"
+    with pytest.raises(SdQuantError, match=reason):
+        rounded(row(weight, "int4"), weight, inputs(8))
 
 
 # The low-rank branch against the exact singular values, and what SVDQuant gains on a layer with outliers

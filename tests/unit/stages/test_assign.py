@@ -12,13 +12,12 @@ from torch import nn
 from sd_quant.cache import Cache
 from sd_quant.models.parts import Heads, SharedInput
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.hessians import NO_HESSIANS, Hessians
 from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages import assign as stage
 from sd_quant.stages import calibrate
-from sd_quant.stages.calibrate import announce_calibration, bytes_of_hessians, calibrated_sha256, denoiser_hessians
+from sd_quant.stages.calibrate import announce_calibration, calibrated_sha256
 from sd_quant.stages.shared import Shared
 from tests.layers import sample_of
 from tests.presets import job
@@ -131,22 +130,6 @@ def test_a_calibration_says_how_long_it_takes_and_a_long_one_the_ways_out(caplog
     assert all(way in long.getMessage() for way in ways)
 
 
-def test_hessians_are_summed_of_layers_whose_codes_gptq_chooses_and_of_no_others():
-    roles = {"time": "linear", "conv": "conv", "to_q": "qkv", "to_k": "qkv", "last": "excluded"}
-    family = SimpleNamespace(shared_inputs=lambda names: [SharedInput(("to_q", "to_k")), SharedInput(("last",))])
-    checkpoint = SimpleNamespace(family=family)
-    shapes = {"conv": (8, 4, 3, 3), **dict.fromkeys(("to_q", "time"), (8, 300))}
-
-    def found(*overrides):
-        knobs = job("quant_level=1", *overrides).quantize
-        loaded = SimpleNamespace(checkpoint=checkpoint, roles=roles, shapes=shapes, recipe=knobs)
-        return denoiser_hessians(checkpoint, roles, knobs), bytes_of_hessians(loaded)
-
-    assert found() == (NO_HESSIANS, 0) == found("quantize=nvfp4")
-    expected = Hessians(256, (("to_q", "to_k"), ("time",), ("conv",)))
-    assert found("quantize=nvfp4", "quantize.hessian=256") == (expected, 4 * (4 * 256 * 256 + 36 * 36))
-
-
 def test_linears_that_may_be_included_are_calibrated_with_negative_prompts_in_turn(answering, monkeypatch, tmp_path):
     """These in turn, as its prompts are others. Of statistics from elsewhere such linears are not asked."""
     network = nn.ModuleDict({"time": nn.Linear(4, 4), "first": nn.Conv2d(4, 4, 3), "to_q": nn.Linear(4, 4)})
@@ -162,5 +145,5 @@ def test_linears_that_may_be_included_are_calibrated_with_negative_prompts_in_tu
     wanted, _ = collect.call_args.args
     assert wanted.names == ["time", "to_q"] and wanted.sampling.negative_prompts == ["rain", "nude"]
     calibrate.statistics_of(loaded, job(f"calibration={tmp_path}"), "ab")
-    _, needed, *_, besides, _ = read.call_args.args
+    _, needed, *_, besides = read.call_args.args
     assert (needed.keys(), besides.keys()) == ({"to_q"}, {"time"})

@@ -18,7 +18,6 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.models.parts import Contract
-from sd_quant.quantization.hessians import Hessians
 from sd_quant.stages import compare, export_onnx, export_trt, shared
 from sd_quant.stages.shared import TOGETHER, Shared
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
@@ -28,19 +27,18 @@ pytestmark = pytest.mark.commit
 VARIANTS = {FRAMEWORK: 0.25, FULL_PRECISION: 0.5}  # to what each one adds
 CONTRACT = Contract({"x": ("batch", 4)}, ("y",), {"x": torch.float16}, torch.float16)
 SAMPLING = Sampling(steps=2, guidance_scale=5.0, height=64, width=64, batch_size=1, seed=3)
-READERS = (("a", "b"),), (("a",), ("b",))
 THINGS = {  # as usual, and another
     "checkpoint": ("a", "b"), "source": ("a", "b"), "cpu": ("a", "b"), "cores": (2, 4), "gpus": ([], ["H100"]),
     "contract": (CONTRACT, CONTRACT.in_dtype(torch.float32)), "identity": ("plain", "in pairs of reals"),
     "arguments": ({}, {"num_frames": 9}), "prompts": (["a cat"], ["a dog"]), "engine": ("openvino", "torch"),
     "sampling": (SAMPLING, replace(SAMPLING, sampler="ddim")), "precision": ("fp32", "bf16"), "device": ("cpu", "cuda"),
-    "layers": (["a", "b"], ["a"]), "hessians": tuple(Hessians(64, readers) for readers in READERS), "newer": ("", ""),
+    "layers": (["a", "b"], ["a"]), "newer": ("", ""),
     "onnx": (b"1", b"2"), "profile": (1, 2), "library": ("tensorrt_rtx", "tensorrt"), "targets": ([], ["SM89"]),
     "level": (3, 5), "gib": (4, 1), "rows": (None, [{"mode": "x"}]),
 }  # fmt: skip
 ALL = {"torch", "diffusers", "transformers"}
 OF_IMAGES = {"checkpoint", "source", "contract", "arguments", "prompts", "sampling"}
-OF_STATISTICS = OF_IMAGES | {"layers", "hessians", "device", "rows"}
+OF_STATISTICS = OF_IMAGES | {"layers", "device", "rows"}
 
 
 def of(prompts: list[str], **knobs: object) -> SimpleNamespace:
@@ -287,7 +285,7 @@ def key_of_statistics(module, now, patch, folder) -> None:
     patch.setattr(collection, "version", now.versions.get)
     model, given = SimpleNamespace(checkpoint=now.opened), {"checkpoint_sha256": now.checkpoint, "cache": folder}
     now.sampling = replace(now.sampling, arguments=now.rows)
-    wanted = collection.Pass(model, now.layers, now.prompts, now.sampling, now.hessians)
+    wanted = collection.Pass(model, now.layers, now.prompts, now.sampling)
     if module is collection:
         module.calibrate(wanted, fabric, **given)
     module.calibrate_parts({"vae": wanted}, fabric, **given)

@@ -124,12 +124,10 @@ def images(size: int = 1024, engine: str = "openvino", vae_tile: int | None = No
     return SimpleNamespace(**sides, batch_size=1, engine=engine, precision="auto", vae_tile=vae_tile)
 
 
-def run(
-    size: int = 1024, calibration: str | None = None, plans: bool = True, engine: str = "openvino", hessians: int = 0
-) -> Needs:
-    calibrated = {"calibration": calibration, "accelerator": "auto", "calib_size": 64, "snapshots": [32, 64, 96]}
+def run(size: int = 1024, calibration: str | None = None, plans: bool = True, engine: str = "openvino") -> Needs:
+    calibrated = {"calibration": calibration, "accelerator": "auto"}
     made = images(size, engine)
-    return run_needs(SDXL, STORED, made, made, SimpleNamespace(batch_size=1, **calibrated), plans, 2, hessians)
+    return run_needs(SDXL, STORED, made, made, SimpleNamespace(batch_size=1, **calibrated), plans, 2)
 
 
 def in_gb(needs: Needs) -> dict[str, float]:
@@ -137,7 +135,6 @@ def in_gb(needs: Needs) -> dict[str, float]:
 
 
 def test_what_a_run_of_the_full_model_takes_in_gigabytes():
-    """Hessians take room on the device, in memory, and on the disk for each snapshot: of prompts 1 to 32, and to 64."""
     usual = {
         "memory images": 19.8, "memory calibrate": 16.6, "memory plans": 11.8, "gpu images": 10.5,
         "gpu the simulation": 13.4, "gpu calibrate": 16.6, "disk plan": 7.0, "disk onnx": 7.0, "disk the cache": 7.0,
@@ -145,10 +142,8 @@ def test_what_a_run_of_the_full_model_takes_in_gigabytes():
         "disk temporary files": 5.1,
     }  # fmt: skip
     smaller = {"memory images": 18.2, "memory calibrate": 15.1, "gpu images": 6.7, "gpu the simulation": 11.8}
-    hessians = {"memory calibrate": 19.6, "gpu calibrate": 17.6, "disk statistics": 2.0}
     assert in_gb(run()) == usual == in_gb(run(engine="tensorrt_rtx"))  # torch makes the baseline's images
     assert in_gb(run(512)) == usual | smaller | {"gpu calibrate": 15.1}
-    assert in_gb(run(hessians=10**9)) == usual | hessians
     less = {name: size for name, size in usual.items() if "calibrate" not in name and "plan" not in name}
     assert in_gb(run(calibration="given", plans=False)) == less
     by_torch = images_need(SDXL, images(engine="torch"))
