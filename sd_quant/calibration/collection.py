@@ -13,13 +13,11 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
-from time import perf_counter
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,9 +31,9 @@ from sd_quant.files import digest
 from sd_quant.inference.loading import LoadedModel, load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.models import VAE_ENCODER
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, in_place, key_of, samples_per_image
+from sd_quant.models.checkpoint import Checkpoint, denoiser_part, in_place, key_of
 from sd_quant.models.family import Observed
-from sd_quant.models.parts import filled, network_in, text_readers
+from sd_quant.models.parts import network_in, text_readers
 from sd_quant.progress import progress
 from sd_quant.quantization.statistics import CALLS, ROWS, Statistics, layer_kind, merge
 from sd_quant.source import source_digest
@@ -44,7 +42,6 @@ from sd_quant.text import counted
 OnLatent = Callable[[int, torch.Tensor], object]
 
 LOG = logging.getLogger(__name__)
-TRIES, ENOUGH = 5, 1.0  # timed calls at most, and seconds after which no further call is timed
 
 
 def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, device: str) -> dict:
@@ -90,20 +87,20 @@ def calibrate(
     checkpoint_sha256: str,
     cache: Path | None = None,
     snapshots: Iterable[int] = (),
-    announce: Callable[[str, int, float | None], object] | None = None,
+    announce: Callable[[str, int], object] = lambda device, prompts: None,
     on_latent: OnLatent = lambda number, latent: None,
 ) -> Statistics:
     """Collect the statistics of all layers over all prompts, or read them from the cache. Those of further denoisers
     are in ``parts``.
 
     ``fabric`` comes from ``fabric_for``. Before the first prompt, unless all are cached, ``announce`` is called with
-    the device's type, the number of prompts to calibrate and the seconds of a call of the denoiser (None for several
-    processes). ``on_latent`` gets number and final latent, fp32 [C, h, w], of each prompt not in the cache.
+    the device's type and the number of prompts to calibrate. ``on_latent`` gets number and final latent, fp32
+    [C, h, w], of each prompt not in the cache.
     Raises SdQuantError naming layer, prompt and step when an input of a layer is not finite.
     """
     prompts, processes = wanted.prompts, fabric.world_size
     entries = wanted.entries(cache, checkpoint_sha256, fabric.device.type) if cache else None
-    merged, done = Statistics({}, {}), 0
+    merged, done, announced = Statistics({}, {}), 0, False
     while done < len(prompts):
         if entries and (entry := entries.longest(done, len(prompts))):
             segment, statistics = entry
@@ -114,11 +111,9 @@ def calibrate(
             with entries.claimed(missing) if entries else nullcontext(missing[0]) as segment:
                 if segment is None:  # another process has made the first of them, or has died
                     continue
-                if announce:
-                    sizes = len(wanted.sampling.sizes or [None])
-                    times = (seconds_of_a_call(fabric, wanted, wanted.sampling.of_image(each)) for each in range(sizes))
-                    announce(fabric.device.type, len(prompts) - done, fmean(times) if processes == 1 else None)
-                announce = None
+                if not announced:
+                    announce(fabric.device.type, len(prompts) - done)
+                announced = True
                 collect_all = collect_segment if processes == 1 else collect_in_processes
                 statistics = collect_all(fabric, wanted, segment, on_latent=on_latent)
                 if entries:
@@ -133,28 +128,6 @@ def calibrate(
     if entries:
         LOG.info("statistics: %s; use them elsewhere with calibration=%s", entries.folder, entries.folder)
     return merged
-
-
-def seconds_of_a_call(fabric, wanted: Pass, sampling: Sampling) -> float:
-    """Measure the seconds of one denoiser call on a batch while statistics are collected, the minimum of some calls.
-
-    Alternative not taken: counting operations, which does not predict the time of a small network.
-    """
-    model, checkpoint, name = wanted.model, wanted.model.checkpoint, wanted.model.checkpoint.family.DENOISER
-    contract, samples = model.contracts[name], samples_per_image(checkpoint, sampling.guidance_scale)
-    fabric.to_device(model.parts[name])
-    shapes = contract.shapes_for(samples * sampling.batch_size, sampling.width, sampling.height)
-    inputs = {each: filled(each, shape, contract.dtypes[each]) for each, shape in shapes.items()}
-    layers = {layer: model.denoiser.get_submodule(layer) for layer in wanted.names if ":" not in layer}
-    batch, engine, seconds = range(sampling.batch_size), model.torch_engine(name), list[float]()
-    watched = collect(model.parts[name], layers, batch, 1, lambda: (0, batch), {})
-    with suppress(SdQuantError), watched:
-        while len(seconds) < TRIES and sum(seconds) < ENOUGH:
-            start = perf_counter()
-            for output in engine(**inputs).values():
-                output.cpu()  # waits for a GPU
-            seconds.append(perf_counter() - start)
-    return min(seconds, default=0.0)
 
 
 def fabric_for(accelerator: str, devices: int = 1):

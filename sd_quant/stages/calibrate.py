@@ -17,7 +17,6 @@ from sd_quant.config import BESIDE, Quantize, RecipeJob, prompts_of
 from sd_quant.inference.loading import load_model
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser, roles_of_part
 from sd_quant.places import input_path, output_path
-from sd_quant.progress import duration
 from sd_quant.quantization.statistics import Statistics, highest
 from sd_quant.report.record import base_sha256, weights_sha256
 from sd_quant.stages.generate import calibration_sampling
@@ -25,7 +24,6 @@ from sd_quant.stages.load import Loaded
 from sd_quant.text import counted
 
 LOG = logging.getLogger(__name__)
-LONG = 600  # seconds above which a calibration is announced with a warning
 
 
 def statistics_of(
@@ -86,17 +84,7 @@ def calibrated_sha256(job: RecipeJob, made: Mapping[str, Any]) -> str:
     return str(base_sha256(made) if job.quantize.loras == BESIDE else weights_sha256(made))
 
 
-def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int, seconds: float | None) -> None:
-    """Log the calls and the time of a calibration; above LONG seconds, warn. ``seconds``: of a call (None: unknown)."""
+def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int) -> None:
+    """Log the calls of a calibration; how long they take is what the progress bar estimates."""
     calls = -(-prompts // knobs.batch_size) * steps
-    about = (seconds or 0) * calls
-    what = f"calibrating on {counted(prompts, 'prompt')}: {counted(calls, 'call')} of the denoiser on {device}"
-    what += f", about {duration(about)}" if about else ""
-    if about <= LONG:
-        LOG.info("%s", what)
-        return
-    LOG.warning(
-        "%s; it takes less with fewer prompts or steps (calib_size=, quantize.n_steps=), on a GPU, or with statistics "
-        "that were collected elsewhere (calibration=); Ctrl-C keeps what is done at %s prompts",
-        what, ", ".join(str(size) for size in knobs.snapshots if size < prompts) or "none of the",
-    )  # fmt: skip
+    LOG.info("calibrating on %s: %s of the denoiser on %s", counted(prompts, "prompt"), counted(calls, "call"), device)

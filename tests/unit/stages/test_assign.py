@@ -112,22 +112,10 @@ def test_with_loras_beside_the_weights_statistics_are_those_of_the_checkpoint_al
     assert [calibrated_sha256(each, made) == "a" for each in jobs] == [False, True]
 
 
-def test_a_calibration_says_how_long_it_takes_and_a_long_one_the_ways_out(caplog):
+def test_a_calibration_says_how_many_calls_it_takes(caplog):
     with caplog.at_level(logging.INFO, "sd_quant.stages.calibrate"):
-        for batch_size, prompts, device, seconds in (
-            (1, 32, "cpu", 0.025), (5, 32, "cuda", 0.1), (1, 32, "cuda", None), (1, 100, "cpu", 9.0)
-        ):  # fmt: skip
-            given = SimpleNamespace(batch_size=batch_size, snapshots=[32, 64])
-            announce_calibration(given, 20, device, prompts, seconds)
-    *short, long = caplog.records
-    assert [record.getMessage() for record in short] == [
-        "calibrating on 32 prompts: 640 calls of the denoiser on cpu, about 16 s",
-        "calibrating on 32 prompts: 140 calls of the denoiser on cuda, about 14 s",
-        "calibrating on 32 prompts: 640 calls of the denoiser on cuda",
-    ]
-    assert {record.levelno for record in short} == {logging.INFO} and long.levelno == logging.WARNING
-    ways = "calib_size=", "quantize.n_steps=", "on a GPU", "calibration=", "about 5.0 h", "done at 32, 64 prompts"
-    assert all(way in long.getMessage() for way in ways)
+        announce_calibration(SimpleNamespace(batch_size=5), 20, "cuda", 32)
+    assert caplog.messages == ["calibrating on 32 prompts: 140 calls of the denoiser on cuda"]
 
 
 def test_linears_that_may_be_included_are_calibrated_with_negative_prompts_in_turn(answering, monkeypatch, tmp_path):
