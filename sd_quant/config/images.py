@@ -16,27 +16,14 @@ from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
 from sd_quant.inference.samplers import COMPUTED, FULL, NOT_COMPUTED, SAMPLERS, WEIGHTS_ALONE, most_saved
-from sd_quant.knobs import (
-    COUNT,
-    FROM_0,
-    MORE_THAN_0,
-    SEED,
-    SHARE,
-    Limit,
-    Only,
-    Unused,
-    between,
-    check,
-    check_unused,
-    one_of,
-)
+from sd_quant.knobs import COUNT, FROM_0, SEED, SHARE, Limit, Only, Unused, between, check, check_unused, one_of
 from sd_quant.places import existing_file, input_path, looked_in
 from sd_quant.shell import literal
 
 AUTO = "auto"
 TABLE = "infer.table"
 # knobs that change the quantized model's images and not the reference's
-LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "precise_steps", "guidance_until")
+LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "precise_steps")
 PROMPT_FILES = (".txt", ".tsv", ".csv", ".json")
 MOST_IMAGES = 10**6  # in one job
 TILE = Limit(lambda pixels: 32 <= pixels <= 4096 and pixels % 32 == 0, "a multiple of 32 up to 4096")
@@ -121,9 +108,6 @@ class Infer:
         "steps h of the schedule: first3,last3; or chosen, by their number, their gain (3dB) or their time (10%); "
         "auto: those that pay, if any; null: none",
     ]
-    guidance_until: Annotated[
-        float | None, MORE_THAN_0, "noise level sigma below which the recipe's images are not guided; null: all are"
-    ]
     vae_tile: Annotated[
         int | None, TILE, "pixels of a side of the tiles in which images are decoded; null: whole images"
     ]
@@ -145,7 +129,6 @@ class Infer:
 
     def unused_knobs(self) -> list[Unused]:
         listed, table, sizes = not isinstance(self.prompts, str), self.table is not None, self.sizes is not None
-        unguided, because = self.scale <= 1, f"at infer.scale={self.scale:g} nothing is guided"
         return [
             (listed, {"num_prompts": None, "prompts_category": None}, "infer.prompts is a list and names no file"),
             (table, dict.fromkeys(("num_prompts", "prompts_category", "latents", "image")),
@@ -153,8 +136,8 @@ class Infer:
             (self.num_prompts is None, {"prompts_seed": 0}, "without infer.num_prompts nothing is drawn"),
             (self.engine != AUTO and RUNTIMES[self.engine].device == "cpu", {"cuda_graph": False},
              f"infer.engine={self.engine} runs on the processor"),
-            (unguided, {"negative_prompt": None}, f"{because}, so no negative prompt is read"),
-            (unguided, {"guidance_until": None}, because),
+            (self.scale <= 1, {"negative_prompt": None},
+             f"at infer.scale={self.scale:g} nothing is guided, so no negative prompt is read"),
             (self.schedule is not None, {"reuse": None}, "infer.schedule says which steps are computed"),
             (self.schedule is not None, {"precise_steps": None}, "infer.schedule says which steps are precise"),
             (self.reuse is not None, {"precise_steps": None},

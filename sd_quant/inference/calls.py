@@ -1,4 +1,4 @@
-"""Step caching, precision by step and limited guidance: how each call of the denoiser gets its output.
+"""Step caching and precision by step: how each call of the denoiser gets its output.
 
 A schedule has a letter for each step: ``c`` computes the output, ``r`` reuses the last computed output, and ``e``
 extrapolates the last two linearly in the step's number. Under Euler, reusing an output leaves that noise level out, and
@@ -10,17 +10,13 @@ cut into several engines, and thresholds on the latents, with which an image's t
 Two letters compute a step more precisely: ``h`` multiplies the stored weights with unquantized inputs (W8A16, W4A16),
 ``f`` is full precision; each letter has its own engine (``engine_of_letter``). All calls of a step use one engine, so
 that conditional and unconditional outputs agree, as in vLLM-Omni (pull request 6560) and diffusers (14664).
-
-At low noise an image needs no guidance (Kynkäänniemi et al. 2024, arXiv:2404.07724): only the conditional half of the
-batch is computed, and returned for both halves, so that guidance changes nothing.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, REUSED
+from sd_quant.inference.samplers import NOT_COMPUTED, REUSED
 
 Outputs = Mapping[str, Tensor]
 
@@ -29,20 +25,11 @@ class Calls:
     """The denoiser's calls for one batch of images, each computed, reused or extrapolated by the ``schedule``.
 
     ``step`` returns the number of the scheduler's current step, in which the denoiser may be called several times.
-    ``place`` maps that number to an index of ``schedule``. ``is_guided`` says whether a step is guided. ``batched``
-    names the inputs whose first axis counts samples, the unconditional samples first.
+    ``place`` maps that number to an index of ``schedule``.
     """
 
-    def __init__(
-        self,
-        schedule: str | None,
-        step: Callable[[], int],
-        is_guided: Callable[[int], bool],
-        batched: Collection[str],
-        place: Callable[[int], int] = int,
-    ):
-        self.step, self.is_guided, self.batched = step, is_guided, batched
-        self.letter = (lambda step: COMPUTED) if schedule is None else lambda step: schedule[place(step)]
+    def __init__(self, schedule: str, step: Callable[[], int], place: Callable[[int], int] = int):
+        self.schedule, self.step, self.place_of = schedule, step, place
         self.at, self.place = -1, 0  # the step of the last call, and its place among that step's calls
         self.known: dict[int, list[tuple[int, Outputs]]] = {}  # by place: the last two computed outputs and their steps
 
@@ -51,16 +38,11 @@ class Calls:
         step = self.step()
         self.place = self.place + 1 if step == self.at else 0
         self.at = step
-        letter = self.letter(step)
-        known, guided = self.known.setdefault(self.place, []), self.is_guided(step)
+        letter, known = self.schedule[self.place_of(step)], self.known.setdefault(self.place, [])
         if letter in NOT_COMPUTED:
             outputs = known[-1][1] if letter == REUSED or len(known) < 2 else line(known, step)
-            return {name: tensor.clone() if guided else twice(halved(tensor)) for name, tensor in outputs.items()}
-        if guided:
-            outputs = compute(inputs, letter)
-        else:
-            half = {name: halved(tensor) if name in self.batched else tensor for name, tensor in inputs.items()}
-            outputs = {name: twice(tensor) for name, tensor in compute(half, letter).items()}
+            return {name: tensor.clone() for name, tensor in outputs.items()}
+        outputs = compute(inputs, letter)
         self.known[self.place] = [*known[-1:], (step, outputs)]
         return outputs
 
@@ -70,12 +52,3 @@ def line(known: Sequence[tuple[int, Outputs]], step: int) -> dict[str, Tensor]:
     (first, a), (second, b) = known
     ahead = (step - second) / (second - first)
     return {name: b[name] + ahead * (b[name] - a[name]) for name in b}
-
-
-def halved(tensor: Tensor) -> Tensor:
-    """Return the second half of a batch, the conditional samples."""
-    return tensor[len(tensor) // 2 :]
-
-
-def twice(tensor: Tensor) -> Tensor:
-    return torch.cat([tensor, tensor])

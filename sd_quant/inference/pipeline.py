@@ -24,7 +24,7 @@ from sd_quant.files.images import identities, is_of_each
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.requests import DrawsByImage, Run, latents_of, refusing_steps, request, seeded, told_steps
-from sd_quant.inference.samplers import noise_levels, sampler_for
+from sd_quant.inference.samplers import sampler_for
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.stand_ins import AnsweredPart, Outputs, Reached, Tensors
 from sd_quant.inference.tiles import in_tiles
@@ -63,7 +63,6 @@ class Sampling:
     vae_tile: int | None = None  # side of the tiles in which images are decoded, in pixels; None: as a whole
     sampler: str | None = None  # of ``samplers.SAMPLERS``; None: the checkpoint's own
     schedule: str | None = None  # a letter for each step taken, see ``calls``; None: all are computed
-    guidance_until: float | None = None  # noise level down to which steps are guided; None: all steps are
     # Further arguments of the pipeline's call, of the images in turn: numbers, texts, PIL images and lists of these
     arguments: list[dict[str, Any]] | None = None
 
@@ -77,7 +76,7 @@ class Sampling:
         latents = None if self.latents is None else digest_of(self.latents)
         described = asdict(replace(self, latents=None, source=None, arguments=None)) | {"latents": latents}
         del described["source"], described["sizes"], described["arguments"]
-        for name in ("vae_tile", "sampler", "schedule", "guidance_until"):
+        for name in ("vae_tile", "sampler", "schedule"):
             if described[name] is None:
                 del described[name]
         if self.source is not None:
@@ -148,16 +147,11 @@ def made_with(sampling: Sampling, own: Any) -> Any:
     return own if sampling.sampler is None else sampler_for(sampling.sampler, own)
 
 
-def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int], batched: Collection[str]) -> Calls | None:
-    """Return the ``Calls`` (step caching, guidance) for a batch; None where every call is computed and guided."""
-    until = sampling.guidance_until
-    if sampling.schedule is None and until is None:
+def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int]) -> Calls | None:
+    """Return the ``Calls`` of a batch by the schedule; None without one, where every call is computed."""
+    if sampling.schedule is None:
         return None
-
-    def is_guided(step: int) -> bool:
-        return until is None or noise_levels(pipe.scheduler)[step] > until
-
-    return Calls(sampling.schedule, step, is_guided, batched, lambda step: place_of(step, sampling, pipe))
+    return Calls(sampling.schedule, step, lambda step: place_of(step, sampling, pipe))
 
 
 def place_of(done: int, sampling: Sampling, pipe: Any) -> int:
@@ -314,14 +308,13 @@ class Pipeline:
 
         if sampling.source is not None:
             given["callback_on_step_end"] = settled
-        batched = self.parts[call.denoisers[0]].part.contract.batched
-        calls = calls_of(sampling, pipe, lambda: len(steps), batched)
+        calls = calls_of(sampling, pipe, lambda: len(steps))
         for name, part in self.parts.items():
             part.begin(known[name], name not in computing)
             if name in call.denoisers:
                 part.through, part.on_call = calls, count
-            elif name in self.conditioners:  # computed and guided as the denoiser that reads them
-                part.through = calls_of(sampling, pipe, lambda: len(steps), part.part.contract.batched)
+            elif name in self.conditioners:  # computed in the steps of the denoiser that reads them
+                part.through = calls_of(sampling, pipe, lambda: len(steps))
             elif name in self.decoders:
                 part.through = partial(self.finite_images, part, numbers, sampling.vae_tile)
         draws = DrawsByImage(seeds) if len(seeds) > 1 else None

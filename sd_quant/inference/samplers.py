@@ -157,13 +157,3 @@ def why_not_reused(scheduler: Any) -> str | None:
     if config.get("prediction_type", "epsilon") not in ("epsilon", "flow_prediction"):
         return f"the model predicts {config['prediction_type']}, of which noise is a part that changes with each step"
     return None
-
-
-def noise_levels(scheduler: Any) -> list[float]:
-    """Return the noise level sigma of each step in order; sqrt((1 - alpha) / alpha) for a scheduler without sigmas."""
-    steps = len(scheduler.timesteps)
-    if getattr(scheduler, "sigmas", None) is not None:
-        first = scheduler.begin_index or 0
-        return [float(sigma) for sigma in scheduler.sigmas[first : first + steps]]
-    alphas = [float(scheduler.alphas_cumprod[int(step)]) for step in scheduler.timesteps]
-    return [((1 - alpha) / alpha) ** 0.5 if alpha else math.inf for alpha in alphas]

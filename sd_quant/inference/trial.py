@@ -54,7 +54,7 @@ class Shapes:
 
 def steps_of(checkpoint: Any, sampling: Sampling) -> int:
     """Count the denoising steps of the first image, by running its pipeline on networks that compute shapes alone."""
-    parts, sampling = checkpoint.parts(), replace(sampling.of_image(0), schedule=None, guidance_until=None)
+    parts, sampling = checkpoint.parts(), replace(sampling.of_image(0), schedule=None)
     engines = {
         name: Shapes(TorchEngine(module.eval(), contract), contract, (sampling.width, sampling.height))
         for name, module in wrapped(parts, empty_modules(checkpoint)).items()

@@ -43,7 +43,6 @@ class WatchedVariant(OnDemand[Engine]):
         super().__init__(variant, lambda part: WatchedEngine(variant[part], partial(self.remember, part)))
         self.wanted = dict.fromkeys(variant, (0,)) | calls
         self.count = dict.fromkeys(variant, 0)  # of the calls so far
-        self.samples = dict.fromkeys(variant, 0)  # in these calls
         self.seen: dict[str, dict[int, dict[str, Tensor]]] = {}  # a copy of the inputs by part, number and name
 
     def remember(self, part: str, inputs: dict[str, Tensor]) -> None:
@@ -51,7 +50,6 @@ class WatchedVariant(OnDemand[Engine]):
             copies = {name: tensor.clone() for name, tensor in inputs.items()}
             self.seen.setdefault(part, {})[self.count[part]] = copies
         self.count[part] += 1
-        self.samples[part] += len(next(iter(inputs.values())))
 
 
 class ReplayedVariant(dict[str, Engine]):

@@ -1,4 +1,4 @@
-"""Tables of levers: ways to save time other than quantization (another sampler, reused steps, partial guidance).
+"""Tables of levers: ways to save time other than quantization (another sampler, reused steps).
 
 A recipe with levers has to be closer to the reference, prompt by prompt, than the control: full precision with fewer
 steps in no less time. Bits (quantization) and calls (levers) are also measured alone: independent errors add in
@@ -76,8 +76,7 @@ def lever_cells(name: str, record: Record, timed: Timed | None) -> list[str]:
     """Return a job's row of the table of levers, as texts in the order of TITLES."""
     levers = record["levers"]
     bits, calls = decibels(levers["bits_alone"]), decibels(levers["calls_alone"])
-    half, until = levers["half_calls"], levers["guidance_until"]
-    made = [levers["schedule"], levers["sampler"], until and f"guided until {until:g}"]
+    made = [levers["schedule"], levers["sampler"]]
     speedups: list[float | None] = [None, None, None]  # by all, by bits alone, by calls alone
     if timed is not None:
         by_all, by_bits = timed.image_speedup(), replace(timed, share=1.0).image_speedup()
@@ -91,7 +90,7 @@ def lever_cells(name: str, record: Record, timed: Timed | None) -> list[str]:
         control.append(f"{verdict} ({plus_minus(gain, '{:+.1f}')} dB)")
     return [
         name,
-        f"{levers['calls']}" + (f", {half} of them halves" if half else ""),
+        f"{levers['calls']}",
         " ".join(filter(None, made)) or f"{levers['steps']} steps",
         *(figure(each, "{:.2f}x") for each in speedups),
         mean_text(decibels(record["fidelity"])),

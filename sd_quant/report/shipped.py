@@ -29,7 +29,7 @@ KNOBS = (  # of ``infer``, which infer.py does not take from the run
     *("width", "height", "sizes", "steps", "scale", "negative_prompt", "image", "mask", "control"),
     *("strength", "vae_tile"),
 )
-LEVERS = ("sampler", "sampler_steps", "schedule", "guidance_until")  # of the recipe's images alone
+LEVERS = ("sampler", "sampler_steps", "schedule")  # of the recipe's images alone
 STEPS = 20  # of infer.py, where a model recommends none
 
 

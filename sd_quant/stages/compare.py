@@ -19,7 +19,7 @@ from sd_quant.inference.pipeline import ByBatch, Generated, Tensors, in_turn
 from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, engine_of_letter
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images, joined
-from sd_quant.models.checkpoint import Checkpoint, denoisers_of, samples_per_image
+from sd_quant.models.checkpoint import Checkpoint, denoisers_of
 from sd_quant.report.images import comparison_grid, save_animations, save_images
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, image_names, recipe_sampling, sampling_of
@@ -52,7 +52,7 @@ def compare_images(variants: Variants, framework: VariantOutputs, infer: Infer) 
 
 
 def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, CallsOfAnImage]:
-    """Make the quantized variant's images, and count the denoisers' calls and the samples in these calls."""
+    """Make the quantized variant's images, and count the denoisers' calls."""
     checkpoint, shared, prompts = variants.loaded.checkpoint, variants.shared, infer.prompt_list()
     recipe = {
         "engine": infer.engine,
@@ -72,10 +72,7 @@ def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, Calls
     ) -> list[Tensors]:
         def made(place: int) -> Tensors:
             watched.count |= dict.fromkeys(names, 0)
-            watched.samples |= dict.fromkeys(names, 0)
-            return make(place) | {
-                COUNTED: torch.tensor([[watched.count[name], watched.samples[name]] for name in names])
-            }
+            return make(place) | {COUNTED: torch.tensor([watched.count[name] for name in names])}
 
         found = shared.divided(origin, batches, made)
         counts.extend(tensors.pop(COUNTED) for tensors in found)
@@ -86,18 +83,16 @@ def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, Calls
     return images, counted(checkpoint, totals, infer, len(counts))
 
 
-def counted(checkpoint: Checkpoint, totals: Mapping[str, Sequence[int]], infer: Infer, batches: int) -> CallsOfAnImage:
-    """Count denoiser calls in an image; ``totals``: (calls, samples) of all batches, by schedule letter or denoiser."""
+def counted(checkpoint: Checkpoint, totals: Mapping[str, int], infer: Infer, batches: int) -> CallsOfAnImage:
+    """Count denoiser calls in an image; ``totals``: calls of all batches, by schedule letter or denoiser."""
     denoiser, *others = denoisers_of(checkpoint)
-    each = {name: calls // batches for name, (calls, _) in totals.items()}
+    each = {name: calls // batches for name, calls in totals.items()}
     by_denoiser = {part: each.pop(part) for part in others}
-    calls, a_call = sum(each.values()), samples_per_image(checkpoint, infer.scale)
-    samples = sum(totals[letter][1] for letter in each)
-    halves = a_call * calls - samples // len(infer.prompt_list()) if a_call == 2 else 0
+    calls = sum(each.values())
     precise = {letter: count for letter, count in each.items() if letter != COMPUTED and count}
     schedule = infer.given_schedule or COMPUTED * infer.recipe_steps
     return CallsOfAnImage(
-        calls - halves, halves, precise, calls / sum(letter not in NOT_COMPUTED for letter in schedule),
+        calls, precise, calls / sum(letter not in NOT_COMPUTED for letter in schedule),
         {denoiser: calls, **by_denoiser} if others else {},
     )  # fmt: skip
 

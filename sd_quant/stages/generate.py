@@ -34,10 +34,10 @@ def sampling_of(infer: Infer) -> Sampling:
 
 
 def recipe_sampling(infer: Infer) -> Sampling:
-    """Return ``sampling_of(infer)`` with the recipe's own steps, sampler, schedule and end of guidance."""
+    """Return ``sampling_of(infer)`` with the recipe's own steps, sampler and schedule."""
     return replace(
         sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
-        schedule=infer.given_schedule, guidance_until=infer.guidance_until,
+        schedule=infer.given_schedule,
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ from sd_quant.progress import progress
 from sd_quant.report.record import IMAGE, TORCH, Conditions
 from sd_quant.report.timing import in_image, mean_call
 from sd_quant.stages.generate import recipe_sampling, sampling_of
-from sd_quant.stages.shared import HALF, CallsOfAnImage
+from sd_quant.stages.shared import CallsOfAnImage
 from sd_quant.stages.variants import COMPILED_FRAMEWORK, FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
 LOG = logging.getLogger(__name__)
@@ -173,16 +173,16 @@ def whole_images(variants: Variants, infer: Infer, timing: Timing) -> dict[str, 
 
 
 def costs_of(variants: Variants, infer: Infer, calls: CallsOfAnImage) -> dict[str, float]:
-    """Return times of denoiser calls relative to a quantized one: by letter of precise steps, HALF for half a batch."""
+    """Return times of denoiser calls relative to a quantized one: by letter of precise steps."""
     checkpoint, variant, sampling = variants.loaded.checkpoint, variants.engines[QUANTIZED], sampling_of(infer)
     part = checkpoint.family.DENOISER
     contract, samples = contracts_of(checkpoint)[part], samples_per_call(checkpoint, part, sampling)
-    timed = {COMPUTED: samples} | dict.fromkeys(calls.precise, samples) | ({HALF: samples // 2} if calls.half else {})
+    timed = [COMPUTED, *calls.precise]
     found = dict[str, list[float]]()
-    for turn in [list(timed)] if variants.together else [[name] for name in timed]:
-        engines = {name: variant[engine_of_letter(part, COMPUTED if name == HALF else name)] for name in turn}
+    for turn in [timed] if variants.together else [[name] for name in timed]:
+        engines = {name: variant[engine_of_letter(part, name)] for name in turn}
         found |= measure_together(
-            {name: part_call(engine, contract, timed[name], sampling) for name, engine in engines.items()},
+            {name: part_call(engine, contract, samples, sampling) for name, engine in engines.items()},
             infer.num_warmup_runs,
             Stopping(infer.num_timed_runs, 1, 0),
             {name: in_a_row(clock_of(engine.device), sampling.steps_taken) for name, engine in engines.items()},

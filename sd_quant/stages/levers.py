@@ -15,17 +15,16 @@ from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import ByBatch, Sampling, made_with
 from sd_quant.inference.reuse import CHOOSING, candidates, changed_by, choose_schedule, products_of, replacements
-from sd_quant.inference.samplers import BETTER_SOLVER, noise_levels, sampler_for, samplers_for, why_not_reused
+from sd_quant.inference.samplers import BETTER_SOLVER, sampler_for, samplers_for, why_not_reused
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
-from sd_quant.models.checkpoint import Checkpoint, samples_per_image
-from sd_quant.models.family import Observed
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.record import IMAGE, Control, Levers
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, recipe_sampling, sampling_of
 from sd_quant.stages.precise_steps import SCHEDULES, choosing_sampling, with_precise_steps
-from sd_quant.stages.shared import HALF, VariantOutputs
+from sd_quant.stages.shared import VariantOutputs
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
 
 LOG = logging.getLogger(__name__)
@@ -43,22 +42,6 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
         raise ConfigError(
             f"infer.{knob} is {getattr(infer, knob)}, but {reason}; set infer.sampler to one under which it is "
             f"({', '.join(able) or 'none for this model'}), or take fewer steps with infer.sampler_steps"
-        )
-    if infer.guidance_until is None:
-        return
-    if isinstance(checkpoint.family, Observed) or samples_per_image(checkpoint, infer.scale) < 2:
-        raise ConfigError(
-            f"infer.guidance_until is {infer.guidance_until:g}, expected null: this pipeline computes no guided and "
-            "unguided half in one batch whose order is known"
-        )
-    if scheduler.config.get("use_dynamic_shifting"):  # only the pipeline knows these noise levels
-        return
-    scheduler.set_timesteps(infer.sampler_steps or infer.steps)
-    levels = noise_levels(scheduler)
-    if not levels[-1] <= infer.guidance_until < levels[0]:
-        raise ConfigError(
-            f"infer.guidance_until is {infer.guidance_until:g}, expected a noise level of the {len(levels)} steps, "
-            f"from {levels[-1]:.3g} to below {levels[0]:.3g}"
         )
 
 
@@ -122,7 +105,7 @@ def compared(
     twin = images_of(FULL_PRECISION, recipe_sampling(infer), "full precision by the recipe's calls")
     image = latency[infer.engine][IMAGE][str(infer.batch_size)]
     share = image[QUANTIZED].get("calls_share") or calls.share(
-        {HALF: 0.5} | dict.fromkeys(calls.precise, 1.0), sampling_of(infer).steps_taken
+        dict.fromkeys(calls.precise, 1.0), sampling_of(infer).steps_taken
     )
     controls: list[Control] = []
     fewer = steps_in_time(image, share, infer.steps)
@@ -136,9 +119,7 @@ def compared(
         steps=infer.sampler_steps or infer.steps,
         schedule=infer.given_schedule,
         precise_calls=dict(calls.precise),
-        guidance_until=infer.guidance_until,
-        calls=calls.whole + calls.half,
-        half_calls=calls.half,
+        calls=calls.number,
         share=share,
         twin=image_scores(twin, recipe),
         calls_alone=image_scores(reference, twin),

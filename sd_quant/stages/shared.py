@@ -32,15 +32,13 @@ from sd_quant.stages.generate import sampling_of
 
 FOUND, BATCH = "found.json", "batch.safetensors"
 TOGETHER = 16  # cache entries among which measurements are divided; also the most measurements of one entry
-HALF = "half"  # key of calls with only the conditional half of a guided batch
 
 
 @dataclass(frozen=True)
 class CallsOfAnImage:
     """The number of denoiser calls for one image, by kind."""
 
-    whole: int
-    half: int = 0  # with only the conditional half of a guided batch
+    number: int
     precise: Mapping[str, int] = field(default_factory=dict)  # calls in precise steps, by the schedule's letter
     in_a_step: float = 1.0  # calls a computed step, e.g. 2 if guidance is two calls, or a sampler calls twice
     by_denoiser: Mapping[str, int] = field(default_factory=dict)  # calls of each denoiser, if the pipeline has several
@@ -48,7 +46,7 @@ class CallsOfAnImage:
     def share(self, costs: Mapping[str, float], steps: int) -> float:
         """Return the time of these calls relative to ``steps`` whole steps; ``costs``: from ``latency.costs_of``."""
         more = sum(count * (costs[letter] - 1) for letter, count in self.precise.items())
-        return (self.whole + self.half * costs.get(HALF, 1.0) + more) / (self.in_a_step * steps)
+        return (self.number + more) / (self.in_a_step * steps)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,6 @@ ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # f
     "infer.vae_tile": ["null", "32"],
     "infer.sampler": ["null", "euler", "dpmpp_2m"],
     "infer.sampler_steps": ["null", "1", "7"],
-    "infer.guidance_until": ["null", "0.5"],
     "infer.num_warmup_runs": ["0", "3"],
     "infer.num_timed_runs": ["1", "7"],
     "infer.precision": ["auto", "fp32", "fp16", "bf16"],

@@ -54,7 +54,7 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "true or false": {"quantize.per_token": [1], "trt.static_batch": [1], "infer.allow_untrusted_plan": ["yes"]},
     "a group of knobs": {"infer": [3]},
     "more than 0": {
-        "infer.guidance_until": [0], "trt.workspace_gib": [0],
+        "trt.workspace_gib": [0],
         "verdict.floor_db": [0, 1e300], "verdict.worst_db": [-3], "verdict.image_ms": [0, 1e-300],
     },
     "more than 1": {"verdict.speedup": [1, 0.5, 1e300]},

@@ -196,7 +196,7 @@ def test_taylorseer_on_the_output_is_the_same(order, letter):
 
     given = [{"x": torch.randn(1, 4, 4, generator=draw), "time": torch.tensor([1 - n / 9])} for n in range(9)]
     done, ours = [], []
-    calls = Calls(f"ccc{letter}c{letter}{letter}c{letter}", lambda: len(done), lambda step: True, ())
+    calls = Calls(f"ccc{letter}c{letter}{letter}c{letter}", lambda: len(done))
     with torch.no_grad():
         for inputs in given:
             ours.append(calls(compute, inputs)["out"])
@@ -215,28 +215,12 @@ def test_taylorseer_on_the_output_is_the_same(order, letter):
 def test_calls_of_one_step_are_told_apart():
     """Pipelines that are observed may call their network once for each half: each uses its own last output."""
     done, made, given = [0], iter(range(100)), []
-    calls = Calls("crc", lambda: len(done) - 1, lambda step: True, ())
+    calls = Calls("crc", lambda: len(done) - 1)
     for _ in range(3):
         outputs = [calls(lambda inputs, letter: {"out": torch.tensor(next(made))}, {}) for _ in range(2)]
         given.append([each["out"].item() for each in outputs])
         done.append(0)
     assert given == [[0, 1], [0, 1], [2, 3]]
-
-
-def test_an_image_that_is_guided_to_a_noise_level_has_half_calls_below_it(pipeline, engines):
-    """The conditional half alone is computed, and what the sampler gets is what guidance by 1 gives."""
-    guided = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4))
-    levels = pipeline.call.pipe.scheduler.sigmas.tolist()
-    engines["unet_xl"].calls.clear()
-    half = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, guidance_until=(levels[1] + levels[2]) / 2))
-    calls = engines["unet_xl"].calls
-    assert [len(call["x"]) for call in calls] == [2, 2, 1, 1]
-    assert (calls[2]["context"] == calls[1]["context"][1]).all() and (calls[0]["context"][0] == 0).all()
-    torch.testing.assert_close(half.latents[:, :2], guided.latents[:, :2])
-    assert not torch.allclose(half.latents[:, 2], guided.latents[:, 2])
-    engines["unet_xl"].calls.clear()
-    pipeline(PROMPTS, replace(SAMPLING, steps=4, guidance_until=levels[1], schedule="crcc"))
-    assert [len(call["x"]) for call in engines["unet_xl"].calls] == [4, 2, 2, 2, 1, 1]  # two batches, of 2 and of 1
 
 
 def test_another_image_begins_anew(pipeline, engines):
@@ -255,7 +239,7 @@ def test_another_sampler_is_taken_and_put_back(pipeline):
     torch.testing.assert_close(pipeline(PROMPTS, SAMPLING).latents, own)
     described = replace(SAMPLING, sampler="euler", schedule="crc").described()
     assert described.items() >= {"sampler": "euler", "schedule": "crc"}.items()
-    assert not {"sampler", "schedule", "guidance_until"} & SAMPLING.described().keys()
+    assert not {"sampler", "schedule"} & SAMPLING.described().keys()
 
 
 def test_a_scheduler_whose_entries_allow_no_such_steps_is_refused():
@@ -272,11 +256,8 @@ def test_steps_of_another_precision_have_an_engine_of_their_own(pipeline, engine
     engines["unet_xl/h"] = precise
     made = pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, schedule="chrf"))
     assert len(own.calls) == 2 and len(precise.calls) == 1
-    calls, step = Calls("chr", iter(range(3)).__next__, lambda step: True, ()), {"c": 1.0, "h": 2.0}
+    calls, step = Calls("chr", iter(range(3)).__next__), {"c": 1.0, "h": 2.0}
     outputs = [calls(lambda inputs, letter: {"out": torch.tensor(step[letter])}, {})["out"].item() for _ in "chr"]
     assert outputs == [1.0, 2.0, 2.0]
-    levels = pipeline.call.pipe.scheduler.sigmas.tolist()
-    pipeline(PROMPTS[:1], replace(SAMPLING, steps=4, schedule="cchh", guidance_until=levels[3]))
-    assert [len(call["x"]) for call in precise.calls[1:]] == [2, 1], "the last step computes one half"
     del engines["unet_xl/h"]
     assert not torch.allclose(pipeline(PROMPTS[:1], replace(SAMPLING, steps=4)).latents, made.latents)

@@ -50,7 +50,7 @@ class Toy:
     def image(self, numbers, sampling, on_step):
         text = self.engines["clip"](number=torch.tensor(numbers, dtype=torch.float))["z"]
         done, x = [], torch.zeros(len(numbers), 1, 1)
-        calls = Calls(sampling.schedule, lambda: len(done), lambda step: True, ())
+        calls = Calls(sampling.schedule or sampling.steps * "c", lambda: len(done))
         for step in range(sampling.steps):
             on_step(step)
             at = torch.tensor(step * TEN / sampling.steps)

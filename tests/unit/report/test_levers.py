@@ -23,7 +23,7 @@ def record(own: float = 36, controls=(30, 28)) -> dict:
     samplers = zip((None, "dpmpp_2m"), controls, strict=False)
     steps = [{"sampler": name, "steps": 12, "fidelity": scores(mean)} for name, mean in samplers]
     levers = {
-        "sampler": None, "steps": 20, "schedule": "ccrccr", "guidance_until": None, "calls": 14, "half_calls": 0,
+        "sampler": None, "steps": 20, "schedule": "ccrccr", "calls": 14,
         "share": 0.7, "twin": scores(38), "bits_alone": scores(37), "calls_alone": scores(44), "controls": steps,
         "reason": None if controls else "the recipe saves no step's time of full precision",
     }  # fmt: skip

@@ -194,7 +194,7 @@ def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path
         )  # fmt: skip
         infer = of(["a", "b"], steps=5, engine="openvino", precise_letters=set())
         made = compare.compare_images(variants, framework, infer)
-        assert made.of_an_image == {"c": [10, 10]}
+        assert made.of_an_image == {"c": 10}
         calls_of_images = len(calls) - 1  # one is compared
         calls.clear()
         return calls_of_images
@@ -223,16 +223,13 @@ def test_images_are_kept_as_they_were(widths, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(found.latents, latents, strict=True))
 
 
-@pytest.mark.parametrize(("samples", "guided", "expected"), [(24, 2, (6, 0)), (20, 2, (4, 2)), (12, 1, (6, 0))])
-def test_the_calls_of_an_image_are_counted(monkeypatch, samples, guided, expected):
-    """Of two images in two batches, by twelve calls, two of them precise; half of the samples are a half call."""
-    of_letters = {"c": [10, samples - 2 * guided], "f": [0, 0], "h": [2, 2 * guided]}
+def test_the_calls_of_an_image_are_counted(monkeypatch):
+    """Of two images in two batches, by twelve calls, two of them precise."""
+    of_letters = {"c": 10, "f": 0, "h": 2}
     checkpoint, _ = faked(monkeypatch)
-    monkeypatch.setattr(compare, "samples_per_image", lambda checkpoint, scale: guided)
     infer = of(["a", "b"], scale=5.0, recipe_steps=3, given_schedule="chrc")
     found = compare.counted(checkpoint, of_letters, infer, 2)
-    assert found.in_a_step == 2
-    assert (found.whole, found.half) == expected and found.precise == {"h": 1}
+    assert (found.number, found.in_a_step, found.precise) == (6, 2, {"h": 1})
 
 
 def test_errors_are_measured_once_whoever_asks(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.stages import levers, shared
+from sd_quant.stages import levers
 from sd_quant.stages import precise_steps as stage
 from sd_quant.stages.levers import check_levers, steps_in_time
 from sd_quant.stages.precise_steps import FEWER, KEPT, controls_of, multiplications, wanted_schedules
@@ -34,25 +34,20 @@ def test_the_control_takes_no_less_time(speedup, rest, steps):
     assert steps_in_time(untimed, 0.7, 20) == 14
 
 
-def test_half_calls_count_by_their_time():
-    assert CallsOfAnImage(10, 4).share({shared.HALF: 0.75}, 20) == pytest.approx(13 / 20)
+def test_precise_calls_count_by_their_time():
     assert CallsOfAnImage(20, in_a_step=2.0).share({}, 10) == 1
     precise = CallsOfAnImage(20, precise={"h": 4, "f": 1})
     assert precise.share({"h": 1.5, "f": 2.0}, 20) == pytest.approx(23 / 20)
 
 
 @pytest.mark.parametrize(("family", "levers", "sentence"), [
-    ("sdxl", {"reuse": 0.3, "guidance_until": 1, "sampler": "ddim"}, None),
-    ("sd3", {"schedule": HALF, "guidance_until": 0.3}, None),
+    ("sdxl", {"reuse": 0.3, "sampler": "ddim"}, None),
+    ("sd3", {"schedule": HALF}, None),
     ("pixart", {"reuse": 0.3, "sampler": "euler"}, None),
     ("sd21", {"schedule": 20 * "c"}, None),  # which saves nothing, so that nothing speaks against it
     ("pixart", {"reuse": 0.3}, "infer.reuse is 0.3, but under DPMSolver.* to one .*euler, euler_karras, ddim"),
     ("sd21", {"schedule": HALF, "sampler": "euler"}, "infer.schedule is .* predicts v_prediction.*none for this model"),
     ("sd3", {"sampler": "heun"}, "infer.sampler is heun, which a model of FlowMatch"),
-    ("flux", {"guidance_until": 1, "scale": 3.5},
-     "infer.guidance_until is 1, expected null: this pipeline computes no guided"),
-    *(("sdxl", {"guidance_until": beyond},
-       f"infer.guidance_until is {beyond}, expected a noise level of the 20 steps") for beyond in (100, 0.001)),
 ])  # fmt: skip
 def test_a_lever_that_the_model_cannot_have_is_refused(tiny, family, levers, sentence):  # noqa: F811
     with refused(sentence):
