@@ -6,10 +6,6 @@ A multiplication with its addition counts as two operations; attention is includ
 import torch
 from torch import Tensor, nn
 
-from sd_quant.metrics import machine_probe
-
-SIDE = 1024  # of the matrices
-
 
 def operations(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, dict[str, int]]:
     """Return the floating-point operations of one call on the meta device, in total and by submodule name."""
@@ -20,11 +16,3 @@ def operations(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, dict[
     root = f"{type(module).__name__}."
     of_submodules = {name.removeprefix(root): sum(kinds.values()) for name, kinds in counter.get_flop_counts().items()}
     return counter.get_total_flops(), of_submodules
-
-
-def rate() -> float:
-    """Measure fp32 operations per second of a matrix product on the CPU: an upper bound for any network."""
-    x = torch.rand(SIDE, SIDE)
-    found = machine_probe.rate(2 * SIDE**3, lambda: torch.mm(x, x), x.device)
-    assert found is not None  # every torch has this product
-    return found

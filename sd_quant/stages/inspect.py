@@ -6,15 +6,9 @@ from pathlib import Path
 
 from sd_quant.config import InspectJob, Model
 from sd_quant.inference.memory import GB, memory_of_calibration
-from sd_quant.metrics.flops import operations, rate
-from sd_quant.models.checkpoint import empty_call
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint
-from sd_quant.progress import duration
 from sd_quant.report.table import DASH, Table, as_text, table_of_texts
 from sd_quant.stages.session import Session, observed_checkpoint, write_observed
-from sd_quant.text import counted, one_line
-
-STEPS = 20  # of denoising, for a model whose config file recommends no number
 
 
 def inspect(job: InspectJob, directory: Path) -> None:
@@ -68,7 +62,7 @@ def layers_table(session: Session) -> Table:
 
 
 def facts(session: Session, model: Model, observation: Observation) -> list[str]:
-    """Return sentences about the pipeline: shared layer inputs, batches, memory and time."""
+    """Return sentences about the pipeline: shared layer inputs, batches and memory."""
     pixels = model.width * model.height
     groups = observation.layers[session.denoiser].shared_inputs
     absorbed = sum(group.producer is not None for group in groups)
@@ -79,28 +73,8 @@ def facts(session: Session, model: Model, observation: Observation) -> list[str]
         f"{observation.samples_per_image}",
         f"calibration takes about {calibration / GB:.1f} GB of memory, "
         f"all ONNX files {math.fsum(session.stored_bytes.values()) / GB:.2f} GB of disk",
-        time_of(session, model, observation),
         f"observed in {observation.seconds:.1f} s",
     ]
     if observation.unequal:
         lines.append(f"prompts of unequal length cannot be in one batch: {observation.unequal}")
     return lines + [f"{what} is fixed: {failure}" for what, failure in observation.fixed.items()]
-
-
-def time_of(session: Session, model: Model, observation: Observation) -> str:
-    """Return a sentence: the least time of a step and of calibration in torch, by the denoiser's operations."""
-    contract = session.parts[session.denoiser].contract
-    shapes = contract.shapes_for(observation.samples_per_image, model.width, model.height)
-    try:
-        count, _ = operations(*empty_call(session.checkpoint, session.denoiser, shapes))
-    except Exception as error:  # a network's code may raise anything on meta tensors
-        return f"time is not estimated, because {session.denoiser} cannot be called without numbers: {one_line(error)}"
-    count, per_second = count * observation.calls_a_step, rate()
-    step = count / per_second
-    steps, prompts = (int(model.recommended.get(name, usual)) for name, usual in (("steps", STEPS), ("calib_size", 64)))
-    return (
-        f"a step of an image of {model.width} x {model.height} takes at least {step:.2g} s in torch, the calibration "
-        f"by {counted(prompts, 'prompt')} of {counted(steps, 'step')} {duration(step * steps * prompts)} "
-        f"({count / 1e12:.2g} TFLOP a step; "
-        f"products of matrices make {per_second / 1e9:.0f} GFLOP/s here and now)"
-    )

@@ -257,17 +257,3 @@ def test_what_was_verified_what_is_fixed_and_what_cannot_be_one_batch_is_said(in
         "prompts of unequal length cannot be in one batch: masks differ", "larger is fixed: it fails in vae.decode",
     ):  # fmt: skip
         assert words in printed
-
-
-def test_time_is_told_by_the_denoisers_operations(inspected, monkeypatch):
-    def refuses(module, inputs):
-        raise NotImplementedError("a look at\nnumbers")
-
-    monkeypatch.setattr(inspect, "rate", lambda: 1e9)
-    for counts, words in (  # of two samples, because of guidance
-        (lambda module, inputs: (int(2e9) * len(inputs["hidden_states"]), {}),
-         "a step of an image of 64 x 48 takes at least 4 s in torch, the calibration by 8 prompts of 5 steps 3 min (0"),
-        (refuses, "time is not estimated, because transformer cannot be called without numbers: a look at numbers"),
-    ):  # fmt: skip
-        monkeypatch.setattr(inspect, "operations", counts)
-        assert words in inspected()[0]
