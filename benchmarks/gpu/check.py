@@ -26,7 +26,7 @@ NEEDED = {  # package to what it is for
     "mpmath": "everything",
     "tqdm": "everything",
     "diffusers": "everything",
-    "triton": "INT8 products, and convolutions of codes",
+    "triton": "convolutions of codes",
     "onnx": "plans",
     "tensorrt": "plans",
     "tensorrt_rtx": "plans",

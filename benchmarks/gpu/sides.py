@@ -24,13 +24,12 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.simulation.native import (
+    PRODUCTS,
     Products,
     aligned_scaled_mm,
     dequantized_mm,
-    int_mm,
     kernel_convolution,
     kernel_linear,
-    products_on,
     with_native_layers,
 )
 
@@ -56,8 +55,8 @@ FASTEST = "max-autotune-no-cudagraphs"  # graphs are recorded by ``Replayed``, a
 SIMULATED = {fmt: Products(dequantized_mm, None) for fmt in ("INT8", "FLOAT8E4M3FN")}
 PRODUCTS_OF: dict[str, Mapping[str, Products]] = {  # beside the device's own
     "simulated": SIMULATED,
-    "torch's": {"INT8": Products(int_mm, None), "FLOAT8E4M3FN": Products(aligned_scaled_mm, None)},
-    "the kernel's": {fmt: Products(kernel_linear, kernel_convolution) for fmt in ("INT8", "FLOAT8E4M3FN")},
+    "torch's": {"FLOAT8E4M3FN": Products(aligned_scaled_mm, None)},
+    "the kernel's": {"FLOAT8E4M3FN": Products(kernel_linear, kernel_convolution)},
 }
 
 
@@ -74,16 +73,6 @@ class Side:
     mode: str | None = None  # torch.compile's
 
 
-def variants_of(fmt: str) -> list[Side]:
-    """Other ways to the numbers of level 3, to know which is fastest on this machine."""
-    recipe = f"{fmt} level 3"
-    return [
-        Side(f"{recipe}, max-autotune", recipe, mode=FASTEST),
-        Side(f"{recipe}, torch's products", recipe, products="torch's"),
-        Side(f"{recipe}, the kernel's products", recipe, products="the kernel's"),
-    ]
-
-
 COMPILED = {"sdxl": Side("fp16 compiled"), "flux": Side("flux bf16 compiled", network="flux")}  # the baselines
 EAGER = {"sdxl": Side("fp16 eager", eager=True), "flux": Side("flux bf16 eager", network="flux", eager=True)}
 SIDES = {
@@ -95,8 +84,9 @@ SIDES = {
         *(Side(name, name) for name in RECIPES),
         Side("flux fp8 level 3", "fp8 level 3", "flux"),
         Side("flux fp8 level 3, eager", "fp8 level 3", "flux", eager=True),
-        *variants_of("fp8"),
-        *variants_of("int8"),
+        # other ways to the numbers of level 3, to know which is fastest on this machine
+        *(Side(f"{fmt} level 3, max-autotune", f"{fmt} level 3", mode=FASTEST) for fmt in ("fp8", "int8")),
+        *(Side(f"fp8 level 3, {way} products", "fp8 level 3", products=way) for way in ("torch's", "the kernel's")),
     )
 }
 
@@ -189,7 +179,7 @@ def network_of(network: Network, side: Side, assignments: Mapping[str, Assignmen
     """The module of a side, not yet compiled."""
     device, inner = network.device, copy.deepcopy(network.inner)
     if side.recipe is not None:
-        products = PRODUCTS_OF[side.products] if side.products else products_on(device)
+        products = PRODUCTS_OF[side.products] if side.products else PRODUCTS[device.type]
         inner = with_native_layers(inner, assignments[side.recipe], device, products)
     return network.part.wrap(inner)
 

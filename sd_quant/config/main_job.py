@@ -19,7 +19,7 @@ from sd_quant.interchange import TARGETS
 from sd_quant.knobs import check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.recipe import Enable, Pair, formats_used, unheeded_knobs
+from sd_quant.quantization.recipe import Enable, formats_used, unheeded_knobs
 from sd_quant.report.rule import Rule
 from sd_quant.trackers import TRACKERS
 
@@ -224,16 +224,10 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)
 
 
-def same_codes(pair: Pair) -> bool:
-    """Whether weight and input are quantized to the same type, with scales for blocks of the same length."""
-    formats = [FORMATS[name] for name in (pair.weight, pair.activation) if name is not None]
-    return len(formats) == 2 and len({(fmt.onnx_type, fmt.block) for fmt in formats}) == 1
-
-
 def torch_multiplies(enable: Enable) -> bool:
     """Whether torch can multiply quantized weights and inputs directly, and decode weights of unquantized inputs."""
     return all(
         (pair.activation is None and FORMATS[pair.weight].onnx_type != "")
-        or (FORMATS[pair.weight].torch_compute_capability is not None and same_codes(pair))
+        or (FORMATS[pair.weight].torch_compute_capability is not None and pair.weight == pair.activation)
         for pair in (enable.conv, enable.linear)
     )

@@ -20,12 +20,11 @@ from sd_quant.devices import CPU, best_device
 from sd_quant.errors import ResourceError
 from sd_quant.quantization.assignment import LayerAssignment, token_amax
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.formats.blocks import per_number
 from sd_quant.quantization.rotation import rotated, rotation_matrix
 from sd_quant.simulation.rewrite import rewrite
 
-INT8_MIN_ROWS = 17  # the fewest rows that torch._int_mm multiplies on CUDA
-HOPPER = 9  # major number of Hopper's compute capability
+INT8_MIN_ROWS, INT8_MULTIPLE = 17, 8  # the fewest rows that torch._int_mm multiplies on CUDA, and what divides sizes
+FP8_MULTIPLE = 16  # the same of torch._scaled_mm
 
 
 def own_factors(layer: LayerAssignment, weight: Tensor) -> Tensor | None:
@@ -99,30 +98,6 @@ class PerTokenLinear(nn.Module):
         return (output if self.bias is None else output + self.bias).to(x.dtype)
 
 
-class BlockLinear(nn.Module):
-    """A linear in a format with blocks; ``product`` maps input codes [M tokens, C] and scales to outputs [M, N]."""
-
-    codes: Tensor  # [N, C]
-    weight_scale: Tensor  # fp32 [ceil(N / scale_rows), C / block]
-    pre_quant_scale: Tensor | None  # see ``own_factors``
-
-    def __init__(self, weight: Tensor, bias, layer: LayerAssignment, product: "BlockProduct"):
-        super().__init__()
-        codes, (weight_scale,) = layer.codes_and_scales(weight)
-        self.inputs, self.bias, self.product = layer.activation_format, bias, product
-        self.scale_rows = FORMATS[layer.format].block_rows
-        self.register_buffer("codes", codes)
-        self.register_buffer("weight_scale", weight_scale[:: self.scale_rows].contiguous())
-        self.register_buffer("pre_quant_scale", own_factors(layer, weight))
-
-    def forward(self, x: Tensor) -> Tensor:
-        smoothed = x.float() if self.pre_quant_scale is None else x.float() * self.pre_quant_scale
-        fmt = FORMATS[self.inputs]
-        scale = fmt.arithmetic.unchecked_scales(smoothed)
-        codes = fmt.quantize(smoothed, scale)
-        return self.product(codes.flatten(0, -2), scale.flatten(0, -2), self, x.dtype).unflatten(0, x.shape[:-1])
-
-
 class NativeConv(NativeLayer):
     """A quantized convolution; ``product`` maps quantized inputs [B, H, W, C] to outputs [B, H', W', N]."""
 
@@ -193,7 +168,6 @@ class WeightOnly(nn.Module):
 
 
 Product = Callable[[Tensor, Any, torch.dtype], Tensor]  # codes of an input, a layer, the dtype of the output
-BlockProduct = Callable[[Tensor, Tensor, BlockLinear, torch.dtype], Tensor]  # the same, with the scales of the codes
 
 
 def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
@@ -202,7 +176,9 @@ def int_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
         product = (codes.double() @ layer.codes.T.double()).float()
     else:
         missing = max(0, INT8_MIN_ROWS - len(codes))
-        product = torch._int_mm(F.pad(codes, (0, 0, 0, missing)), layer.codes.T)[: len(codes)]
+        outputs, inputs = (-size % INT8_MULTIPLE for size in layer.codes.shape)
+        weight = F.pad(layer.codes, (0, inputs, 0, outputs)) if outputs or inputs else layer.codes
+        product = torch._int_mm(F.pad(codes, (0, inputs, 0, missing)), weight.T)[: len(codes), : len(layer.codes)]
     return add_bias(product * layer.scale, layer).to(dtype)
 
 
@@ -236,20 +212,6 @@ def dequantized_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Ten
     return add_bias((codes.float() @ layer.codes.float().T) * layer.scale, layer).to(dtype)
 
 
-def dequantized_block_mm(codes: Tensor, scale: Tensor, layer: BlockLinear, dtype: torch.dtype) -> Tensor:
-    """Multiply codes in blocks (input scales: ``scale``) as dequantized fp32 numbers, with no gain in speed."""
-    inputs = codes.float() * per_number(scale, codes.shape[-1])
-    of_rows = layer.weight_scale.repeat_interleave(layer.scale_rows, 0)[: len(layer.codes)]
-    weight = layer.codes.float() * per_number(of_rows, codes.shape[-1])
-    return add_bias(inputs @ weight.T, layer).to(dtype)
-
-
-def kernel_block_mm(codes: Tensor, scale: Tensor, layer: BlockLinear, dtype: torch.dtype) -> Tensor:
-    """Multiply FP8 codes in blocks (input scales: ``scale``) with the Triton kernel."""
-    given = codes, layer.codes, scale, layer.weight_scale, layer.bias, layer.scale_rows, dtype
-    return torch.ops.sd_quant.block_product(*given)
-
-
 def add_bias(output: Tensor, layer: Any) -> Tensor:
     """Add the layer's bias, if it has one, to ``output``."""
     return output if layer.bias is None else output + layer.bias
@@ -266,28 +228,21 @@ def unfolded_int_mm(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tens
 
 
 def kernel_linear(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-    """Multiply INT8 or FP8 codes [M, C] with the Triton kernel, as a 1 x 1 convolution: [M, N]."""
+    """Multiply FP8 codes [M, C] with the Triton kernel, as a 1 x 1 convolution: [M, N]."""
     rows, weight = codes[:, None, None], layer.codes[:, None, None]
-    return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, (1, 0, 1), 0, dtype)[:, 0, 0]
+    return torch.ops.sd_quant.product(rows, weight, layer.scale, layer.bias, (1, 0, 1), dtype)[:, 0, 0]
 
 
 def kernel_convolution(codes: Tensor, conv: NativeConv, dtype: torch.dtype) -> Tensor:
-    """Convolve INT8 or FP8 codes [B, H, W, C] with the Triton kernel."""
+    """Convolve FP8 codes [B, H, W, C] with the Triton kernel."""
     weight, geometry = conv.codes.unflatten(1, (*conv.kernel_size, -1)), (conv.stride, conv.padding, conv.dilation)
-    return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, geometry, conv.zero_point, dtype)
+    return torch.ops.sd_quant.product(codes, weight, conv.scale, conv.bias, geometry, dtype)
 
 
-def aligned(product: Product, alignment: int) -> Product:
-    """Wrap ``product``: layers with sizes that are no multiples of ``alignment``, which CUDA requires, use Triton."""
-
-    def multiplied(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
-        unaligned = any(size % alignment for size in layer.codes.shape)
-        return (kernel_linear if unaligned else product)(codes, layer, dtype)
-
-    return multiplied
-
-
-aligned_int_mm, aligned_scaled_mm = aligned(int_mm, 8), aligned(scaled_mm, 16)
+def aligned_scaled_mm(codes: Tensor, layer: NativeLayer, dtype: torch.dtype) -> Tensor:
+    """``scaled_mm``, or the Triton kernel for layers whose sizes CUDA does not take."""
+    unaligned = any(size % FP8_MULTIPLE for size in layer.codes.shape)
+    return (kernel_linear if unaligned else scaled_mm)(codes, layer, dtype)
 
 
 @dataclass(frozen=True)
@@ -296,28 +251,13 @@ class Products:
 
     linear: Product
     convolution: Product | None  # None: convolutions are ``RoundedConv``
-    in_blocks: BlockProduct | None = None  # of a linear; None: no format with these codes has blocks here
 
 
-# By kind of device and ONNX type of the codes. No CPU multiplies FP8. Hopper's INT8 is as measured on an H200: linears
-# by torch and rounded convolutions were 1.29 times as fast as all by the kernel.
+# By kind of device and ONNX type of the codes. No CPU multiplies FP8.
 PRODUCTS = {
-    "cpu": {
-        "INT8": Products(int_mm, unfolded_int_mm),
-        "FLOAT8E4M3FN": Products(dequantized_mm, None, dequantized_block_mm),
-    },
-    "cuda": {
-        "INT8": Products(kernel_linear, kernel_convolution),
-        "FLOAT8E4M3FN": Products(aligned_scaled_mm, kernel_convolution, kernel_block_mm),
-    },
+    "cpu": {"INT8": Products(int_mm, unfolded_int_mm), "FLOAT8E4M3FN": Products(dequantized_mm, None)},
+    "cuda": {"INT8": Products(int_mm, None), "FLOAT8E4M3FN": Products(aligned_scaled_mm, kernel_convolution)},
 }
-PRODUCTS["hopper"] = PRODUCTS["cuda"] | {"INT8": Products(aligned_int_mm, None)}
-
-
-def products_on(device: torch.device) -> Mapping[str, Products]:
-    """Return the functions that multiply codes on this ``device``, by ONNX type of the codes."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
-    return PRODUCTS["hopper" if hopper else device.type]
 
 
 def layer_of(module: nn.Module, layer: LayerAssignment, products: Mapping[str, Products]) -> nn.Module:
@@ -326,8 +266,6 @@ def layer_of(module: nn.Module, layer: LayerAssignment, products: Mapping[str, P
     if layer.activation_format is None:
         return WeightOnly(module, weight, layer)
     product = products[fmt.onnx_type]
-    if fmt.block is not None:
-        return BlockLinear(weight, module.bias, layer, product.in_blocks)
     if isinstance(module, nn.Conv2d):
         square = all(len(set(sizes)) == 1 for sizes in (module.stride, module.dilation, module.padding))
         if product.convolution is None or module.groups > 1 or not square:
@@ -353,7 +291,7 @@ def with_native_layers(
     rewrite(unet, assignment)
     for layer in (layer for layer in assignment.values() if layer.format is not None):
         parent, _, name = layer.name.rpartition(".")
-        native = layer_of(unet.get_submodule(layer.name), layer, products or products_on(device))
+        native = layer_of(unet.get_submodule(layer.name), layer, products or PRODUCTS[device.type])
         setattr(unet.get_submodule(parent), name, native)
     return unet
 

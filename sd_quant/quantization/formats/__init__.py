@@ -153,9 +153,8 @@ FORMATS: dict[str, Format] = {row.name: row for row in (
            torch_compute_capability=(8, 0)),
     Format("fp8", 8, None, E4M3, HALF, 19, 89, 1e-2, f"{FLOATS}:FP8", attention=True, modelopt_num_bits=(4, 3),
            torch_compute_capability=(8, 9)),
-    Format("fp8_128", 8, 128, E4M3, HALF, 21, 89, 1e-2, f"{FLOATS}:FP8_128", torch_compute_capability=(8, 9)),
-    Format("fp8_128x128", 8, 128, E4M3, HALF, 21, 89, 1e-2, f"{FLOATS}:FP8_128X128", torch_compute_capability=(8, 9),
-           block_rows=128),
+    Format("fp8_128", 8, 128, E4M3, HALF, 21, 89, 1e-2, f"{FLOATS}:FP8_128"),
+    Format("fp8_128x128", 8, 128, E4M3, HALF, 21, 89, 1e-2, f"{FLOATS}:FP8_128X128", block_rows=128),
     Format("int4", 4, 64, "INT4", HALF, 21, 80, 2e-3, f"{INTEGERS}:INT4"),
     Format("int4_per_row", 4, None, "INT4", HALF, 21, 80, 2e-3, f"{INTEGERS}:INT4_PER_ROW"),
     # the bytes of its rows' scales, four a row, are not counted

@@ -27,15 +27,10 @@ def scale_of(amax: Tensor, qmax: float) -> Tensor:
 
     Raises OverflowError when a scale does not fit fp16 or is NaN.
     """
-    scale = unchecked_scale_of(amax, qmax)
+    scale = torch.where(amax == 0, 1.0, (amax.float() / qmax).clamp(min=SMALLEST_SCALE)).half().float()
     if not math.isfinite(scale.sum()):  # of no negative ones, so the sum is finite if all are
         raise OverflowError(f"an amax of {amax.max().item():g} gives a scale that fp16 cannot hold")
     return scale
-
-
-def unchecked_scale_of(amax: Tensor, qmax: float) -> Tensor:
-    """Compute ``scale_of`` without its check, which waits for a GPU: infinite or NaN if fp16 cannot hold the scale."""
-    return torch.where(amax == 0, 1.0, (amax.float() / qmax).clamp(min=SMALLEST_SCALE)).half().float()
 
 
 @dataclass(frozen=True)
@@ -66,10 +61,6 @@ class Proportional(PerBlock):
 
     def of_peak(self, peak: Tensor) -> Tensor:
         return scale_of(peak, self.QMAX)
-
-    def unchecked_scales(self, x: Tensor) -> Tensor:
-        """Compute block scales without the check, which waits for a GPU: infinite or NaN if fp16 cannot hold one."""
-        return unchecked_scale_of(self.peaks(x), self.QMAX)
 
     def onnx_scale(self, apply, amax, global_scale: float):
         """Add nodes for ``max(amax / QMAX, SMALLEST_SCALE)`` in fp16. Blocks of zeros have zero codes at any scale."""

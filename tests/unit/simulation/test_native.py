@@ -22,7 +22,6 @@ from sd_quant.simulation import native
 from sd_quant.simulation.modelopt import between_roundings, simulate
 from sd_quant.simulation.native import (
     PRODUCTS,
-    BlockLinear,
     NativeConv,
     NativeLinear,
     PerTokenLinear,
@@ -95,6 +94,7 @@ def test_where_the_product_of_codes_saturates_it_is_not_used(monkeypatch):
 @pytest.mark.parametrize("fmt, place, given, kind", [
     *(("int8", "cpu", given, RoundedConv) for given in ({"groups": 2}, {"stride": (1, 2)}, {"padding": (1, 0)})),
     ("fp8", "cpu", {}, RoundedConv),  # a product is slower there
+    ("int8", "cuda", {}, RoundedConv),
     ("fp8", "cuda", {}, NativeConv),
 ])  # fmt: skip
 def test_a_convolution_that_has_no_product_is_rounded(fmt, place, given, kind):
@@ -103,12 +103,23 @@ def test_a_convolution_that_has_no_product_is_rounded(fmt, place, given, kind):
     assert isinstance(layer_of(conv, layer, PRODUCTS[place]), kind)
 
 
-def test_sizes_that_cuda_does_not_take_are_the_kernels(monkeypatch):
-    monkeypatch.setattr(native, "kernel_linear", lambda *_: "kernel")
-    product = native.aligned(lambda *_: "library", 16)
-    for outputs, inputs, computed in ((32, 64, "library"), (36, 64, "kernel"), (32, 40, "kernel")):
-        layer = SimpleNamespace(codes=torch.zeros(outputs, inputs))
-        assert product(torch.zeros(4, inputs), layer, torch.float16) == computed
+@pytest.mark.parametrize("outputs, inputs", [(32, 64), (36, 64), (32, 40), (36, 20)])
+def test_sizes_that_cuda_does_not_take_are_the_kernels_in_fp8_and_filled_up_in_int8(outputs, inputs, monkeypatch):
+    for name in ("kernel_linear", "scaled_mm"):
+        monkeypatch.setattr(native, name, lambda *_, name=name: name)
+    layer = SimpleNamespace(codes=torch.zeros(outputs, inputs))
+    computed = native.aligned_scaled_mm(torch.zeros(4, inputs), layer, torch.float16)
+    assert computed == ("scaled_mm" if (outputs, inputs) == (32, 64) else "kernel_linear")
+
+    def multiplied(x: Tensor, y: Tensor) -> Tensor:
+        assert len(x) > 16 and x.shape[1] % 8 == y.shape[1] % 8 == 0
+        return (x.double() @ y.double()).int()
+
+    monkeypatch.setattr(torch, "_int_mm", multiplied)
+    weight, x = drawn(outputs, inputs), drawn(3, inputs, seed=1)
+    made = NativeLinear(weight, None, static_layer(weight, "int8", True), int_mm)
+    made.saturates = False
+    torch.testing.assert_close(made(x), native.dequantized_mm(made.quantized(x), made, torch.float32))
 
 
 @pytest.mark.slow
@@ -166,31 +177,7 @@ def test_a_weight_alone_is_codes_in_memory_and_its_numbers_in_the_product(fmt, k
     assert stored == weight.numel() * FORMATS[fmt].bits // 8 + scales
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_linear_in_blocks_multiplies_what_the_simulation_rounds(dtype):
-    weight, x, bias = drawn(300, 256), drawn(2, 5, 256, seed=1), drawn(300, seed=2)
-    layer = LayerAssignment(
-        "a", "ffn", (300, 256), "fp8_128x128", "fp8_128", weight_amax=weight.abs().max()[None],
-        activation_amax=1.0, pre_quant_scale=drawn(256, seed=3).abs().half().float(),
-    )  # fmt: skip
-    made = layer_of(nn.Linear(256, 300), layer, PRODUCTS["cpu"])  # for its kind
-    assert isinstance(made, BlockLinear)
-    made = BlockLinear(weight, bias.to(dtype), layer, PRODUCTS["cpu"]["FLOAT8E4M3FN"].in_blocks)
-    x = x.to(dtype)
-    inputs = layer.rounded_input(x.float() * layer.pre_quant_scale)
-    expected = inputs.double() @ layer.rounded_weight(weight).double().T + bias.to(dtype)
-    found = made(x)
-    assert found.dtype == dtype and relative_error(expected.float(), found.float()) < TOLERANCES[dtype]
-    assert made.weight_scale.shape == (3, 2) and made.weight_scale.unique().numel() == 6
-    torch.testing.assert_close(torch.compile(made, backend="eager", fullgraph=True)(x), found)
-
-
-def test_a_gpu_has_the_products_of_its_capability_or_is_refused(monkeypatch):
-    monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: (int(device.index == 0) + 8, 0))
-    hopper, other = (native.products_on(torch.device("cuda", index)) for index in (0, 1))
-    assert hopper["INT8"] == native.Products(native.aligned_int_mm, None)
-    assert other["INT8"] == native.Products(native.kernel_linear, native.kernel_convolution)
-    assert hopper["FLOAT8E4M3FN"] == other["FLOAT8E4M3FN"]
+def test_a_gpu_that_multiplies_no_such_codes_is_refused(monkeypatch):
     monkeypatch.setattr(native.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda: (8, 6))
     check_device({"int8"})
