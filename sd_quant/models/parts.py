@@ -293,9 +293,7 @@ class Heads:
     """The heads of an attention whose matrix products can be quantized."""
 
     width: int  # channels of one head
-    # Rotary embedding: number of channels of query and key rotated by each axis of a token's position, in neighbouring
-    # pairs, with the sum ``width``; (): none. The first axis is the image's index, always 0, so it rotates nothing.
-    rotary: tuple[int, ...] = ()
+    rotary: bool = False  # whether a token's position rotates neighbouring pairs of channels of query and key
     normed: bool = False  # whether an RMSNorm of each head follows the linears of query and key
 
 

@@ -6,7 +6,6 @@ except for the layers that a family excludes.
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -56,10 +55,8 @@ def attention_heads(denoiser: nn.Module) -> dict[str, Heads]:
     found = {}
     for name, module in denoiser.named_modules():
         if isinstance(module, Attention | FluxAttention):
-            config: Any = denoiser.config
-            rotary = tuple(config.axes_dims_rope) if isinstance(module, FluxAttention) else ()
             normed = getattr(getattr(module, "norm_q", None), "weight", None) is not None  # HiDream names it otherwise
-            found[name] = Heads(module.to_q.out_features // module.heads, rotary, normed)
+            found[name] = Heads(module.to_q.out_features // module.heads, isinstance(module, FluxAttention), normed)
     return found
 
 

@@ -258,6 +258,8 @@ def test_every_number_of_things_has_a_limit():
     ("int8", {"trt.targets": ["SM75", "SM89"]}, "newer ones, because TensorRT for RTX multiplies no"),
     ("q4_k_weight_only", {"infer.engine": "torch_native"},
      "another, such as infer=openvino, because torch itself multiplies no q4_k_weight_only"),
+    ("fp8_per_block", {"infer.engine": "torch_native"},
+     "another, such as infer=openvino, because torch itself multiplies no fp8_per_block"),
     ("q4_k_weight_only", {"quantize.enable.linear.activation": "q4_k"},
      "one of int8, fp8, fp8_128, int4, int4_per_row, mxfp8, mxfp4, nvfp4"),
     # blocks lie along the last axis, which is no channel of a convolution's input

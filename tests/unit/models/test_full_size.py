@@ -183,7 +183,6 @@ def test_every_linear_that_may_be_quantized_reads_exactly_one_input(full):
 def test_the_heads_of_an_attention_divide_its_width(full):
     for attention, heads in full.family.attentions(full.denoiser).items():
         assert full.denoiser.get_submodule(attention).to_q.out_features % heads.width == 0
-        assert sum(heads.rotary) in (0, heads.width)
 
 
 # NVIDIA/Model-Optimizer, examples/diffusers/quantization/utils.py, August 2026: filter_func_default and
