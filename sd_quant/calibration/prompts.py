@@ -3,23 +3,22 @@
 Prompts are untrusted: text must be UTF-8, its length is limited, and it never becomes part of a path. Data sets are
 read in their published layouts; the file's suffix and the names of columns or entries determine the layout:
 
-| layout | file | text | category |
-|---|---|---|---|
-| PartiPrompts (github.com/google-research/parti) | `.tsv` | column `Prompt` | `Category`, or `Challenge` |
-| DrawBench (Saharia et al. 2022) | `.csv` | column `Prompts` | `Category` |
-| MLPerf's captions of COCO | `.tsv` | column `caption` | none |
-| MJHQ-30K (playgroundai) | `.json` | `prompt` of each entry by id | `category` |
-| COCO's captions | `.json` | `caption` of each of `annotations` | none |
-| a prompt a line | any other | the line | none |
+| layout | file | text |
+|---|---|---|
+| PartiPrompts (github.com/google-research/parti) | `.tsv` | column `Prompt` |
+| DrawBench (Saharia et al. 2022) | `.csv` | column `Prompts` |
+| MLPerf's captions of COCO | `.tsv` | column `caption` |
+| MJHQ-30K (playgroundai) | `.json` | `prompt` of each entry by id |
+| COCO's captions | `.json` | `caption` of each of `annotations` |
+| a prompt a line | any other | the line |
 """
 
 import csv
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import check_downloaded, refusing, write_text
@@ -29,7 +28,6 @@ MOST_BYTES = 48 * 2**20  # COCO's captions of 2014 take 31 MiB
 LONGEST_PROMPT = 2000  # characters; CLIP reads 77 tokens
 KEPT = "prompts.tsv"  # the drawn prompts in the folder of a run
 TEXTS = ("caption", "prompt", "prompts")  # columns and entries that hold the prompt, in lower case
-CATEGORY = "category"
 SEPARATORS = {".tsv": "\t", ".csv": ","}
 NAMES = {"\t": "tabs", ",": "commas"}
 ADVICE = {
@@ -39,38 +37,27 @@ ADVICE = {
 JSON = ".json"
 MOST_ROWS = 1_000_000
 T = TypeVar("T")
-Row = tuple[str, str, str | None]  # the place in the file, for people; text and category
-
-
-class Prompt(NamedTuple):
-    text: str
-    category: str | None = None
+Row = tuple[str, str]  # the place in the file, for people; text
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read the prompts of a file without their categories. Raises as ``read_prompt_set``."""
-    return [prompt.text for prompt in read_prompt_set(path)]
+    """Read the non-empty lines of a text file, or the prompts of a data set. A byte order mark is accepted.
 
-
-def read_prompt_set(path: Path, category: str | None = None) -> list[Prompt]:
-    """Read the non-empty lines of a text file, or the prompts of a data set with their categories.
-
-    ``category`` names the column or entry with the category, by default "category". A byte order mark is accepted.
-    Raises ConfigError for a missing file, a file without prompts, an unknown layout, a prompt that is too long, bytes
-    that are not UTF-8, and a row without a category in a set with categories; ArtifactError for a file above 48 MiB.
+    Raises ConfigError for a missing file, a file without prompts, an unknown layout, a prompt that is too long and
+    bytes that are not UTF-8; ArtifactError for a file above 48 MiB.
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {path}; name a text file with one prompt a line")
     check_readable(f"prompt file {path}", path, "name a text file with one prompt a line")
     prompts = []
-    for place, text, of in rows_of(path, category):
+    for place, text in rows_of(path):
         prompt = text.strip()
         if len(prompt) > LONGEST_PROMPT:
             raise ConfigError(
                 f"prompt file {path} has {len(prompt)} characters in {place}, at most {LONGEST_PROMPT} work"
             )
         if prompt:
-            prompts.append(Prompt(prompt, of))
+            prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"prompt file {path} holds no prompt; write one a line")
     return prompts
@@ -96,28 +83,12 @@ def draw_prompts(prompts: Sequence[T], count: int, seed: int) -> list[T]:
     return [prompts[place] for place in order[:count]]
 
 
-def draw_evenly(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """Draw ``count`` prompts evenly over categories: numbers differ by at most one, except where a category runs out.
-
-    Categories take turns, each in the order of ``draw_prompts``. Raises ValueError for fewer than ``count`` prompts.
-    """
-    draw_prompts(prompts, count, seed)
-    drawn, dealt = draw_prompts(prompts, len(prompts), seed), Counter[str | None]()
-    turns = []
-    for prompt in drawn:
-        turns.append((dealt[prompt.category], hashlib.sha256(f"{seed} {prompt.category}".encode()).digest()))
-        dealt[prompt.category] += 1
-    return [drawn[place] for place in sorted(range(len(drawn)), key=turns.__getitem__)[:count]]
-
-
-def write_prompts(prompts: Sequence[Prompt], path: Path) -> None:
-    """Write prompts as a .tsv table for ``read_prompt_set``. Raises ResourceError when the disk is full.
+def write_prompts(prompts: Sequence[str], path: Path) -> None:
+    """Write prompts as a .tsv table for ``read_prompts``. Raises ResourceError when the disk is full.
 
     A tab inside of a text becomes a space, because tabs separate columns.
     """
-    categorized = any(prompt.category is not None for prompt in prompts)
-    rows = [("Prompt", "Category"), *((cell(prompt.text), cell(prompt.category or "")) for prompt in prompts)]
-    write_text(path, "".join("\t".join(row if categorized else row[:1]) + "\n" for row in rows))
+    write_text(path, "".join(f"{row}\n" for row in ("Prompt", *map(cell, prompts))))
 
 
 def cell(text: str) -> str:
@@ -130,20 +101,15 @@ def is_data_set(path: Path) -> bool:
     return path.suffix.lower() in (*SEPARATORS, JSON)
 
 
-def rows_of(path: Path, category: str | None = None) -> Iterator[Row]:
-    """Return place ("line 2"), text and category of each prompt in a file, in a layout of ``read_prompt_set``."""
+def rows_of(path: Path) -> Iterator[Row]:
+    """Return place ("line 2") and text of each prompt in a file, in a layout of this module's table."""
     kind = path.suffix.lower()
     if kind in SEPARATORS:
-        return table_rows(path, SEPARATORS[kind], category)
-    if kind == JSON:
-        return json_rows(path, category)
-    if category is not None:
-        raise ConfigError(f"prompt file {path} is a text without categories, expected a .tsv, .csv or .json that has "
-                          f"{category!r}; leave infer.prompts_category out")  # fmt: skip
-    return ((f"line {number}", line, None) for number, line in lines(path))
+        return table_rows(path, SEPARATORS[kind])
+    return json_rows(path) if kind == JSON else ((f"line {number}", line) for number, line in lines(path))
 
 
-def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row]:
+def table_rows(path: Path, separator: str) -> Iterator[Row]:
     """Yield the rows of a table, one per line, so that an unclosed quotation mark cannot swallow further lines."""
     rows = ((number, line.rstrip("\r")) for number, line in lines(path))
     _, header = next(rows)
@@ -154,20 +120,10 @@ def table_rows(path: Path, separator: str, category: str | None) -> Iterator[Row
             f"{' or '.join(map(repr, TEXTS))} between {NAMES[separator]}; add that line, or name the file .txt when it "
             "holds one prompt a line"
         )
-    wanted = (category or CATEGORY).strip().lower()
-    if category is not None and wanted not in names:
-        raise ConfigError(
-            f"prompt file {path} has the columns {one_line(', '.join(names), 200)}, expected {category!r} among them; "
-            "name another with infer.prompts_category"
-        )
     for number, row in rows:
-        if not row:
-            continue
-        columns = cells_of(f"prompt file {path}", number, row, separator, len(names))
-        text, of = columns[names.index(found[0])].strip(), None
-        if text and wanted in names:
-            of = stated(path, f"line {number}", columns[names.index(wanted)])
-        yield f"line {number}", text, of
+        if row:
+            columns = cells_of(f"prompt file {path}", number, row, separator, len(names))
+            yield f"line {number}", columns[names.index(found[0])]
 
 
 def cells_of(where: str, number: int, row: str, separator: str, count: int) -> list[str]:
@@ -207,7 +163,7 @@ def unquoted(column: str) -> str:
     return column
 
 
-def json_rows(path: Path, category: str | None) -> Iterator[Row]:
+def json_rows(path: Path) -> Iterator[Row]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -218,14 +174,12 @@ def json_rows(path: Path, category: str | None) -> Iterator[Row]:
     check_number(path, len(entries), "entries")
     if not entries or not all(isinstance(entry, Mapping) for entry in entries.values()):
         raise unknown_layout(path)
-    wanted = category or CATEGORY
-    categorized = category is not None or any(wanted in entry for entry in entries.values())
     for name, entry in entries.items():
         place = f"entry {one_line(name, 50)}"
         texts = [entry[key] for key in entry if key in TEXTS]
         if len(texts) != 1 or not isinstance(texts[0], str):
             raise unknown_layout(path, f" in {place}")
-        yield place, plain(path, place, texts[0]), stated(path, place, entry.get(wanted)) if categorized else None
+        yield place, plain(path, place, texts[0])
 
 
 def check_number(path: Path, number: int, what: str) -> None:
@@ -236,20 +190,9 @@ def check_number(path: Path, number: int, what: str) -> None:
 
 def unknown_layout(path: Path, where: str = "") -> ConfigError:
     return ConfigError(
-        f"prompt file {path} has an unknown layout{where}, expected MJHQ's {{id: {{category, prompt}}}} or COCO's "
-        "{annotations: [{caption}]}; write prompts with a category into a .tsv with the columns Prompt and Category"
+        f"prompt file {path} has an unknown layout{where}, expected MJHQ's {{id: {{prompt}}}} or COCO's "
+        "{annotations: [{caption}]}; write prompts into a text, one a line"
     )
-
-
-def stated(path: Path, place: str, category: object) -> str:
-    """Return the category of a row. Raises ConfigError if it is missing, empty or above 200 characters."""
-    text = plain(path, place, category) if isinstance(category, str) else ""
-    if not 0 < len(text) <= 200:
-        raise ConfigError(
-            f"prompt file {path} has a prompt without a category in {place}, expected one of up to 200 characters as "
-            "others have; write it there, or leave the prompt out"
-        )
-    return text
 
 
 def plain(path: Path, place: str, text: str) -> str:

@@ -67,8 +67,7 @@ def knobs_of_run(run: str) -> dict:
     if recipe.get("assignment") is not None or limited:
         knobs["quantize"] = recipe | {"budget": None, "assignment": str(folder / ASSIGNMENT)}  # not measured again
     if (folder / KEPT).is_file():  # the file that they were drawn from may be gone
-        whole = {"num_prompts": None, "prompts_seed": 0, "prompts_category": None}
-        knobs["infer"] |= {"prompts": str(folder / KEPT)} | whole
+        knobs["infer"] |= {"prompts": str(folder / KEPT), "num_prompts": None, "prompts_seed": 0}
     return knobs
 
 

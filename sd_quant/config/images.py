@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.calibration.call_tables import Row, read_rows
-from sd_quant.calibration.prompts import Prompt, draw_evenly, read_prompt_set
+from sd_quant.calibration.prompts import draw_prompts, read_prompts
 from sd_quant.config.model import SIDE, Sizes, check_source_files, inputs_of_images, prompts_of
 from sd_quant.config.precise_steps import PRECISE, PreciseSteps, precise_steps
 from sd_quant.engines import RUNTIMES, Runtime
@@ -48,13 +48,8 @@ class Infer:
     table: Annotated[
         str | None, "a table of calls, columns named as arguments: prompt, image, ...; null: prompts alone"
     ]
-    num_prompts: Annotated[
-        int | None, COUNT, "prompts drawn at random from that file, evenly over its categories; null: all"
-    ]
+    num_prompts: Annotated[int | None, COUNT, "prompts drawn at random from that file; null: all"]
     prompts_seed: Annotated[int, SEED, "random seed of that draw"]
-    prompts_category: Annotated[
-        str | None, "column or entry of that file with the categories by which scores are told; null: category"
-    ]
     negative_prompt: Annotated[
         list[str] | str | None,
         "text to guide away from, in calibration too, or a list of one per prompt; null: the unconditional embedding",
@@ -130,8 +125,8 @@ class Infer:
     def unused_knobs(self) -> list[Unused]:
         listed, table, sizes = not isinstance(self.prompts, str), self.table is not None, self.sizes is not None
         return [
-            (listed, {"num_prompts": None, "prompts_category": None}, "infer.prompts is a list and names no file"),
-            (table, dict.fromkeys(("num_prompts", "prompts_category", "latents", "image")),
+            (listed, {"num_prompts": None}, "infer.prompts is a list and names no file"),
+            (table, dict.fromkeys(("num_prompts", "latents", "image")),
              "infer.table has the calls of all images, in its order"),
             (self.num_prompts is None, {"prompts_seed": 0}, "without infer.num_prompts nothing is drawn"),
             (self.engine != AUTO and RUNTIMES[self.engine].device == "cpu", {"cuda_graph": False},
@@ -234,19 +229,11 @@ class Infer:
 
     def prompt_list(self) -> list[str]:
         """Return a prompt for each image; source images take the prompts in turn. Raises ConfigError for a bad file."""
-        return [prompt.text for prompt in self.prompt_of_each_image()]
-
-    def categories(self) -> list[str] | None:
-        """Return the category of each image's prompt; None without categories. Raises ConfigError for a bad file."""
-        found = [prompt.category for prompt in self.prompt_of_each_image() if prompt.category is not None]
-        return found or None
-
-    def prompt_of_each_image(self) -> list[Prompt]:
         prompts = self.distinct_prompts()
         count = self.prompts_in_turn(prompts)
         return [prompts[index % len(prompts)] for index in range(count) for _ in range(self.num_samples)]
 
-    def prompts_in_turn(self, prompts: Sequence[Prompt]) -> int:
+    def prompts_in_turn(self, prompts: Sequence[str]) -> int:
         """Return the number of prompts, or of source images if more. Raises ConfigError above MOST_IMAGES images."""
         given = [("infer.image", self.image)] if self.image else [("infer.control", path) for path in self.control]
         count = max(len(prompts), *(len(image_files(knob, input_path(path))) for knob, path in given), 0)
@@ -254,20 +241,20 @@ class Infer:
         check(count * self.num_samples <= MOST_IMAGES, "infer.num_samples", self.num_samples, expected)
         return count
 
-    def distinct_prompts(self) -> list[Prompt]:
+    def distinct_prompts(self) -> list[str]:
         """Return the prompts of table, list or file, or a random draw of the file's. Raises ConfigError if too few."""
         if rows := self.rows():
-            return list(map(Prompt, prompts_of(rows)))
+            return prompts_of(rows)
         if not isinstance(self.prompts, str):
             expected = "at least one prompt; give some, as in 'infer.prompts=[a red bicycle,a blue door]'"
             check(bool(self.prompts), "infer.prompts", "an empty list", expected)
-            return list(map(Prompt, self.prompts))
-        prompts = read_prompt_set(prompt_file(self.prompts), self.prompts_category)
+            return self.prompts
+        prompts = read_prompts(prompt_file(self.prompts))
         if self.num_prompts is None:
             return prompts
         expected = f"at most {len(prompts)}, which {self.prompts} has"
         check(self.num_prompts <= len(prompts), "infer.num_prompts", self.num_prompts, expected)
-        return draw_evenly(prompts, self.num_prompts, self.prompts_seed)
+        return draw_prompts(prompts, self.num_prompts, self.prompts_seed)
 
     def rows(self) -> list[Row]:
         """Return the pipeline calls in ``table``, [] if it is null. Raises SdQuantError for an unusable table."""

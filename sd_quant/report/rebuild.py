@@ -12,7 +12,7 @@ from sd_quant.report.page import write_report
 from sd_quant.report.plots import figures, write_plots
 from sd_quant.report.published import published_tables
 from sd_quant.report.run_table import HANDED_OVER, handed_over_table
-from sd_quant.report.score_tables import category_tables, score_tables
+from sd_quant.report.score_tables import score_tables
 from sd_quant.report.shipped import recommendation_of, write_recommendation
 from sd_quant.report.summary import Sweep, read_sweep, write_summary
 from sd_quant.report.table import Table, as_markdown, table_of_texts
@@ -29,8 +29,7 @@ def rebuild(directory: Path) -> Path:
     write_recommendation(sweep, advice)
     if published := published_tables(sweep):
         write_text(directory / "published.md", "\n".join(map(as_markdown, published)))
-    by_recipe = score_tables(sweep) + category_tables(sweep)
-    tables = lever_tables(sweep) + published + candidate_tables(sweep) + by_recipe + handed_over_tables(sweep)
+    tables = lever_tables(sweep) + published + candidate_tables(sweep) + score_tables(sweep) + handed_over_tables(sweep)
     report = write_report(sweep, advice, drawn, tables, vote_page(sweep))
     write_plots(drawn, directory)  # after the page: a PNG's resolution moves what is placed by the layout
     return report

@@ -170,18 +170,6 @@ class Degenerate(TypedDict):
     reason: Annotated[str | None, Doc('what it is, behind "image 3 is"')]
 
 
-class CategoryScore(TypedDict, total=False):
-    """A score over the prompts of one category: see ``sd_quant.metrics.categories``."""
-
-    prompts: Annotated[Count, Doc("different prompts that have a value")]
-    mean: Annotated[Finite, Doc("over these prompts")]
-    interval: Annotated[list[Finite] | None, Doc("ends of its 95 % interval; null for a single prompt")]
-    difference: Annotated[Finite, Doc("to full precision's mean, prompt by prompt, where that has the score too")]
-    difference_interval: Annotated[list[Finite] | None, Doc("ends of its 95 % interval")]
-    p: Annotated[Finite | None, Doc("of no difference, corrected over the categories by Holm; null for one prompt")]
-    differs: Annotated[bool, Doc("whether p is at most 0.05")]
-
-
 class Sizes(TypedDict):
     onnx_full_precision: Annotated[Finite | Explained, Doc("the unquantized part, with its weights")]
     onnx_quantized: Annotated[Finite | Explained, Doc("the quantized part")]
@@ -414,8 +402,6 @@ class AnyRecord(TypedDict):
     knobs: Annotated[Knobs, Doc("all knobs of the job")]
     denoiser: Annotated[Denoiser, Doc("the part that is quantized")]
     prompts: Annotated[list[str], Doc("one for each image")]
-    categories: Annotated[list[str] | None, Doc("of each image's prompt; null where prompts have none")]
-    by_category: Annotated[dict[str, dict[str, CategoryScore]], Doc("scores of images by key and category")]
     simulated: Annotated[bool, Doc("whether torch made the images, because the engine cannot execute the recipe")]
     simulated_because: Annotated[str | None, Doc("why it cannot")]
     sizes_bytes: Annotated[dict[str, Sizes], Doc("by part")]

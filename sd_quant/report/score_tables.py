@@ -1,7 +1,7 @@
-"""Tables of scores in relation to full precision: requested scores and scores by prompt category.
+"""Table of requested scores in relation to full precision.
 
 For scores by a network (CLIP) or against photographs (FID) the paired difference from full precision is shown with its
-interval, as prompts vary far more than a recipe changes one prompt's score. Tables by category show what a mean hides.
+interval, as prompts vary far more than a recipe changes one prompt's score.
 """
 
 from collections.abc import Iterable
@@ -9,10 +9,9 @@ from contextlib import suppress
 
 from sd_quant.errors import SdQuantError
 from sd_quant.metrics import NAMED, NOT_ASKED, SCORES, Score, score_named
-from sd_quant.metrics.intervals import recorded
-from sd_quant.report.record import VARIANTS, CategoryScore, Record, at
+from sd_quant.report.record import VARIANTS, Record, at
 from sd_quant.report.summary import Sweep
-from sd_quant.report.table import DASH, Table, plus_minus, table_of_texts
+from sd_quant.report.table import DASH, Table, table_of_texts
 
 PSNR = SCORES["psnr"]
 QUANTIZED = VARIANTS[1]
@@ -21,12 +20,6 @@ ASKED_CAPTION = (
     "The mean difference from full precision's images over prompts, with its interval at 95 %; of FID the distance "
     "itself. An interval that holds 0 tells nothing apart."
 )
-BY_CATEGORY = (
-    "Mean over the prompts of each category, with its interval at 95 %. In brackets the paired difference to full "
-    "precision with its own interval; better and worse only where it differs after Holm's correction over the "
-    "categories, at 5 % for all of them together."
-)
-
 
 # Scores by networks and photographs
 
@@ -67,32 +60,3 @@ def score_tables(sweep: Sweep) -> list[Table]:
     lines = [[sweep.recipes[job.name], *(cell(score, job.record) for score in scores)] for job, _ in scored]
     titles = ["recipe", *(score.title for score in scores)]
     return [table_of_texts(titles, lines, ASKED, ASKED_CAPTION)] if scores else []
-
-
-def category_tables(sweep: Sweep) -> list[Table]:
-    """Return a table for each score recorded by prompt category, with a column for each recipe."""
-    tables = []
-    keys = dict.fromkeys((*SCORES, *NAMED))
-    for score in shown(key for key in keys if any(job.record["by_category"][key] for job in sweep.jobs)):
-        found = {job.name: entry for job in sweep.jobs if (entry := job.record["by_category"][score.key])}
-        lines = []
-        for category in sorted({category for entry in found.values() for category in entry}):
-            own = [entry.get(category) for entry in found.values()]
-            most = max(entry["prompts"] for entry in own if entry)
-            lines.append([category, str(most), *(category_cell(score, entry) for entry in own)])
-        if lines:
-            titles = ["category", "prompts", *(sweep.recipes[name] for name in found)]
-            tables.append(table_of_texts(titles, lines, f"{score.heading}, by category", BY_CATEGORY))
-    return tables
-
-
-def category_cell(score: Score, entry: CategoryScore | None) -> str:
-    """Format a category's mean, ``0.71 ± 0.10``; if full precision has the score, ``(-0.05 ± 0.02, worse)`` follows."""
-    if not entry:
-        return DASH
-    text = plus_minus(recorded(entry["mean"], entry["interval"]), score.format)
-    if (difference := entry["difference"]) is None:
-        return text
-    verdict = ", better" if (difference > 0) == score.more_is_better else ", worse"
-    differs_by = plus_minus(recorded(difference, entry["difference_interval"]), score.format)
-    return f"{text} ({differs_by}{verdict if entry['differs'] else ''})"

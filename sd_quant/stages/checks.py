@@ -47,7 +47,7 @@ def check_request(model: Model, infer: Infer) -> None:
     expected = f"null, because the guidance of {model.family} is an input of its network, which reads no second text"
     check(guides or infer.negative_prompt is None, "infer.negative_prompt", infer.negative_prompt, expected)
     for path, *_ in model.adapters():
-        text = "\n".join([*(prompt.text for prompt in infer.distinct_prompts()), *(infer.negative_prompts() or [])])
+        text = "\n".join([*infer.distinct_prompts(), *(infer.negative_prompts() or [])])
         words = [word for word in bundled_words(open_lora(path)[0])
                  if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)]  # fmt: skip
         expected = f"prompts without {listing(words)}, because what it adds to networks is applied, and no embedding is"

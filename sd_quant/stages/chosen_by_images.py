@@ -31,7 +31,7 @@ def image_errors(loaded: Loaded) -> tuple[ImageErrors, dict[str, list[dict[str, 
     model, rows = loaded.model, loaded.model.calibration_rows()[:PROMPTS]
     infer = replace(
         loaded.infer, prompts=prompts_of(rows), table=None, num_samples=1, num_prompts=None, prompts_seed=0,
-        prompts_category=None, seed=loaded.recipe.seed, negative_prompt=None, latents=None, image=None, mask=None,
+        seed=loaded.recipe.seed, negative_prompt=None, latents=None, image=None, mask=None,
         control=[], strength=None,
     )  # fmt: skip
     arguments = arguments_of("model.calibration_control", model.calibration_control, rows)

@@ -128,10 +128,9 @@ def generate(
 
 
 def keep_prompts(infer: Infer, directory: Path) -> None:
-    """Write drawn prompts, or prompts with categories, to a file in ``directory``; their source is then not needed."""
-    prompts = infer.distinct_prompts()
-    if infer.num_prompts is not None or any(prompt.category is not None for prompt in prompts):
-        write_prompts(prompts, directory / KEPT)
+    """Write drawn prompts to a file in ``directory``; their source is then not needed."""
+    if infer.num_prompts is not None:
+        write_prompts(infer.distinct_prompts(), directory / KEPT)
 
 
 def image_names(prompts: list[str]) -> list[str]:

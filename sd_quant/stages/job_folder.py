@@ -97,7 +97,6 @@ def fingerprint_of(job: QuantizeJob, facts: dict) -> str:
     """Return a digest of everything that decides a record, except the machine: a sweep's jobs may run on several."""
     inputs = {name: file["sha256"] for name, file in facts["inputs"].items()}
     decided_by = [deciding(job), job.infer.prompt_list(), inputs, facts["versions"], source_digest()]
-    decided_by.append(job.infer.categories())
     if any(dataclasses.asdict(job.metrics).values()) and (code := code_of("scores")):
         decided_by.append(source_digest(package=code))
     return digest(json.dumps(decided_by, sort_keys=True))

@@ -148,8 +148,7 @@ def mark_of(subject: Subject, baseline: Baseline) -> str:
     own = {group: dataclasses.asdict(getattr(baseline, group)) for group in ("model", "infer", "metrics")}
     knobs = own | {"judge": judge}
     inputs = {name: each["sha256"] for name, each in baseline.facts["inputs"].items()}
-    prompts = baseline.prompts, baseline.infer.categories()
     made = subject.file["sha256"], subject.runtime is not None  # its library may be installed later
     return digest(
-        json.dumps([knobs, prompts, inputs, made, baseline.facts["versions"], source_digest()], sort_keys=True)
+        json.dumps([knobs, baseline.prompts, inputs, made, baseline.facts["versions"], source_digest()], sort_keys=True)
     )

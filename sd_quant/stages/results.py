@@ -15,8 +15,7 @@ from sd_quant.config import Infer, Metrics
 from sd_quant.errors import SdQuantError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Generated
-from sd_quant.metrics import NAMED, NOT_ASKED, SCORES, Against, scoring
-from sd_quant.metrics.categories import by_category
+from sd_quant.metrics import NAMED, NOT_ASKED, Against, scoring
 from sd_quant.metrics.degenerate import degenerate
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.images import Images
@@ -25,7 +24,7 @@ from sd_quant.metrics.memory import StageTimer
 from sd_quant.metrics.video import video_scores
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
 from sd_quant.places import input_path
-from sd_quant.report.record import DONE, SCHEMA_VERSION, at, explained
+from sd_quant.report.record import DONE, SCHEMA_VERSION, explained
 from sd_quant.stages.generate import sampling_of
 from sd_quant.stages.session import Session
 from sd_quant.stages.variants import FULL_PRECISION, QUANTIZED
@@ -41,12 +40,10 @@ def shared_entries(
 
     ``full`` and ``quantized``: images; ``facts``: versions, machine, inputs; ``calls``: an image's, by denoiser.
     """
-    prompts, categories = infer.prompt_list(), infer.categories()
+    prompts = infer.prompt_list()
     scores = fidelity(full.images, quantized.images, *same_steps(full.latents, quantized.latents))
     made = {FULL_PRECISION: full.images, QUANTIZED: quantized.images}
     texts = text_scores(metrics, infer, session.checkpoint, prompts, made)
-    of_images = [score.key for score in SCORES.values() if score.against is Against.IMAGES]
-    values = {key: (scores[key]["values"], None) for key in of_images} | values_against_prompts(texts)
     return {
         "schema_version": SCHEMA_VERSION,
         "status": DONE,
@@ -56,8 +53,6 @@ def shared_entries(
             "calls": dict(calls) or None,
         },
         "prompts": prompts,
-        "categories": categories,
-        "by_category": by_category(prompts, categories, values),
         "peak_memory_bytes": step.peak,
         "peak_cuda_memory_bytes": explained(step.peak_on_gpu, "no NVIDIA GPU"),
         "seconds": step.seconds,
@@ -69,12 +64,6 @@ def shared_entries(
         "degenerate": degenerate(full.images, quantized.images),
         "video": video_scores(full.images, quantized.images, infer.width) if session.checkpoint.family.MOVES else None,
     }
-
-
-def values_against_prompts(scores: Mapping[str, Any]) -> dict[str, tuple[list, list]]:
-    """Return lists of quantized and full-precision values by image, for each text score that has both, by its key."""
-    pairs = {key: [at(scores, variant, key, "values") for variant in (QUANTIZED, FULL_PRECISION)] for key in NAMED}
-    return {key: (own, full) for key, (own, full) in pairs.items() if own and full}
 
 
 def same_steps(full: Latents, quantized: Latents) -> tuple[Latents, Latents]:

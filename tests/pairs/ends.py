@@ -97,7 +97,7 @@ DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a
 ELSEWHERE = {  # knobs that other names above set, that name a file, say what the model is, are of no job or too long
     *("quantize.format", "quantize.enable", "quantize.quant_level", "quantize.attention", "quantize.alpha"),
     *("quantize.keep", "compiled_baseline", "infer.latents", "infer.cuda_graph", "verdict.image_ms"),
-    *("infer.num_prompts", "infer.prompts_seed", "infer.prompts_category"),  # of a list nothing is drawn
+    *("infer.num_prompts", "infer.prompts_seed"),  # of a list nothing is drawn
     *("quantize.smoothing", "quantize.percentile", "quantize.collect_method", "quantize.calib_size"),
     *("quantize.calibration", "quantize.assignment", "infer.out_path", "metrics.clip_weights"),
     *("metrics.pickscore_weights", "metrics.hps_weights", "metrics.image_reward_weights", "metrics.dino_weights"),

@@ -12,11 +12,8 @@ from sd_quant.calibration.call_tables import files_by_row, read_rows
 from sd_quant.calibration.prompts import (
     LONGEST_PROMPT,
     MOST_BYTES,
-    Prompt,
-    draw_evenly,
     draw_prompts,
     is_data_set,
-    read_prompt_set,
     read_prompts,
     write_prompts,
 )
@@ -86,24 +83,14 @@ COCO = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "category", "expected"), [
-    ("PartiPrompts.tsv", PARTI, None, [
-        ('a sign that says "HELLO"', "Artifacts"), ('"LOVE" on a mug, "PEACE" on a wall', "Artifacts"),
-        ("two owls", "Animals"),
-    ]),
-    ("PartiPrompts.tsv", PARTI, "challenge", [
-        ('a sign that says "HELLO"', "Writing & Symbols"),
-        ('"LOVE" on a mug, "PEACE" on a wall', "Writing & Symbols"), ("two owls", "Quantity"),
-    ]),
-    ("drawbench.csv", DRAWBENCH, None, [
-        ("A red car.", "Colors"), ("Two cups, a saucer.", "Counting"), ("One dog.", "Gary et al."),
-    ]),
-    ("meta_data.json", MJHQ, None, [("a soup, steaming", "food"), ("a fox", "logo")]),
-    ("captions_val2017.json", COCO, None, [("A cat on a mat.", None), ("A grey cat.", None)]),
-    ("captions_val2017.json", COCO | {"annotations": COCO["annotations"][:1]}, None, [("A cat on a mat.", None)]),
+@pytest.mark.parametrize(("name", "content", "expected"), [
+    ("PartiPrompts.tsv", PARTI, ['a sign that says "HELLO"', '"LOVE" on a mug, "PEACE" on a wall', "two owls"]),
+    ("drawbench.csv", DRAWBENCH, ["A red car.", "Two cups, a saucer.", "One dog."]),
+    ("meta_data.json", MJHQ, ["a soup, steaming", "a fox"]),
+    ("captions_val2017.json", COCO, ["A cat on a mat.", "A grey cat."]),
 ])  # fmt: skip
-def test_published_layouts_are_read_with_their_categories(tmp_path, name, content, category, expected):
-    assert read_prompt_set(written(tmp_path, name, content), category) == [Prompt(*each) for each in expected]
+def test_published_layouts_are_read(tmp_path, name, content, expected):
+    assert read_prompts(written(tmp_path, name, content)) == expected
 
 
 TOO_LONG = f"{LONGEST_PROMPT + 1} characters in line 2, at most {LONGEST_PROMPT}"
@@ -111,42 +98,36 @@ COLUMNS = "has {} columns in line 4, expected 7 as in its header; put one tab"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "category", "message"),
+    ("name", "content", "message"),
     [
-        *((TEXT, content, None, "holds no prompt") for content in (b"", b"  \r\n\t\n", b"\xef\xbb\xbf")),
-        (TEXT, b"a cat\n\na caf\xc3\xa9\xe9 au lait\n", None, "not UTF-8 at line 3, byte 8; save it"),
-        (TEXT, f"a cat\n{LONG}e", None, TOO_LONG),
-        (TABLE, HEADER + row(" "), None, "holds no prompt"),
-        (TABLE, HEADER + row("a cat") + b"70\t22\ta caf\xe9\t\t\t\t\n", None, "not UTF-8 at line 3, byte 12; save it"),
-        (TABLE, HEADER + row(LONG + "e"), None, TOO_LONG),
-        (TABLE, HEADER + row("a dog") + b"\n" + b"70\ta cat\n", None, COLUMNS.format(2)),
-        (TABLE, HEADER + row("a dog") + b"\n" + row("a\tcat"), None, COLUMNS.format(8)),
-        ("a.tsv", "Prompt\tCategory\na cat\tAnimals\na dog\t \n", None, "a prompt without a category in line 3, expec"),
-        ("a.json", {"1": MJHQ["00a1"], "2": {"prompt": "a dog"}}, None, "without a category in entry 2, expected one"),
-        ("a.json", MJHQ | {"2": {"prompt": "a dog", "category": 7}}, None, "without a category in entry 2, expected"),
-        ("a.json", COCO, "supercategory", "without a category in entry 0"),
-        ("a.tsv", PARTI, "Colour", "the columns prompt, category, challenge, note, expected 'Colour' among them; n"),
-        ("a.txt", "a cat", "Category", "is a text without categories, expected a .tsv, .csv or .json that has 'Categ"),
-        ("a.csv", 'Prompts,Category\n"a cat,Animals\n', None, "a quotation mark in line 2 that does not end there, o"),
-        ("a.csv", f"Prompts,Category\na cat,{'A' * 140_000}\n", None, "line 2 .* or a cell of over 131072 characters;"),
-        ("a.tsv", "Prompt\n" + "\n" * 10**6, None, "1000001 lines, at most 1000000 work; draw some of them"),
-        ("a.json", f'{{"annotations": [0{",0" * 10**6}]}}', None, "1000001 entries, at most 1000000 work"),
-        ("a.csv", "Prompts,Category\na cat, a dog,Animals\n", None, "3 columns in line 2, expected 2 as in its head"),
-        ("a.csv", "id,text\n1,a cat\n", None, r"begins with 'id,text', expected a header line .* between commas; add"),
-        *((TABLE, header + b"\n" + row("a cat"), None, "begins with '.*', expected a header line with one column .capt")
+        *((TEXT, content, "holds no prompt") for content in (b"", b"  \r\n\t\n", b"\xef\xbb\xbf")),
+        (TEXT, b"a cat\n\na caf\xc3\xa9\xe9 au lait\n", "not UTF-8 at line 3, byte 8; save it"),
+        (TEXT, f"a cat\n{LONG}e", TOO_LONG),
+        (TABLE, HEADER + row(" "), "holds no prompt"),
+        (TABLE, HEADER + row("a cat") + b"70\t22\ta caf\xe9\t\t\t\t\n", "not UTF-8 at line 3, byte 12; save it"),
+        (TABLE, HEADER + row(LONG + "e"), TOO_LONG),
+        (TABLE, HEADER + row("a dog") + b"\n" + b"70\ta cat\n", COLUMNS.format(2)),
+        (TABLE, HEADER + row("a dog") + b"\n" + row("a\tcat"), COLUMNS.format(8)),
+        ("a.csv", 'Prompts,Category\n"a cat,Animals\n', "a quotation mark in line 2 that does not end there, o"),
+        ("a.csv", f"Prompts,Category\na cat,{'A' * 140_000}\n", "line 2 .* or a cell of over 131072 characters;"),
+        ("a.tsv", "Prompt\n" + "\n" * 10**6, "1000001 lines, at most 1000000 work; draw some of them"),
+        ("a.json", f'{{"annotations": [0{",0" * 10**6}]}}', "1000001 entries, at most 1000000 work"),
+        ("a.csv", "Prompts,Category\na cat, a dog,Animals\n", "3 columns in line 2, expected 2 as in its head"),
+        ("a.csv", "id,text\n1,a cat\n", r"begins with 'id,text', expected a header line .* between commas; add"),
+        *((TABLE, header + b"\n" + row("a cat"), "begins with '.*', expected a header line with one column .capt")
           for header in (b"", b"id\timage_id\tcaptions", b"id,image_id,caption", b"caption\tid\tprompt")),
-        ("a.json", "{", None, r"is not JSON \(.*; download it again"),
-        ("a.json", "[" * 100_000, None, r"is not JSON \(.*recursion.*; download it again"),
-        ("a.json", '{"a": {"prompt": "\\ud800"}}', None, "is not UTF-8 in entry a; save it as UTF-8"),
-        ("a.json", ["a cat"], None, "has an unknown layout, expected MJHQ's"),
-        ("a.json", {"annotations": [{"category_id": 1}]}, None, "has an unknown layout in entry 0, expected MJHQ's"),
-        ("a.json", {"a": {"prompt": ["a cat"]}}, None, "has an unknown layout in entry a"),
+        ("a.json", "{", r"is not JSON \(.*; download it again"),
+        ("a.json", "[" * 100_000, r"is not JSON \(.*recursion.*; download it again"),
+        ("a.json", '{"a": {"prompt": "\\ud800"}}', "is not UTF-8 in entry a; save it as UTF-8"),
+        ("a.json", ["a cat"], "has an unknown layout, expected MJHQ's"),
+        ("a.json", {"annotations": [{"category_id": 1}]}, "has an unknown layout in entry 0, expected MJHQ's"),
+        ("a.json", {"a": {"prompt": ["a cat"]}}, "has an unknown layout in entry a"),
     ],
     ids=lambda value: repr(value)[:40],
 )  # fmt: skip
-def test_a_file_that_holds_something_else_is_refused_in_a_sentence(tmp_path, name, content, category, message):
+def test_a_file_that_holds_something_else_is_refused_in_a_sentence(tmp_path, name, content, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        read_prompt_set(written(tmp_path, name, content), category)
+        read_prompts(written(tmp_path, name, content))
     assert "\n" not in str(refused.value) and str(refused.value).startswith(f"prompt file {tmp_path / name} ")
 
 
@@ -197,27 +178,10 @@ def test_a_draw_depends_on_nothing_but_the_seed():
             draw_prompts(PROMPTS, count, 0)
 
 
-OF_CATEGORIES = [Prompt(f"prompt {number}", "ABC"[min(number // 3, 2)]) for number in range(40)]  # 3, 3 and 34
-
-
-def test_a_draw_has_as_many_of_each_category_while_these_last():
-    largest = draw_evenly(OF_CATEGORIES, 40, 42)
-    assert [prompt.text for prompt in largest[:4]] == ["prompt 5", "prompt 16", "prompt 2", "prompt 4"]
-    assert sorted(largest) == sorted(OF_CATEGORIES) and draw_evenly(OF_CATEGORIES, 4, 43) != largest[:4]
-    for count in range(40):
-        drawn = draw_evenly(OF_CATEGORIES, count, 42)
-        counts = sorted(sum(prompt.category == each for prompt in drawn) for each in "ABC")
-        assert drawn == largest[:count]
-        assert counts[2] - counts[0] <= 1 if count <= 9 else counts[:2] == [3, 3]
-    alone = [Prompt(text) for text in PROMPTS]
-    assert [prompt.text for prompt in draw_evenly(alone, 7, 42)] == draw_prompts(PROMPTS, 7, 42)
-
-
 def test_kept_prompts_are_read_as_they_were(tmp_path):
     texts = ["a cat", 'a sign "stop"', '"stop"', '"a" and "b"', '"', "ein Kätzchen, 🐈", "it's '5'"]
-    for prompts in ([Prompt(text) for text in texts], [Prompt(text, f"{text[-1]} & so") for text in texts]):
-        write_prompts(prompts, tmp_path / "prompts.tsv")
-        assert read_prompt_set(tmp_path / "prompts.tsv") == prompts
+    write_prompts(texts, tmp_path / "prompts.tsv")
+    assert read_prompts(tmp_path / "prompts.tsv") == texts
 
 
 # Tables of calls: what each kind of file holds, and what is refused, each in one sentence

@@ -77,11 +77,9 @@ def places(archive, run, tmp_path) -> dict[str, Path]:
      r"infer.prompts is cat, which is no file .*brackets: 'infer.prompts=\[cat\]'$"),
     ("quantize", DRAWN | {"infer.num_prompts": 4},
      r"infer.num_prompts is 4, expected at most 3, which {here}/set.tsv has$"),
-    ("quantize", DRAWN | {"infer.prompts_category": "Colour"}, ".*expected 'Colour' among them; name another with"),
     *(("quantize", {"infer.prompts": ["a", "b"], f"infer.{knob}": value},
        f"infer.{knob} is {value}, expected {idle}, because ")
-      for knob, value, idle in (("num_prompts", 2, "null"), ("prompts_category", "a", "null"),
-                                ("prompts_seed", 1, "0"))),
+      for knob, value, idle in (("num_prompts", 2, "null"), ("prompts_seed", 1, "0"))),
     ("quantize", GIVEN | {"model.calibration_prompts": "{here}/prompts.txt", "quantize.calib_size": 4},
      "calib_size is 4, expected at most the 3 prompts of the prompt file$"),
     ("quantize", GIVEN | {"model.calibration_prompts": "no/such.txt", "quantize.calibration": "no/such/cache"},
@@ -188,14 +186,14 @@ def earlier(run) -> Callable[..., str]:
 @pytest.mark.parametrize("given", [{"assignment": "edited and removed.yaml"}, {"budget": 0.2}])
 def test_a_run_with_a_file_of_presets_a_budget_or_drawn_prompts_has_its_copy(earlier, run, given):
     """The copies in the run's folder replace the user's files, which may be gone, and a choice by budget."""
-    drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3, "prompts_category": "kind"}
+    drawn = {"prompts": "gone.json", "num_prompts": 64, "prompts_seed": 3}
     folder = earlier(quantize=given, infer=drawn)
     (run / "assignment.yaml").write_text("conv: nvfp4")
-    (run / "prompts.tsv").write_text("Prompt\tCategory\na cat\tAnimals\n")
+    (run / "prompts.tsv").write_text("Prompt\na cat\n")
     for found in (run_job(folder), recipe_of_run(folder, CacheFolder(None, 1.0))):
         assert found.quantize.assignment == str(run / "assignment.yaml") and found.formats()["inputs"] == {"nvfp4"}
         assert not found.quantize.chooses_bits
-        assert (found.infer.prompt_list(), found.infer.categories()) == (["a cat"], ["Animals"])
+        assert found.infer.prompt_list() == ["a cat"]
 
 
 @pytest.mark.parametrize("missing", MARKS)

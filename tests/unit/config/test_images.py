@@ -38,8 +38,7 @@ def test_a_lora_has_a_strength(stated, expected):
         model.check_files()
 
 
-def test_prompts_come_from_a_list_or_a_file_or_are_drawn_from_a_data_set_with_their_categories(tmp_path):
-    """One of each category first; samples of a prompt have its category."""
+def test_prompts_come_from_a_list_or_a_file_or_are_drawn_from_a_data_set(tmp_path):
     listed = job("quantize", {"infer.prompts": ["a", "b"], "infer.num_samples": 2}).infer
     (tmp_path / "prompts.txt").write_text("c\nd\n")
     read = job("quantize", {"infer.prompts": tmp_path / "prompts.txt"}).infer
@@ -47,14 +46,12 @@ def test_prompts_come_from_a_list_or_a_file_or_are_drawn_from_a_data_set_with_th
     (tmp_path / "set.tsv").write_text(TABLE)
     knobs = {"infer.prompts": tmp_path / "set.tsv", "infer.num_prompts": 2, "infer.num_samples": 2}
     infer = job("quantize", knobs).infer
-    prompts, categories = infer.prompt_list(), infer.categories()
-    assert len(set(prompts)) == 2 and prompts[::2] == prompts[1::2] and "'OPEN' on a door" in prompts
-    assert [prompt == "'OPEN' on a door" for prompt in prompts] == [category == "Text" for category in categories]
+    prompts = infer.prompt_list()
+    assert len(set(prompts)) == 2 and prompts[::2] == prompts[1::2]
     whole = job("quantize", {"infer.prompts": tmp_path / "set.tsv"}).infer
-    assert whole.categories() == ["Animals", "Animals", "Text"]
+    assert whole.prompt_list() == ["a cat", "a dog", "'OPEN' on a door"]
     drawn = {tuple(job("quantize", knobs | {"infer.prompts_seed": seed}).infer.prompt_list()) for seed in range(9)}
     assert len(drawn) > 1
-    assert job("quantize", {}).infer.categories() is None
 
 
 def test_negative_prompts_are_repeated_as_the_prompts_are():

@@ -1,4 +1,4 @@
-"""Intervals, p-values and categories against SciPy, counted coverage and published tables."""
+"""Intervals and p-values against SciPy, counted coverage and published tables."""
 
 import math
 
@@ -7,7 +7,6 @@ import pytest
 from scipy import stats
 
 from sd_quant.metrics import SCORES
-from sd_quant.metrics.categories import by_category, p_value
 from sd_quant.metrics.intervals import OPENING, Interval, holm, mean_interval, ratio_interval, sum_of
 from sd_quant.metrics.latency import ROUNDS_OF_AN_OPENING as ROUNDS
 from sd_quant.metrics.latency import Stopping, enough
@@ -138,46 +137,3 @@ def test_holms_correction(values, corrected):
 
 
 RANDOM = np.random.default_rng(0)
-
-
-def test_p_values_are_scipys():
-    for count, shift in ((2, 0.1), (5, 0.0), (30, 0.4), (200, 3.0)):
-        differences = list(RANDOM.normal(shift, 1, count))
-        assert p_value(differences) == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, rel=1e-9, abs=1e-300)
-    assert p_value([0.5] * 5) == stats.binomtest(0, 5).pvalue == 2**-4  # the sign test's, without a deviation
-    assert p_value([0.0] * 5) == 1 and p_value([0.3]) is None
-
-
-PROMPTS = [f"prompt {number}" for number in range(40)]
-CATEGORIES = ["text" if number % 2 else "faces" for number in range(40)]
-FULL = list(RANDOM.normal(0.6, 0.2, 40))
-OWN = list(FULL - 0.1 * (np.array(CATEGORIES) == "text") + RANDOM.normal(0, 0.1, 40))
-
-
-def test_a_category_has_its_mean_and_its_paired_difference():
-    found = by_category(PROMPTS, CATEGORIES, {"ocr": (OWN, FULL), "psnr": (OWN, None)})
-    assert list(found) == ["ocr", "psnr"] and list(found["ocr"]) == ["faces", "text"]
-    assert found["psnr"]["text"].keys() == {"prompts", "mean", "interval"}
-    for category, entry in found["ocr"].items():
-        own, full = (np.array(each)[[of == category for of in CATEGORIES]] for each in (OWN, FULL))
-        test = stats.ttest_rel(own, full)
-        ends = {"interval": stats.ttest_1samp(own, 0), "difference_interval": test}
-        for name, tested in ends.items():
-            assert entry.pop(name) == pytest.approx(list(tested.confidence_interval()))
-        text = category == "text"
-        expected = {"mean": own.mean(), "difference": (own - full).mean(), "p": test.pvalue * (1 + text)}
-        assert entry == pytest.approx(expected | {"prompts": 20, "differs": text})
-
-
-def test_images_of_one_prompt_are_one_and_those_without_a_value_none():
-    found = by_category(
-        ["a", "a", "b", "c", "d"], ["x", "x", "x", "x", "y"],
-        {"ocr": ([0.2, 0.4, 0.7, None, None], [0.1, 0.1, None, 0.5, 0.5]), "clip_score": ([None] * 5, [None] * 5)},
-    )  # fmt: skip
-    assert found == {"ocr": {"x": {
-        "prompts": 2, "mean": pytest.approx((0.3 + 0.7) / 2), "interval": [0, 1], "difference": pytest.approx(0.2),
-        "difference_interval": None, "p": None,
-    }}}  # fmt: skip
-    assert by_category(["a"], None, {"ocr": ([1], [1])}) == {}
-    entry = by_category(["a", "b"], ["x", "x"], {"ocr": ([0.0, 0.8], None)})["ocr"]["x"]
-    assert entry == {"prompts": 2, "mean": 0.4, "interval": [0, 1]}, "it ends where the score's range does"

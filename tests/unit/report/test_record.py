@@ -72,7 +72,7 @@ def test_nulls_with_reasons_and_what_others_know_are_read(tmp_path):
     record = {
         "of a later version": [{"a": 1}], "peak_memory_bytes": {"value": None, "reason": "unknown"},
         "latency": {"openvino": {"vae": vae}, "torch": {"value": None, "reason": "the engine is missing"}},
-        "fidelity": {"psnr": {"values": [30, None]}}, "by_category": {"value": None, "reason": "none"},
+        "fidelity": {"psnr": {"values": [30, None]}},
         "knobs": {"alpha": "auto", "infer": {"engine": "openvino", "steps": 20}},
     }  # fmt: skip
     write_json(tmp_path / RECORD, record)

@@ -1,4 +1,4 @@
-"""Scores wherever a run is shown: those that were asked for, by category, and one that is added."""
+"""Scores wherever a run is shown: those that were asked for, and one that is added."""
 
 import csv
 import html
@@ -10,7 +10,7 @@ from sd_quant.metrics import SCORES, Against, Score, score_named
 from sd_quant.report import score_tables as tables_of
 from sd_quant.report.rebuild import rebuild
 from sd_quant.report.run_table import run_table
-from sd_quant.report.score_tables import category_cell, category_tables, difference_text, score_tables
+from sd_quant.report.score_tables import difference_text, score_tables
 from sd_quant.report.summary import read_sweep, write_summary
 
 from .sweeps import change_record, record_of, report_of, write_job, write_sweep
@@ -32,12 +32,6 @@ SCORED = {
         "mlperf": {"passes": None, "reason": "no CLIP score"},
     },
 }  # fmt: skip
-BY_CATEGORY = {
-    "psnr": {"faces": {"prompts": 8, "mean": 33.411, "interval": [32.0, 34.822]},
-             "text <b>": {"prompts": 1, "mean": 30.0, "interval": None}},
-    "ocr": {"text <b>": {"prompts": 4, "mean": 0.5, "interval": [0.4, 0.6], "difference": -0.2,
-                         "difference_interval": [-0.3, -0.1], "p": 0.01, "differs": True}},
-}  # fmt: skip
 
 
 def test_the_closing_table_has_the_scores_that_were_asked_for_with_their_intervals():
@@ -53,29 +47,15 @@ def test_the_closing_table_has_the_scores_that_were_asked_for_with_their_interva
         assert difference_text(score_named("image_reward"), record) == text
 
 
-def test_a_sweep_has_a_line_for_each_recipe_that_was_scored_and_one_for_each_category(tmp_path, without_plots):
-    assert score_tables(write_sweep(tmp_path)) == category_tables(read_sweep(tmp_path)) == []
-    for level, found in ((1, BY_CATEGORY), (3, {"psnr": BY_CATEGORY["psnr"]})):
-        change_record(tmp_path / f"level={level}", {"by_category": found})
+def test_a_sweep_has_a_line_for_each_recipe_that_was_scored(tmp_path, without_plots):
+    assert score_tables(write_sweep(tmp_path)) == []
     change_record(tmp_path / "level=1", {"text_scores": SCORED})
     sweep = read_sweep(tmp_path)
     (table,) = score_tables(sweep)
     assert table.titles == ["recipe", "HPSv2", "ImageReward", "FID"]
     assert table.cells == [["quant_level=1", "-0.02 [-0.05, 0.01]", "–", "23.94"]]
-    psnr, ocr = category_tables(sweep)
-    assert (psnr.heading, ocr.heading) == ("PSNR, dB, by category", "text read, by category")
-    assert psnr.titles == [*ocr.titles, "quant_level=3"] == ["category", "prompts", "quant_level=1", "quant_level=3"]
-    assert psnr.cells == [["faces", "8", *["33.41 ± 1.41"] * 2], ["text <b>", "1", "30.00", "30.00"]]
-    assert ocr.cells == [["text <b>", "4", "0.500 ± 0.100 (-0.200 ± 0.100, worse)"]]
     page = html.unescape(rebuild(tmp_path).read_text())
-    assert all(heading in page for heading in (tables_of.ASKED, psnr.heading))
-    entry = BY_CATEGORY["ocr"]["text <b>"]
-    for score, changes, cell in (  # worse or better only where it differs
-        ("ocr", {"difference": 0.2, "difference_interval": [0.1, 0.3]}, "0.500 ± 0.100 (0.200 ± 0.100, better)"),
-        ("ocr", {"differs": False}, "0.500 ± 0.100 (-0.200 ± 0.100)"),
-        ("lpips", {}, "0.5000 ± 0.1000 (-0.2000 ± 0.1000, better)"),
-    ):
-        assert category_cell(score_named(score), entry | changes) == cell
+    assert tables_of.ASKED in page
 
 
 # A score that is added to the table

@@ -37,7 +37,7 @@ def subject(name: str = "a.gguf", runtime: OwnLibrary | None = None, **more) -> 
 def baseline(**more) -> SimpleNamespace:
     session = SimpleNamespace(checkpoint=None, parameters={"unet": 8_000_000})
     usual = {"judge": SimpleNamespace(runtimes=True, layers=3), "together": True, "session": session, "prompts": [],
-             "infer": SimpleNamespace(categories=lambda: None), "timing": None, "denoiser": "unet",
+             "infer": None, "timing": None, "denoiser": "unet",
              "variant": lambda *_: None, "outputs": lambda: None}  # fmt: skip
     return SimpleNamespace(**usual | more)
 

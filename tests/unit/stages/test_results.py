@@ -17,11 +17,10 @@ from scipy.stats import ttest_1samp
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.inference.latents import digest_of
 from sd_quant.metrics import SCORES, network_scores, text_image
-from sd_quant.metrics.categories import by_category
 from sd_quant.metrics.text_image import fid
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.stages.generate import sampling_of
-from sd_quant.stages.results import same_steps, text_scores, values_against_prompts
+from sd_quant.stages.results import same_steps, text_scores
 from sd_quant.stages.run_record import count_layers, count_smoothing, sizes
 from sd_quant.stages.session import open_unchecked
 from sd_quant_scores import inception, mlperf, ocr
@@ -45,13 +44,10 @@ def test_words_are_read_where_that_is_switched_on(monkeypatch):
     variants = {"full_precision": np.full((2, 64, 64, 3), 9, np.uint8), "quantized": np.zeros((2, 64, 64, 3), np.uint8)}
     found = text_scores(metrics_of(ocr=True), None, None, prompts, variants)
     assert found["quantized"]["clip_score"]["reason"] == "metrics does not ask for it"
-    pairs = values_against_prompts(found)
-    assert pairs == {"ocr": ([0, None], [1, None])}
-    category = by_category(prompts, ["text", "animals"], pairs)["ocr"]
-    assert category.keys() == {"text"} and category["text"]["difference"] == -1
+    assert [found[variant]["ocr"]["values"] for variant in ("quantized", "full_precision")] == [[0, None], [1, None]]
+    assert found["quantized"]["ocr"]["difference"]["mean"] == -1
     nothing = text_scores(metrics_of(), None, None, prompts, variants)
     assert nothing == {"value": None, "reason": "no weights were named in metrics"}
-    assert values_against_prompts(nothing) == {}
 
 
 @pytest.fixture
