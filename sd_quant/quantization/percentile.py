@@ -16,14 +16,12 @@ line uses another calibrator, over all steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the tables of this file are read before torch is loaded
     from torch import Tensor
 
-    from sd_quant.quantization.assignment import LayerAssignment
-    from sd_quant.quantization.statistics import LayerStatistics
 
 COLLECT_METHODS = {  # torch's reductions over the prompts of a step, and over the steps
     "global_min": ("amin", "amin"),
@@ -32,7 +30,6 @@ COLLECT_METHODS = {  # torch's reductions over the prompts of a step, and over t
     "mean-max": ("amax", "mean"),
     "default": ("amax", "amax"),
 }
-QUARTILES = {"least": 0.0, "first_quartile": 0.25, "median": 0.5, "third_quartile": 0.75, "largest": 1.0}
 
 
 def corrected_amax(amax: Tensor, percentile: float, collect_method: str, batch_size: int) -> float:
@@ -73,24 +70,3 @@ PERCENTILE_CALIBRATORS: dict[str, Callable[[Tensor, float, str, int], float]] = 
     "corrected": corrected_amax,
     "modelopt": modelopt_amax,
 }
-
-
-def ranges_by_step(
-    assignment: Mapping[str, LayerAssignment], statistics: Mapping[str, LayerStatistics]
-) -> list[dict[str, object]]:
-    """Return quartiles of input ranges: a row for each denoising step of each layer with a quantized input.
-
-    Quartiles are over a linear's channels (maxima over all prompts), or over a convolution's prompts. ``kept`` is the
-    largest magnitude that is not clipped; None for an input that is smoothed, rotated or scaled at run time.
-    """
-    rows: list[dict[str, object]] = []
-    for name, layer in assignment.items():
-        if layer.activation_format is None or name not in statistics:
-            continue
-        seen = statistics[name].amax if statistics[name].kind == "linear" else statistics[name].amax.T
-        levels = seen.float().new_tensor(list(QUARTILES.values()))
-        as_it_is = layer.pre_quant_scale is None and layer.activation_scale and not (layer.per_token or layer.rotation)
-        kept = layer.activation_amax + abs(layer.shift) if as_it_is else None  # type: ignore[operator]
-        for step, numbers in enumerate(seen.float().quantile(levels, dim=1).T.tolist(), start=1):
-            rows.append({"name": name, "step": step, **dict(zip(QUARTILES, numbers, strict=True)), "kept": kept})
-    return rows

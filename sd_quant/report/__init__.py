@@ -4,5 +4,5 @@
 WRITES = (
     "metrics.json", "failure.json", "provenance.json", "report.html", "summary.*", "recommendation.json",
     "votes.html", "votes_key*.json", "votes.csv", "votes.json",
-    "parts.png", "trajectory.png", "layers.png", "ranges.png",
+    "trajectory.png", "layers.png",
 )  # fmt: skip

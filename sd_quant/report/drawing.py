@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 
 COLOURS = {"conv": "#4c72b0", "ffn": "#dd8452", "qkv": "#55a868", "linear": "#8172b3"}  # by role
 LINES = [*COLOURS.values(), "#c44e52", "#64b5cd"]
-PAPER, INK, SOFT, FAINT, BAND, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#f1f3f4", "#0f766e"
+PAPER, INK, SOFT, FAINT, ACCENT = "#ffffff", "#202124", "#5f6368", "#dfe1e5", "#0f766e"
 OTHER = "#b9bec5"  # a line among too many to tell apart
 PALETTE = {  # colour -> the page's variable; all differ, as the colour is what becomes the variable
-    PAPER: "paper", INK: "ink", SOFT: "soft", FAINT: "faint", BAND: "band", ACCENT: "accent", OTHER: "other",
+    PAPER: "paper", INK: "ink", SOFT: "soft", FAINT: "faint", ACCENT: "accent", OTHER: "other",
     **{colour: f"line-{number}" for number, colour in enumerate(LINES, 1)},
 }  # fmt: skip
 STYLE: dict[Any, Any] = {

@@ -25,10 +25,9 @@ from sd_quant.files import write_text
 from sd_quant.report.candidates import rule as rule_of_candidates
 from sd_quant.report.drawing import svg
 from sd_quant.report.gallery import gallery
-from sd_quant.report.plots import much_the_worst
 from sd_quant.report.recommendation import UNDECIDED, UNQUANTIZED, Recommendation, fidelity_db, unquantized_row
 from sd_quant.report.recommendation import figures as figures_of
-from sd_quant.report.record import DONE, Record, at, read_object
+from sd_quant.report.record import Record, at, read_object
 from sd_quant.report.rule import rule_of
 from sd_quant.report.summary import PROVENANCE, REPORT, Row, Sweep, known_columns, machine_of
 from sd_quant.report.table import Column, Table, knob_value
@@ -42,13 +41,7 @@ CAPTIONS = {
     "timed beside the unquantized one, of PSNR over prompts. The line joins what nothing beats in both, ★ is what to "
     "ship. Recipes are compared prompt by prompt, so two whose intervals of PSNR overlap may differ.",
     "pareto_size": "Fidelity and the size of the denoiser: of its ONNX file, or of what a candidate stores for it.",
-    "parts": "The files of all parts, before and after, and the memory that their engines hold, each measured alone "
-    "and added up: beside the process, with the most that opening or calling one of them takes beyond. With one part "
-    "open at a time, the largest has to fit; quantize.parts and fit shrink others than the denoiser.",
     "trajectory": "How close the latents stay to full precision, step by step. Where a line falls, the images part.",
-    "ranges": "How large the inputs of three layers are at each denoising step, of those that change most: of a linear "
-    "its channels', of a convolution its prompts'. The recipe's range ends at the dashed line and larger inputs are "
-    "clipped to it: 34 % kept means that it ends at 34 % of the largest input.",
     "layers": "The error of each quantized layer's output on real inputs, in the order in which they are called.",
 }
 
@@ -75,7 +68,6 @@ def write_report(
         headline=advice.headline if sweep.own else "Which candidate is worth its bits",
         figures=figures_in_words(advice, sweep),
         advice=advice,
-        suggestions=suggestions(sweep, advice),
         badges=badges,
         names=sweep.recipes | {UNQUANTIZED: UNQUANTIZED},
         rule=rule[0].upper() + rule[1:],
@@ -113,22 +105,6 @@ def figures_in_words(advice: Recommendation, sweep: Sweep) -> str:
     if best is None or advice.ship == UNDECIDED:
         return advice.sentence
     return figures_of(best) if advice.job else f"The best recipe, {sweep.recipes[advice.best]}, is {figures_of(best)}"
-
-
-def suggestions(sweep: Sweep, advice: Recommendation) -> list[tuple[str, str]]:
-    """Return (text, command) to try a layer in floating point, if one layer's error stands out in the best recipe."""
-    for job in sweep.own:
-        if job.status == DONE and advice.best in (None, job.name) and not at(job.record["knobs"], "keep"):
-            if not (worst := much_the_worst(job)):
-                return []
-            given = [each for each in map(str, job.record["overrides"]) if not each.startswith("keep=")]
-            text = (
-                "One layer is much the worst: the output of {} has an error of {:.2g} %, the next {:.2g} %. To try "
-                "whether a layer in floating point helps, this keeps the one whose quantization costs the denoiser's "
-                "output most, which may be another:"
-            )
-            return [(text.format(*worst), shlex.join(["sd-quant", "quantize", *given, "keep=1"]))]
-    return []
 
 
 def kind_of_folder(sweep: Sweep) -> str:

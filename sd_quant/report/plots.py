@@ -1,4 +1,4 @@
-"""The plots of a sweep: fidelity over time and size, bytes by part, error by step, error and input range by layer.
+"""The plots of a sweep: fidelity over time and size, error by step and by layer.
 
 The unquantized engine is a point among the recipes, so a slower recipe is never on the Pareto front. Alternative not
 taken: a line at the unquantized engine's cost, which would hide that it is also the closest to full precision.
@@ -7,7 +7,7 @@ taken: a line at the unquantized engine's cost, which would hide that it is also
 import csv
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,17 @@ from matplotlib.ticker import MaxNLocator
 
 from sd_quant.files import atomic_path, read_regular
 from sd_quant.metrics import SCORES
-from sd_quant.quantization.percentile import QUARTILES
-from sd_quant.report.drawing import ACCENT, BAND, COLOURS, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
-from sd_quant.report.readings import WORKING, held, number_at, score_of
+from sd_quant.report.drawing import ACCENT, COLOURS, FAINT, INK, LINES, OTHER, SOFT, new_figure, style
+from sd_quant.report.readings import score_of
 from sd_quant.report.recommendation import UNQUANTIZED, Recommendation, fidelity_db, front, unquantized_row
-from sd_quant.report.record import CANDIDATE, DONE, VARIANTS
+from sd_quant.report.record import CANDIDATE, DONE
 from sd_quant.report.summary import Job, Row, Sweep
 from sd_quant.report.table import knob_value
 from sd_quant.text import fitted
 
 PIXELS_PER_INCH = 300
 MOST_NAMES = 16  # more lines or points than this are named only where they matter
-MOST_BARS = 8  # recipes whose bytes by part are drawn
 WORST_LAYERS = 6
-STANDS_OUT = 1.4  # times the next layer's error
-CHANGING_LAYERS = 3  # whose ranges by step are drawn
-MOST_BOXES = 20
-BOX = ("whislo", "q1", "med", "q3", "whishi")  # matplotlib's names for QUARTILES
-LARGEST_DRAWN = 1e6  # of a magnitude, more than fp16 has
 DB_BEYOND = 3.0  # of identical images, whose PSNR is infinite, and of the unquantized engine, beyond the recipes
 TIME, SIZE = "image_relative_time", "denoiser_bytes"
 COSTS = {TIME: "prompt to image, % of the unquantized engine's time", SIZE: "size of the denoiser, MiB"}
@@ -56,10 +49,8 @@ def figures(sweep: Sweep, advice: Recommendation) -> dict[str, Figure]:
         drawn = {
             "pareto_latency": pareto(table, labels, TIME, advice, whole),
             "pareto_size": pareto(table, labels, SIZE, advice, whole),
-            "parts": parts(done, labels),
             "trajectory": trajectory(sweep.jobs, labels, advice.best),
             "layers": next((drawn for job in done if (drawn := layers(job, labels[job.name]))), None),
-            "ranges": next(filter(None, map(ranges, done)), None),
         }
         for name in ("pareto_latency", "pareto_size", "trajectory"):
             if sweep.varied and drawn[name]:
@@ -117,50 +108,6 @@ def pareto(
     named.sort(key=lambda row: row["job"] not in marked)  # the first have the choice of places
     name_points(axes, [(place(row), name(row), row["job"] in (shipped, advice.best)) for row in named])
     return figure
-
-
-def parts(jobs: Sequence[Job], labels: Mapping[str, str]) -> Figure | None:
-    """Plot bars of file bytes and engine memory by part, unquantized and for the first MOST_BARS finished jobs.
-
-    Jobs of equal labels are drawn once. None if fewer than two parts have sizes; no memory panel if not measured.
-    """
-    files, memory = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
-    for job in jobs[:MOST_BARS]:
-        whole, own = dict[str, float](), dict[str, float]()
-        for part, files_of in job.record["sizes_bytes"].items():
-            full, quantized = (number_at(files_of, f"onnx_{each}").value for each in VARIANTS)
-            if full is not None:
-                whole[part], own[part] = full, full if quantized is None else quantized
-        for name, sizes, variant in zip((UNQUANTIZED, labels[job.name]), (whole, own), VARIANTS, strict=True):
-            files.setdefault(name, sizes)
-            memory.setdefault(name, held(job.record["memory"], variant))
-    several = dict.fromkeys(part for bar in files.values() for part in bar)
-    if len(several) < 2:
-        return None
-    panels = {"files of all parts, MiB": (files, [*several])}
-    if any(memory.values()):
-        panels["memory of all parts open at once, MiB"] = memory, [*several, WORKING]
-    figure = new_figure(0.6 + len(panels) * (0.6 + 0.27 * len(files)))
-    for axes, (title, panel) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
-        draw_bars(axes, *panel)
-        axes.set(xlabel=title)
-        axes.set_yticks(range(len(files)), [*files], fontsize=9)
-        axes.invert_yaxis()
-    handles, titles = figure.axes[-1].get_legend_handles_labels()
-    figure.legend(handles, titles, loc="outside upper left", ncols=3, fontsize=9, borderaxespad=0)
-    return figure
-
-
-def draw_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], pieces: Sequence[str]) -> None:
-    """Draw a stacked bar in MiB for each entry of ``bars``, made of ``pieces`` (parts), labelled with its sum."""
-    lefts, places = [0.0] * len(bars), range(len(bars))
-    for piece, colour in zip(pieces, cycle(LINES), strict=False):
-        colour, label = OTHER if piece == WORKING else colour, fitted(piece, len(WORKING))
-        widths = [bar.get(piece, 0.0) / 2**20 for bar in bars.values()]
-        last = axes.barh(places, widths, left=lefts, color=colour, height=0.7, label=label)
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    axes.bar_label(last, [f"{total:,.1f}" if total else "not measured" for total in lefts], padding=4, fontsize=9)
-    axes.margins(x=0.14)
 
 
 def draw_intervals(axes: Axes, row: Row, cost: str, point: tuple[float, float]) -> None:
@@ -296,80 +243,14 @@ def layers(job: Job, label: str) -> Figure | None:
     return figure
 
 
-def much_the_worst(job: Job) -> tuple[str, float, float] | None:
-    """Return the layer with an outlying error, its error and the next layer's in percent; None without an outlier."""
-    ordered = sorted(((error, name) for name, _, error in read_layers(job)), reverse=True)
-    if len(ordered) < 2 or ordered[0][0] < STANDS_OUT * ordered[1][0]:
-        return None
-    return ordered[0][1], 100 * ordered[0][0], 100 * ordered[1][0]
-
-
-def ranges(job: Job) -> Figure | None:
-    """Plot boxes of input magnitudes by step for the layers that change most over steps; None without ``ranges.csv``.
-
-    Drawn as in NVIDIA's article on quantizing diffusion models.
-    """
-    boxes = read_ranges(job)
-    if not boxes:
-        return None
-    most = sorted(boxes, key=lambda name: -change(boxes[name]))[:CHANGING_LAYERS]
-    figure = new_figure(0.4 + 2.1 * len(most))
-    for axes, name in zip(figure.subplots(len(most), squeeze=False)[:, 0], most, strict=True):
-        steps, largest = boxes[name], max(box["largest"] for box in boxes[name])
-        shown = steps[:: math.ceil(len(steps) / MOST_BOXES)]
-        line = {"color": SOFT, "linewidth": 0.9}
-        axes.bxp(
-            [{theirs: box[ours] for theirs, ours in zip(BOX, QUARTILES, strict=True)} for box in shown],
-            positions=[box["step"] for box in shown], widths=0.6 * len(steps) / len(shown), showfliers=False,
-            manage_ticks=False, boxprops=line, whiskerprops=line, capprops=line,
-            medianprops={"color": ACCENT, "linewidth": 1.6},
-        )  # fmt: skip
-        said = f"changes {change(steps):.2g}-fold"
-        if kept := steps[0]["kept"]:
-            axes.axhline(kept, color=LINES[0], linewidth=1.2, linestyle="--")
-            said += f", {min(100, 100 * kept / largest):.0f} % kept"
-        axes.set_title(f"{fitted(abbreviated(name), 40)} {said}", fontsize=9)
-        axes.set(ylabel="magnitude of the input")
-        axes.axvspan(0.3, len(steps) / 2 + 0.5, color=BAND, zorder=0)
-        for place, noise in ((0.25, "high noise"), (0.75, "low noise")):
-            axes.text(place, 0.98, noise, transform=axes.transAxes, ha="center", va="top", fontsize=8, color=SOFT)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlim(0.3, len(steps) + 0.7)
-        axes.set_ylim(0, 1.12 * largest)
-    figure.axes[-1].set_xlabel("denoising step")
-    return figure
-
-
-def change(steps: Sequence[Mapping[str, float]]) -> float:
-    """Compute the ratio between the largest and the smallest maximal magnitude over the denoising ``steps``."""
-    largest = [box["largest"] for box in steps]
-    return max(largest) / max(min(largest), 1e-6)
-
-
-def read_table(path: Path, read: Callable[[Mapping[str, str]], Any]) -> list[Any]:
-    """Parse each row of a job's CSV file with ``read``; an empty list where a row, or the file, is damaged."""
-    try:
-        return list(map(read, csv.DictReader(read_regular(path).decode("utf-8").splitlines())))
-    except (OSError, ValueError, KeyError, TypeError, csv.Error):
-        return []
-
-
-def read_ranges(job: Job) -> dict[str, list[dict[str, float]]]:
-    """Read ``ranges.csv``: by layer, a dictionary for each step; an empty cell is 0. Empty if damaged or missing."""
-    boxes: dict[str, list[dict[str, float]]] = {}
-    columns = ("step", *QUARTILES, "kept")
-    rows = read_table(job.directory / "ranges.csv", lambda row: (row["name"], {c: float(row[c] or 0) for c in columns}))
-    for name, box in rows:
-        if not all(math.isfinite(number) and 0 <= number < LARGEST_DRAWN for number in box.values()):
-            return {}
-        boxes.setdefault(name, []).append(box)
-    return boxes
-
-
 def read_layers(job: Job) -> list[tuple[str, str, float]]:
     """Read name, role and relative output error of each layer in ``layers.csv`` that has an error."""
-    columns = lambda row: (row["name"], row["role"], float(row["output_error"] or "nan"))  # noqa: E731
-    return [layer for layer in read_table(job.directory / "layers.csv", columns) if math.isfinite(layer[2])]
+    try:
+        rows = csv.DictReader(read_regular(job.directory / "layers.csv").decode("utf-8").splitlines())
+        layers = [(row["name"], row["role"], float(row["output_error"] or "nan")) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, csv.Error):
+        return []
+    return [layer for layer in layers if math.isfinite(layer[2])]
 
 
 def plot_sensitivity(rows: Sequence[Mapping], curve: Sequence[Mapping], path: Path) -> None:

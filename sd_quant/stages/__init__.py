@@ -6,6 +6,6 @@ WRITES = (
     *(f"{kind}/{name}" for kind in ("plan", "full_precision/plan") for name in ("*.plan", "*.plan.json")),
     "images/grid.png",
     *(f"images/{kind}/[0-9]*.{suffix}" for kind in ("full_precision", "quantized") for suffix in ("png", "webp")),
-    "config.yaml", "observed.json", "layers.csv", "ranges.csv", "assignment.yaml", "budget.csv", "sensitivity*.csv",
+    "config.yaml", "observed.json", "layers.csv", "assignment.yaml", "budget.csv", "sensitivity*.csv",
     "sensitivity*.png", "quantized_*.pt", "prompts.tsv",
 )  # fmt: skip

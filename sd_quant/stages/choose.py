@@ -12,7 +12,6 @@ from sd_quant.errors import ArtifactError
 from sd_quant.files import read_regular, temporary_folder, write_text
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.quantization.percentile import ranges_by_step
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.record import AutoCompared, Record, parsed, read_record, why
 from sd_quant.report.table import write_csv
@@ -57,14 +56,14 @@ def choose(
 ) -> Chosen:
     """Choose how each layer of all quantized parts is quantized. Raises ConfigError for a size limit too small to meet.
 
-    ``step`` times a named stage. Writes ``assignment.yaml``, ``layers.csv``, ``ranges.csv`` and the measurements.
+    ``step`` times a named stage. Writes ``assignment.yaml``, ``layers.csv`` and the measurements.
     """
     denoiser, fitted, sensitivity, auto = loaded.denoiser, None, None, None
     if loaded.labels is not None:
         with step("assign"):
             assignments = {denoiser: assign_chosen(loaded, statistics, loaded.labels)}
             assignments |= assign_parts(loaded, statistics.parts)
-        return written(loaded, Chosen(assignments, given=True), statistics, directory)
+        return written(loaded, Chosen(assignments, given=True), directory)
     with step("assign" if loaded.recipe.fit is None else "fit"):
         if (limited := limit_of(loaded)) is not None:
             measured = measure_presets(loaded, statistics, limited.offers, shared)
@@ -79,7 +78,7 @@ def choose(
                 assignments[part], sensitivity = assign(own, seen, kept), sensitivity or found
     if fitted is None:
         auto = auto_compared(loaded, statistics, assignments[denoiser])
-    return written(loaded, Chosen(assignments, sensitivity, fitted, auto=auto), statistics, directory)
+    return written(loaded, Chosen(assignments, sensitivity, fitted, auto=auto), directory)
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
@@ -90,12 +89,11 @@ def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
     return {name: label if own[name].format is not None else FP16 for name, label in labels.items()}
 
 
-def written(loaded: Loaded, chosen: Chosen, statistics: Statistics, directory: Path) -> Chosen:
-    """Write ``assignment.yaml``, ``layers.csv`` and ``ranges.csv`` to ``directory``, and return ``chosen``."""
+def written(loaded: Loaded, chosen: Chosen, directory: Path) -> Chosen:
+    """Write ``assignment.yaml`` and ``layers.csv`` to ``directory``, and return ``chosen``."""
     knobs = [f"quantize={loaded.recipe.format}", f"quant_level={loaded.recipe.quant_level:g}"]
     write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), loaded.alphas, knobs))
     write_csv(rows_of_layers(chosen.assignments), directory / "layers.csv")
-    write_csv(ranges_by_step(chosen.assignments[loaded.denoiser], statistics.layers), directory / "ranges.csv")
     return chosen
 
 

@@ -314,9 +314,8 @@ RECORDS = {
     "alpha=1.0/failure.json": {"reason": "=cmd|' /C calc'!A0 <b>| broken", "schema_version": 1},
     "alpha=0.5/provenance.json": {"started": "2026-01-01T00:00:00+00:00", "overrides": ["a"]},
 }
-RANGES = "name,step,least,first_quartile,median,third_quartile,largest,kept\na,1,0,1,2,3,4,\na,2,0,1,2,3,9,5\n"
 RECORD_FILES = {name: to_json(content) for name, content in RECORDS.items()} | {
-    "alpha=0.5/layers.csv": LAYERS.encode(), "alpha=0.5/ranges.csv": RANGES.encode(),
+    "alpha=0.5/layers.csv": LAYERS.encode(),
 }  # fmt: skip
 
 

@@ -20,13 +20,13 @@ from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS, fake_quantize
 from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.observers.mse import squared_errors
-from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS, corrected_amax, modelopt_amax, ranges_by_step
+from sd_quant.quantization.percentile import PERCENTILE_CALIBRATORS, corrected_amax, modelopt_amax
 from sd_quant.quantization.ranges import observed_range
 from sd_quant.quantization.recipe import ROTATIONS, Enable, Pair, Recipe
 from sd_quant.quantization.rotation import rotation_matrix
 from sd_quant.quantization.row_chunks import output_amax
 from sd_quant.quantization.statistics import LayerStatistics
-from tests.layers import drawn, sample_of, static_layer, turned
+from tests.layers import drawn, sample_of, turned
 
 pytestmark = pytest.mark.commit
 
@@ -111,25 +111,6 @@ def test_it_is_a_regular_hadamard_matrix_that_fp16_holds(group):
     assert torch.equal(matrix @ matrix, torch.eye(group)) and torch.equal(matrix, matrix.T)
     assert torch.equal(matrix.sum(0), torch.ones(group))
     assert torch.equal(matrix.half().float(), matrix)
-
-
-def test_each_step_has_the_quartiles_of_a_linears_channels_or_a_convolutions_prompts():
-    sample = sample_of(drawn(2, 5))
-    channels = torch.tensor([[1.0, 2, 3, 4, 9], [0, 0, 0, 0, 8]])
-    prompts = torch.tensor([[1.0, 10], [2, 30], [3, 20]])
-    found = {"linear": LayerStatistics("linear", channels, sample), "conv": LayerStatistics("conv", prompts, sample)}
-    row = static_layer(drawn(4, 5), "int8", True, activation_amax=6.35)
-    rows = ranges_by_step({"linear": row, "conv": replace(row, activation_zero_point=-40)}, found)
-    columns = ("name", "step", "least", "first_quartile", "median", "third_quartile", "largest")
-    assert [tuple(row[column] for column in columns) for row in rows] == [
-        ("linear", 1, 1, 2, 3, 4, 9), ("linear", 2, 0, 0, 0, 0, 8),
-        ("conv", 1, 1, 1.5, 2, 2.5, 3), ("conv", 2, 10, 15, 20, 25, 30),
-    ]  # fmt: skip
-    assert [row["kept"] for row in rows] == pytest.approx([6.35, 6.35, 8.35, 8.35], rel=1e-3)  # shifted by 40 codes
-
-    for change in ({"pre_quant_scale": torch.ones(5)}, {"per_token": True}, {"rotation": 16}):  # not rounded as it is
-        assert [each["kept"] for each in ranges_by_step({"linear": replace(row, **change)}, found)] == [None] * 2
-    assert ranges_by_step({"linear": replace(row, activation_format=None)}, found) == []
 
 
 # Ranges of steps, by percentile

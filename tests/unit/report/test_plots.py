@@ -12,11 +12,9 @@ from sd_quant.report import drawing, plots
 from sd_quant.report.recommendation import Recommendation, recommend
 from sd_quant.report.summary import read_sweep
 
-from .sweeps import MEMORY, change_record, write_job, write_plan, write_sweep
+from .sweeps import change_record, write_job, write_plan, write_sweep
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
-
-RANGES = "name,step,least,first_quartile,median,third_quartile,largest,kept\n"
 
 
 def words(figure) -> list[str]:
@@ -68,23 +66,6 @@ def test_where_the_unquantized_engine_is_shipped_it_has_the_star_and_the_best_re
     assert axes.lines[0].get_xdata() == [100]  # no recipe that is slower is on the front
 
 
-def test_parts_add_up_to_what_has_to_fit(figures, tmp_path):
-    """Unquantized, then each recipe, of a denoiser of 17e6 bytes and a decoder of 5e6."""
-    axes = figures["parts"].axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()][:1] == ["unquantized"]
-    assert words(figures["parts"])[0] == "21.0" and len(words(figures["parts"])) == 5
-    assert [bar.get_width() for bar in axes.patches[:5]][0] == pytest.approx(17e6 / 2**20)
-    folder = change_record(write_job(tmp_path / "run"), {"sizes_bytes.vae.onnx_quantized": 2e6, "memory": MEMORY})
-    labels = {"run": "a recipe"}
-    files, memory = plots.parts(read_sweep(folder).jobs, labels).axes
-    assert [text.get_text() for text in files.texts] == ["21.0", f"{12.2e6 / 2**20:.1f}"]
-    assert [text.get_text() for text in memory.texts] == ["114.4", "62.0"]
-    widths = [90e6, 40e6, 10e6, 10e6, 20e6, 15e6]
-    assert [bar.get_width() * 2**20 for bar in memory.patches] == pytest.approx(widths)
-    change_record(folder, {"sizes_bytes": {}})
-    assert plots.parts(read_sweep(folder).jobs, labels) is None
-
-
 def test_identical_images_stand_above_the_rest_and_a_step_without_a_ratio_is_a_gap_in_its_line(small_sweep):
     identical = {"mean": None, "min": None, "values": [None, None]}
     change_record(small_sweep.directory / "level=1", {"fidelity.psnr": identical, "fidelity.ssim.mean": 1.0})
@@ -112,18 +93,6 @@ def test_layers_stand_in_the_order_of_the_network_and_the_worst_have_names(figur
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"conv", "ffn", "qkv"}
 
 
-def test_ranges_by_step_are_of_the_layers_that_change_most(tmp_path):
-    sweep = read_sweep(write_job(tmp_path / "run"))
-    lines = [f"layer{n},{step},1,2,3,4,{5 + n * step},{8 if n == 3 else ''}" for n in range(4) for step in (1, 2)]
-    (sweep.directory / "ranges.csv").write_text(RANGES + "\n".join(lines))
-    drawn = figures_of(sweep)["ranges"].axes
-    titles = ["layer3 changes 1.4-fold, 73 % kept", "layer2 changes 1.3-fold", "layer1 changes 1.2-fold"]
-    assert [axes.get_title("left") for axes in drawn] == titles
-    assert {axes.get_ylabel() for axes in drawn} == {"magnitude of the input"}
-    assert [text.get_text() for text in drawn[0].texts] == ["high noise", "low noise"]
-    assert [line.get_ydata()[0] for line in drawn[0].lines if line.get_color() == drawing.ACCENT] == [3, 3]
-
-
 def test_the_order_is_that_in_which_diffusers_calls_its_layers(build_unet, unet_inputs):
     import torch
 
@@ -141,17 +110,14 @@ def test_the_order_is_that_in_which_diffusers_calls_its_layers(build_unet, unet_
     assert sorted(declared, key=plots.network_order) == called
 
 
-def test_layers_and_ranges_that_cannot_be_read_are_no_plot(tmp_path):
+def test_layers_that_cannot_be_read_are_no_plot(tmp_path):
     sweep = read_sweep(write_job(tmp_path / "run"))
-    layers, ranges = (sweep.directory / name for name in ("layers.csv", "ranges.csv"))
-    for bad in ("name,step\na,1\n", RANGES + "a,1,1,1,1,1,nan,\n", RANGES + "a,1,1,1,1,1,1e9,\n", RANGES + "a,b\n"):
-        ranges.write_text(bad)
-        assert plots.ranges(sweep.jobs[0]) is None
+    layers = sweep.directory / "layers.csv"
     for bad in (b"\xff\xfe\x00", b"name,role\na,b\n", b"name,role,output_error\na,b,c\n"):
         layers.write_bytes(bad)
         assert plots.layers(sweep.jobs[0], "") is None
     layers.unlink()
-    assert list(figures_of(sweep)) == ["parts", "trajectory"]
+    assert list(figures_of(sweep)) == ["trajectory"]
 
 
 def test_plots_are_the_same_bytes_every_time(tmp_path):
@@ -165,7 +131,7 @@ def test_plots_are_the_same_bytes_every_time(tmp_path):
         return pngs | {"svg": drawing.svg(drawn["layers"], "layers")}
 
     first = files()
-    assert first.keys() == {"parts", "trajectory", "layers", "svg"} and files() == first
+    assert first.keys() == {"trajectory", "layers", "svg"} and files() == first
     with Image.open(sweep.directory / "layers.png") as image:
         assert image.width > 1500 and set(image.info) == {"dpi"}
 
@@ -173,7 +139,7 @@ def test_plots_are_the_same_bytes_every_time(tmp_path):
 def test_svgs_share_a_page(figures):
     """Ids are unique over all of them and every reference resolves; colours are the page's; nothing is loaded."""
     drawings = {name: drawing.svg(figure, name) for name, figure in figures.items()}
-    assert list(drawings) == ["pareto_latency", "pareto_size", "parts", "trajectory", "layers"]
+    assert list(drawings) == ["pareto_latency", "pareto_size", "trajectory", "layers"]
     page = "".join(drawings.values())
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)) and ids
