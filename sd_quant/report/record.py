@@ -421,13 +421,6 @@ class AnyRecord(TypedDict):
     inputs: Annotated[dict[str, Any], Doc("path, hash and bytes by name: sd_quant.report.provenance.fingerprint")]
 
 
-class AutoCompared(TypedDict):
-    inputs: Annotated[Count, Doc("that were tried, at most 16, evenly drawn")]
-    lower: Annotated[Count, Doc("of these have a lower error with `alpha=auto`")]
-    error: Annotated[Finite, Doc("root mean square of what `alpha=auto` minimizes, which counts unseen prompts")]
-    error_auto: Annotated[Finite, Doc("the same with `alpha=auto`")]
-
-
 class Record(AnyRecord, total=False):
     """The record of a run, or of a checkpoint that ``judge.py`` has judged, which lacks the names below."""
 
@@ -439,7 +432,6 @@ class Record(AnyRecord, total=False):
     executed: Annotated[Executed, Doc("how the engine multiplies")]
     smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]
     sensitivity: Annotated[dict[str, Any], Doc("basis of the choice of layers by `keep`, `quantize.budget` or `fit`")]
-    auto: Annotated[AutoCompared | None, Doc("layers with `alpha=auto` instead; null where alpha is no number")]
     hand_over: Annotated[dict[str, HandedOver], Doc("exports to other tools, by target")]
     levers: Annotated[Levers | None, Doc("other calls of the denoiser than the reference's; null: bits alone")]
 

@@ -1,6 +1,5 @@
 """How each layer is quantized (its ``LayerAssignment``), and which sensitive layers stay in high precision."""
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache
@@ -16,12 +15,9 @@ from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive, derive_nearest
-from sd_quant.quantization.linears import readers_of
 from sd_quant.quantization.low_rank import with_adapter
 from sd_quant.quantization.recipe import Recipe, excluded
-from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.record import AutoCompared
 from sd_quant.report.table import write_csv
 from sd_quant.simulation.sensitivity import (
     Sensitivity,
@@ -37,7 +33,6 @@ from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.shared import Shared
 
 UNREAD = "never reached in calibration"  # a network may hold layers that its part never calls
-TRIED = 16  # shared inputs on which alpha=auto is compared with a given alpha: seconds, also for a full-size network
 
 
 def assign(
@@ -56,35 +51,6 @@ def assign(
         exceptions, loaded.attentions, biases(weights),
     )  # fmt: skip
     return made if loaded.base is loaded.checkpoint else with_loras_beside(loaded.checkpoint, loaded.denoiser, made)
-
-
-def auto_compared(
-    loaded: Loaded, statistics: Statistics, assignment: Mapping[str, LayerAssignment]
-) -> AutoCompared | None:
-    """Compare the expected output error of ``alpha=auto`` with that of the recipe's alpha, at up to TRIED layer inputs.
-
-    Return None unless the recipe's alpha (strength of smoothing) is a number and some layer is smoothed.
-    """
-    recipe, weights, errors = loaded.recipe, denoiser_weights(loaded.base), list[tuple[float, float]]()
-    if recipe.alpha is None or recipe.alpha == "auto":
-        return None
-    inputs = SMOOTHINGS[recipe.smoothing](loaded.shared_inputs)
-    smoothed = [each for each in inputs if any(assignment[name].alpha is not None for name in each.readers)]
-    for shared in smoothed[:: -(-len(smoothed) // TRIED) or 1]:
-        read = {name: weights[f"{name}.weight"] for name in shared.readers}
-        rows = {
-            name: LayerAssignment(name, loaded.roles[name], tuple(weight.shape), reason=assignment[name].reason)
-            for name, weight in read.items()
-        }
-        readers = readers_of(shared, rows, read, statistics.layers)
-        if readers is not None:
-            error = readers.expected_error(recipe)
-            errors.append((error(float(recipe.alpha), 0.0), error(*readers.best_smoothing(recipe))))
-    if not any(before for before, _ in errors):
-        return None
-    before, after = (math.sqrt(sum(each) / len(errors)) for each in zip(*errors, strict=True))
-    lower = sum(after < before for before, after in errors)
-    return {"inputs": len(errors), "lower": lower, "error": before, "error_auto": after}
 
 
 def with_loras_beside(

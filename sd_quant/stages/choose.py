@@ -13,10 +13,10 @@ from sd_quant.files import read_regular, temporary_folder, write_text
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.record import AutoCompared, Record, parsed, read_record, why
+from sd_quant.report.record import Record, parsed, read_record, why
 from sd_quant.report.table import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
-from sd_quant.stages.assign import assign, assign_parts, auto_compared, most_sensitive
+from sd_quant.stages.assign import assign, assign_parts, most_sensitive
 from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
 from sd_quant.stages.fit import Fitted, assign_chosen, fit, limit_of, measure_presets
 from sd_quant.stages.load import Loaded, units_of, with_recipe
@@ -34,7 +34,6 @@ class Chosen:
     sensitivity: Sensitivity | None = None  # with quantize.keep
     fitted: Fitted | None = None  # with quantize.budget or quantize.fit
     given: bool = False  # with the knob ``assignment``: a file gave every layer's preset
-    auto: AutoCompared | None = None
 
 
 def rows_of_layers(assignments: Mapping[str, Mapping[str, LayerAssignment]]) -> list[dict[str, object]]:
@@ -58,7 +57,7 @@ def choose(
 
     ``step`` times a named stage. Writes ``assignment.yaml``, ``layers.csv`` and the measurements.
     """
-    denoiser, fitted, sensitivity, auto = loaded.denoiser, None, None, None
+    denoiser, fitted, sensitivity = loaded.denoiser, None, None
     if loaded.labels is not None:
         with step("assign"):
             assignments = {denoiser: assign_chosen(loaded, statistics, loaded.labels)}
@@ -76,9 +75,7 @@ def choose(
                 seen, end = (statistics, "") if own is loaded else (statistics.parts[part], f"_{part}")
                 found, kept = most_sensitive(own, seen, assignments[part], directory, shared, end)
                 assignments[part], sensitivity = assign(own, seen, kept), sensitivity or found
-    if fitted is None:
-        auto = auto_compared(loaded, statistics, assignments[denoiser])
-    return written(loaded, Chosen(assignments, sensitivity, fitted, auto=auto), directory)
+    return written(loaded, Chosen(assignments, sensitivity, fitted), directory)
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:

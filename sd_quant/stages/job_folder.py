@@ -8,10 +8,9 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -33,12 +32,11 @@ from sd_quant.report.record import RECORD, Record, read_record
 from sd_quant.report.run_table import run_table
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import FAILURE, LOCK, PROVENANCE, RECOMMENDATION, REPORT, SWEEP
-from sd_quant.shell import literal, pasted
+from sd_quant.shell import literal
 from sd_quant.source import source_digest
-from sd_quant.text import counted, one_line
+from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
-ALPHA = ("alpha", "quantize.alpha")
 DONE_BEFORE = "done before: nothing that this job depends on has changed since"
 # What each package writes into a job's folder. Nothing else is ever removed: the user may have named any folder.
 HAND_OVER = "hand_over"
@@ -192,9 +190,6 @@ def closing_words(record: Record, directory: Path) -> float | None:
         LOG.info("done: %s", directory.name if psnr is None else f"{directory.name}, PSNR {psnr:.2f} dB")
         return psnr
     print(run_table(record))
-    if auto := record.get("auto"):
-        given = [each for each in record["overrides"] if each.partition("=")[0] not in ALPHA]
-        print(f"alpha=auto {with_auto(auto)}: {pasted('quantize', *given, 'alpha=auto')}\n")
     drawn = [directory / REPORT, directory / RECOMMENDATION]
     made = (directory / RECORD).stat().st_mtime_ns
     if any(not path.exists() or path.stat().st_mtime_ns < made for path in drawn):
@@ -205,14 +200,6 @@ def closing_words(record: Record, directory: Path) -> float | None:
     print(f"run directory: {shown(directory)} (the command took {seconds_since_start():.1f} s)")
     print(last_words(directory))
     return psnr
-
-
-def with_auto(auto: Mapping[str, Any]) -> str:
-    """Say in words how ``alpha=auto`` would change the expected error."""
-    before, after = auto["error"], auto["error_auto"]
-    verb, inputs = "lowers" if after < before else "does not lower", counted(auto["inputs"], "input")
-    errors = f"{before:.2%} with the given alpha, {after:.2%} with auto; lower in {auto['lower']} of {inputs} tried"
-    return f"{verb} the expected error of layers ({errors})"
 
 
 def in_sweep(directory: Path) -> bool:

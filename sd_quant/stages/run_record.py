@@ -101,7 +101,6 @@ def record_of(job: QuantizeJob, results: Results, step: StageTimer, fingerprint:
         "peaks": {part: dataclasses.asdict(peak) for part, peak in results.peaks.items()},
         "smoothing": count_smoothing(variants.assignment, artifact(directory, "onnx", loaded.denoiser)),
         "sensitivity": sensitivity_entry(results.chosen),
-        "auto": results.chosen.auto,
         "hand_over": results.handed_over,
         "judged": None,
         "levers": results.levers,

@@ -1,7 +1,6 @@
 """Which layers a calibration looks at, and what an assignment and a measurement of sensitivity are given."""
 
 import logging
-import math
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,16 +9,15 @@ import torch
 from torch import nn
 
 from sd_quant.cache import Cache
-from sd_quant.models.parts import Heads, SharedInput
+from sd_quant.models.parts import Heads
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.recipe import Recipe
-from sd_quant.quantization.statistics import LayerStatistics, Sample, Statistics
+from sd_quant.quantization.statistics import Sample, Statistics
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages import assign as stage
 from sd_quant.stages import calibrate
 from sd_quant.stages.calibrate import announce_calibration, calibrated_sha256
 from sd_quant.stages.shared import Shared
-from tests.layers import sample_of
 from tests.presets import job
 
 pytestmark = pytest.mark.commit
@@ -72,37 +70,6 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch, a
     assert (inputs, heads) == (["to_q"], {"attn": Heads(64)})
     said = {"mid": "a file says so", "conv": "excluded by the preset"}
     assert exceptions == {"to_q": own, "to_k": ("to_k", loaded.recipe)} | said
-
-
-def test_auto_is_compared_with_a_given_alpha_as_whole_derivations_have_them(monkeypatch, answering):
-    """On three inputs of four, every other one where only two may be tried; an alpha that is none is not compared."""
-    random = torch.Generator().manual_seed(0)
-    rows = torch.randn(64, 24, generator=random) * torch.randn(24, generator=random).exp() * 3
-    seen = LayerStatistics("linear", 1.1 * rows.abs().amax(0).expand(20, -1), sample_of(rows.half()))
-    names = ["a", "b", "c", "kept"]
-    weights = {f"{name}.weight": torch.randn(16, 24, generator=random) for name in names}
-    answering(stage, denoiser_weights=weights)
-    loaded = SimpleNamespace(
-        base=None, checkpoint=None, roles=dict.fromkeys(names, "ffn"), shared_inputs=[SharedInput((n,)) for n in names],
-        attentions={}, exclude=["kept"], weights_alone=[], recipe=Recipe(3.0, 0.0),
-    )  # fmt: skip
-    statistics = Statistics(dict.fromkeys(names, seen), {})
-    given = stage.assign(loaded, statistics)
-    auto = stage.assign(SimpleNamespace(**vars(loaded) | {"recipe": Recipe(3.0, "auto")}), statistics)
-
-    def compared(*tried: str) -> dict:
-        before, after = ([each[name].output_error for name in tried] for each in (given, auto))
-        mean = [math.sqrt(sum(error**2 for error in each) / len(tried)) for each in (before, after)]
-        lower = sum(new < old for old, new in zip(before, after, strict=True))
-        return {"inputs": len(tried), "lower": lower, "error": mean[0], "error_auto": mean[1]}
-
-    found = stage.auto_compared(loaded, statistics, given)
-    assert found == pytest.approx(compared("a", "b", "c")) and found["lower"] == 3
-    monkeypatch.setattr(stage, "TRIED", 2)
-    assert stage.auto_compared(loaded, statistics, given) == pytest.approx(compared("a", "c"))
-    for alpha in (None, "auto"):
-        loaded.recipe = Recipe(3.0, alpha)
-        assert stage.auto_compared(loaded, statistics, given) is None
 
 
 def test_with_loras_beside_the_weights_statistics_are_those_of_the_checkpoint_alone():
