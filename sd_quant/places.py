@@ -19,7 +19,7 @@ HOME = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else SHIP
 CONF = HOME / "conf"
 UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")  # characters that are replaced in the name of a folder
 LONGEST_NAME = 120
-FILE_ENDING = re.compile(r"\.(json|html|csv|md|parquet|png|yaml|log|part|lock)$", re.IGNORECASE)  # of files in a sweep
+FILE_ENDING = re.compile(r"\.(json|html|csv|md|png|yaml|log|part|lock)$", re.IGNORECASE)  # of files in a sweep
 GROUPS = [CONF]  # folders with groups of presets: ours, and those that the user adds to Hydra's search path
 
 

@@ -1,4 +1,4 @@
-"""Read a sweep's folder, and write a table with a row for each job: ``summary.csv``, ``.parquet`` and ``.md``.
+"""Read a sweep's folder, and write a table with a row for each job: ``summary.csv`` and ``.md``.
 
 ``sweep.json`` names the jobs, and each job's folder holds the job's record, the reason of its failure, or neither. A
 single run is read as a sweep of one job.
@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from sd_quant.cache import try_lock
 from sd_quant.errors import ArtifactError
-from sd_quant.files import atomic_path, open_regular, read_regular, refusing, write_text
+from sd_quant.files import open_regular, read_regular, refusing, write_text
 from sd_quant.metrics import SCORES, fidelity_scores
 from sd_quant.metrics.intervals import Interval
 from sd_quant.report.readings import Number, interval_of, latency_of, number_at, quotient, score_of
@@ -349,30 +349,11 @@ def scores_of(fidelity: Fidelity) -> dict[str, float | None]:
 
 
 def write_summary(sweep: Sweep, recommended: Mapping[Any, str] = {}, sentence: str = "") -> None:
-    """Write ``summary.csv`` and ``.parquet``, with a column ``recommended``, and ``.md`` with ``sentence`` on top."""
+    """Write ``summary.csv``, with a column ``recommended``, and ``.md`` with ``sentence`` on top."""
     table = [{"job": row["job"], "recommended": recommended.get(row["job"]), **row} for row in sweep.rows]
     write_csv(table, sweep.directory / "summary.csv")
-    write_parquet(table, sweep.directory / "summary.parquet")
     top = f"**{markdown_text(sentence)}**\n\n" if sentence else ""
     write_text(sweep.directory / "summary.md", top + markdown(sweep))
-
-
-def write_parquet(table: list[Row], path: Path) -> None:
-    """Write the table as Parquet; columns of mixed types (``alpha`` 0.8 and auto) become text."""
-    import pyarrow
-    from pyarrow import parquet
-
-    def column(name: str) -> list:
-        values = [row.get(name) for row in table]
-        # a seed may be larger than a number there
-        kinds = {str if isinstance(v, int) and v >= 2**63 else type(v) for v in values if v is not None}
-        if kinds in (set(), {int}, {float}, {bool}, {int, float}):
-            return values
-        # halves of surrogates, as in a failure's quotation of a file, have no UTF-8
-        return [v if v is None else str(v).encode("utf-8", "backslashreplace").decode() for v in values]
-
-    with atomic_path(path) as temporary:
-        parquet.write_table(pyarrow.table({name: column(name) for name in columns_of(table)}), temporary)
 
 
 def shown_columns() -> list[Column]:

@@ -21,7 +21,7 @@ def test_a_sweep_leaves_its_table_plots_and_report_and_makes_once_what_its_jobs_
     told, sweep = (unbroken_sweep / "stdout").read_text(), unbroken_sweep / "kept"
     assert f"sweep of 3 jobs in {unbroken_sweep}/sweep" in told and "job 3 of 3: quant_level=3" in told
     left = {path.name for path in sweep.iterdir()}
-    assert {*JOBS, "summary.csv", "summary.md", "summary.parquet", "report.html", "recommendation.json"} <= left
+    assert {*JOBS, "summary.csv", "summary.md", "report.html", "recommendation.json"} <= left
     assert {"pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png"} <= left
     table = rows_of(sweep / "summary.csv")
     assert [row["job"] for row in table] == JOBS and statuses(sweep) == ["done"] * 3

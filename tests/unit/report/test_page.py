@@ -62,7 +62,7 @@ def test_the_command_makes_everything_and_each_thing_stands_in_its_place(small_s
     monkeypatch.setattr(sys, "argv", ["report", str(directory)])
     main()
     assert {path.name for path in directory.iterdir() if path.is_file()} == {
-        "sweep.json", "recommendation.json", "summary.csv", "summary.md", "summary.parquet", "report.html",
+        "sweep.json", "recommendation.json", "summary.csv", "summary.md", "report.html",
         "votes.html", "votes_key.json", "pareto_latency.png", "pareto_size.png", "trajectory.png", "layers.png",
     }  # fmt: skip
     said = capsys.readouterr().out.splitlines()

@@ -5,7 +5,6 @@ import json
 import shlex
 
 import pytest
-from pyarrow import parquet
 
 from sd_quant.cache import locked
 from sd_quant.errors import ArtifactError
@@ -71,14 +70,12 @@ def test_a_job_that_left_nothing_is_running_was_killed_or_cancelled(folder):
         assert words.startswith(f"it left no record: it {ending}")
 
 
-def test_the_three_files_agree(folder):
+def test_the_two_files_agree(folder):
     write_summary(read_sweep(folder))
     with (folder / "summary.csv").open(newline="") as file:
         text = list(csv.DictReader(file))
-    table = parquet.read_table(folder / "summary.parquet").to_pylist()
-    assert [row["job"] for row in text] == [row["job"] for row in table]
-    assert [row["alpha"] for row in table] == ["0.5", "auto", "1.0", "0.1"]  # one type a column
-    assert [float(row["psnr_db"]) for row in text[:2]] == [row["psnr_db"] for row in table[:2]] == [30.0, 35.0]
+    assert [row["alpha"] for row in text] == ["0.5", "auto", "1", "0.1"]
+    assert [float(row["psnr_db"]) for row in text[:2]] == [30.0, 35.0]
     assert text[2]["reason"].startswith("'=cmd")  # no spreadsheet runs it
     lines = (folder / "summary.md").read_text().splitlines()
     assert lines[2].startswith("| 0.5 | done | 30.00 ± 0.64 | 29.95 | 0.9800 | 0.0100 | 21.0 | 10.0 | 2.00x")
@@ -104,7 +101,7 @@ def test_a_plan_that_is_none_is_refused(tmp_path):
 
 
 def test_a_table_has_the_columns_of_all_its_rows_and_text_that_starts_a_formula_is_disarmed(tmp_path):
-    """Columns are in order of first appearance. A seed may be larger than parquet's numbers."""
+    """Columns are in order of first appearance."""
     formulas = [f"{start}cmd|' /C calc'!A0" for start in "=+-@\t\r"]
     write_csv([{"name": formula} for formula in formulas], tmp_path / "layers.csv")
     with (tmp_path / "layers.csv").open(newline="", encoding="utf-8") as file:
@@ -113,12 +110,6 @@ def test_a_table_has_the_columns_of_all_its_rows_and_text_that_starts_a_formula_
     write_csv(rows, tmp_path / "a.csv")
     lines = [b"name,int8,seed,int4", b"a,8,7,", b"b,8,9223372036854775807,4", b""]
     assert (tmp_path / "a.csv").read_bytes() == b"\r\n".join(lines)
-    for seed, stored in ((2**63 - 1, [7, 2**63 - 1]), (2**64 - 1, ["7", f"{2**64 - 1}"])):
-        rows[1]["seed"] = seed
-        summary.write_parquet(rows, tmp_path / "a.parquet")
-        first, second = parquet.read_table(tmp_path / "a.parquet").to_pylist()
-        assert [first.pop("seed"), second.pop("seed")] == stored
-        assert (first, second) == ({"name": "a", "int8": 8, "int4": None}, {"name": "b", "int8": 8, "int4": 4})
 
 
 # recommendation.json: what is shipped, with files that are there and a command that can be pasted
