@@ -11,8 +11,9 @@ Finished rows are kept, so a cancelled run continues with the others.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -21,6 +22,7 @@ from common import REPORTED, image_parser, job_with, label, open_subject, paired
 from four_bits import LEVEL
 from measurer import markdown
 from modelopt.torch.quantization import fold_weight
+from torch import nn
 
 from sd_quant.calibration.prompts import read_prompts
 from sd_quant.config.precise_steps import with_ends
@@ -38,12 +40,25 @@ from sd_quant.simulation.sensitivity import Switched
 from sd_quant.stages.assign import assign, measure_sensitivity
 from sd_quant.stages.load import with_recipe
 from sd_quant.stages.open_parts import open_simulated
-from sd_quant.stages.precise_steps import multiplications
 from sd_quant.stages.session import Session
 
 PRESETS = ("int8", "fp8", "int8_dynamic", "svdquant_w4a4", "nvfp4")
 CHOOSING, PRECISE, SAVED = 8, (2, 4, 8), 5  # prompts, numbers of steps, calls
 GUIDANCE = 5.0
+
+
+def multiplications(network: nn.Module, layers: Iterable[str], call: Callable[[], object]) -> dict[str, int]:
+    """Count the multiplications of each of the ``layers`` in one ``call`` of the network."""
+    counts = dict.fromkeys(layers, 0)
+
+    def count(name: str, module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        counts[name] += output.numel() * module.get_parameter("weight")[0].numel()
+
+    hooks = [network.get_submodule(name).register_forward_hook(partial(count, name)) for name in counts]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return counts
 
 
 def rows_of_preset(subject, reference, saving: str, preset: str, options) -> dict[str, dict]:

@@ -15,7 +15,7 @@ from sd_quant.config.precise_steps import PRECISE, PreciseSteps, precise_steps
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
-from sd_quant.inference.samplers import COMPUTED, FULL, NOT_COMPUTED, SAMPLERS, WEIGHTS_ALONE, most_saved
+from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, SAMPLERS, WEIGHTS_ALONE, most_saved
 from sd_quant.knobs import COUNT, FROM_0, SEED, SHARE, Limit, Only, Unused, between, check, check_unused, one_of
 from sd_quant.places import existing_file, input_path, looked_in
 from sd_quant.shell import literal
@@ -100,8 +100,7 @@ class Infer:
     precise_steps: Annotated[
         str | int | None,
         PRECISE,
-        "steps h of the schedule: first3,last3; or chosen, by their number, their gain (3dB) or their time (10%); "
-        "auto: those that pay, if any; null: none",
+        "steps h of the schedule: first3,last3, or their number, of which the best are chosen; null: none",
     ]
     vae_tile: Annotated[
         int | None, TILE, "pixels of a side of the tiles in which images are decoded; null: whole images"
@@ -180,14 +179,14 @@ class Infer:
 
     @property
     def chooses_precise(self) -> bool:
-        """Whether the run chooses the steps of higher precision: ``precise_steps`` is a number, gain, time or auto."""
+        """Whether the run chooses the steps of higher precision: ``precise_steps`` is a number."""
         return self.precise is not None and self.given_schedule is None
 
     @property
     def precise_letters(self) -> set[str]:
-        """Letters of steps that need their own engine: h (inputs unquantized), f (full precision); both if chosen."""
-        if self.chooses_precise:  # which compares the times of both
-            return {WEIGHTS_ALONE, FULL}
+        """Letters of steps that need their own engine: h (inputs unquantized), f (full precision)."""
+        if self.chooses_precise:
+            return {WEIGHTS_ALONE}
         return set(self.given_schedule or "") - NOT_COMPUTED - {COMPUTED}
 
     @property

@@ -131,16 +131,12 @@ class QuantizeJob(RecipeJob):
         self.model.encoder |= self.infer.image is not None
 
     def check_precise(self) -> None:
-        """Raise ConfigError for steps h if no input is quantized, or for a choice by time if no engine is timed."""
+        """Raise ConfigError for steps h if no input is quantized."""
         infer, formats = self.infer, self.formats()
         knob = "schedule" if infer.schedule is not None else "precise_steps"
-        value, precise = getattr(infer, knob), infer.precise
         if WEIGHTS_ALONE in infer.precise_letters:
             expected = f"no step h, because quantize={self.quantize.format} quantizes no inputs: all steps are such"
-            check(bool(formats["inputs"] | formats["attention"]), f"infer.{knob}", value, expected)
-        if precise is not None and precise.by_time and (refused := why_not(infer.engine, formats)):
-            expected = f"places, a number of steps, or dB that they gain, because nothing is timed: {refused}"
-            check(False, f"infer.{knob}", value, expected)
+            check(bool(formats["inputs"] | formats["attention"]), f"infer.{knob}", getattr(infer, knob), expected)
 
     def why_no_plans(self) -> str | None:
         """Return why no TensorRT library builds plans with the recipe's input formats; None if one does."""

@@ -1,4 +1,4 @@
-"""The knob ``infer.precise_steps``: which denoising steps leave inputs unquantized, by place, number or target."""
+"""The knob ``infer.precise_steps``: which denoising steps leave inputs unquantized, by place or number."""
 
 import re
 from dataclasses import dataclass
@@ -7,37 +7,20 @@ from sd_quant.inference.samplers import COMPUTED, FULL, WEIGHTS_ALONE
 from sd_quant.knobs import Limit, check
 
 KNOB = "infer.precise_steps"
-WHOLE, AMOUNT = r"[1-9]\d{0,5}", r"(?!0*\.?0*(?:dB|%))\d{1,3}(?:\.\d{1,3})?"
-FORM = re.compile(
-    rf"(?=[fl])(?:first(?P<first>{WHOLE}))?(?:(?:^|,)last(?P<last>{WHOLE}))?|(?P<count>{WHOLE})"
-    rf"|(?P<gain_db>{AMOUNT})dB|(?P<percent>{AMOUNT})%|auto"
-)
+WHOLE = r"[1-9]\d{0,5}"
+FORM = re.compile(rf"(?=[fl])(?:first(?P<first>{WHOLE}))?(?:(?:^|,)last(?P<last>{WHOLE}))?|(?P<count>{WHOLE})")
 PRECISE = Limit(
-    lambda value: FORM.fullmatch(str(value)) is not None,
-    "auto, places such as first3,last3, a number of steps such as 4, dB that they gain such as 3dB, or time that they "
-    "add to denoising such as 10%",
+    lambda value: FORM.fullmatch(str(value)) is not None, "places such as first3,last3, or a number of steps such as 4"
 )
 
 
 @dataclass(frozen=True)
 class PreciseSteps:
-    """Places of steps with unquantized inputs, or their number, gain or time if a run chooses; None for ``auto``."""
+    """Places of steps with unquantized inputs, or their number if a run chooses them."""
 
     first: int | None = None
     last: int | None = None
     count: int | None = None
-    gain_db: float | None = None
-    percent: float | None = None  # of the time of denoising
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether the knob is ``auto``: steps are precise only if the same time, spent otherwise, gains less."""
-        return self == PreciseSteps()
-
-    @property
-    def by_time(self) -> bool:
-        """Whether the choice of steps needs latencies, as for ``auto`` and a share of the time."""
-        return self.is_auto or self.percent is not None
 
     def schedule(self, steps: int) -> str | None:
         """Return the schedule, a letter per step, with precise steps at the stated places; None if a run chooses."""
@@ -64,8 +47,7 @@ def precise_steps(value: str | int | None, steps: int) -> PreciseSteps | None:
     form = FORM.fullmatch(str(value))
     if form is None:  # null
         return None
-    kinds: dict[str, type] = {"gain_db": float, "percent": float}
-    made = PreciseSteps(**{name: kinds.get(name, int)(text) for name, text in form.groupdict().items() if text})
+    made = PreciseSteps(**{name: int(text) for name, text in form.groupdict().items() if text})
     total = (made.first or 0) + (made.last or 0) + (made.count or 0)
     check(total <= steps, KNOB, value, f"at most the {steps} steps of an image, and these are {total}")
     check(made.count != steps, KNOB, value, f"fewer than the {steps} steps; of all of them nothing is to be chosen")

@@ -22,8 +22,7 @@ CAPTION = (
     "with a better solver; a recipe beats it if its images are closer to the reference than those of either, by the "
     "paired interval over prompts at 95 % for both. To its twin: to full precision's images by the same calls. "
     "Speed-ups are of an image. Precise steps: what the chosen ones gain in the error of the final latents, on prompts "
-    "that did not choose them, and add to the time of denoising; they pay if that is more than the most sensitive "
-    "layers in high precision gain in the same time, and full precision in fewer steps."
+    "that did not choose them."
 )
 TITLES = [
     "recipe", "calls", "schedule", "speed-up", "of that by bits", "by calls", "PSNR, dB", "to its twin", "control",
@@ -85,14 +84,11 @@ def lever_cells(name: str, record: Record, timed: Timed | None) -> list[str]:
 
 
 def precise_cell(chosen: PreciseChosen) -> str:
-    """Format a trial of unquantized inputs in some denoising steps: gain, time, why refused; a dash without trial."""
+    """Format the chosen steps with unquantized inputs and what they gain; a dash without a choice."""
     if not chosen:
         return DASH
     mean, *ends = chosen["gain_db"]
-    gain = plus_minus(recorded(mean, ends), "{:+.1f}")
-    price = "not timed" if chosen["time"] is None else f"for {chosen['time']:+.1%} of time"
-    refused = f"; not taken: {chosen['reason']}" if chosen["reason"] else ""
-    return f"{chosen['tried']}: {gain} dB {price}{refused}"
+    return f"{chosen['schedule']}: {plus_minus(recorded(mean, ends), '{:+.1f}')} dB"
 
 
 def lever_tables(sweep: Sweep) -> list[Table]:

@@ -358,14 +358,10 @@ class ReuseChosen(TypedDict):
 class PreciseChosen(TypedDict):
     """How the steps with unquantized inputs were chosen: see ``sd_quant.inference.precision``."""
 
-    schedule: Annotated[str, Doc("a letter a step: c computed, h with unquantized inputs; all c where none pays")]
-    tried: Annotated[str, Doc("the best schedule that was found")]
+    schedule: Annotated[str, Doc("a letter a step: c computed, h with unquantized inputs")]
     candidates: Annotated[dict[str, Finite], Doc("dB that each schedule gains on the prompts that chose")]
-    gain_db: Annotated[list[Finite | None], Doc("what the tried one gains on others, with both ends of its interval")]
-    beyond_db: Annotated[dict[str, list[Finite | None]], Doc("with auto, that beyond what else takes as long, by name")]
-    time: Annotated[Finite | None, Doc("that these steps add, as a share of the recipe's denoising; null: not timed")]
+    gain_db: Annotated[list[Finite | None], Doc("what the schedule gains on others, with both ends of its interval")]
     prompts: Annotated[Count, Doc("on which gains are measured")]
-    reason: Annotated[str | None, Doc("why auto takes none of these steps; null: they are taken")]
 
 
 class Control(TypedDict):

@@ -209,7 +209,7 @@ def offer_of_denoiser(loaded: Loaded, whole: int) -> Offer:
 
 def with_precise_steps(offer: Offer, infer: Infer) -> Offer:
     """Add the copies of weights that precise steps need to the ``offer``'s sizes: runtimes share no weights."""
-    letters = {WEIGHTS_ALONE} if infer.chooses_precise else infer.precise_letters
+    letters = infer.precise_letters
     copies = 1 + (WEIGHTS_ALONE in letters)
     sizes = {name: {label: copies * size for label, size in own.items()} for name, own in offer.sizes.items()}
     return replace(offer, sizes=sizes, whole=(copies + (FULL in letters)) * offer.whole)

@@ -19,7 +19,6 @@ from sd_quant.inference.samplers import BETTER_SOLVER, sampler_for, samplers_for
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint
-from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.record import IMAGE, Control, Levers
 from sd_quant.source import source_digest
 from sd_quant.stages.generate import generate, recipe_sampling, sampling_of
@@ -45,12 +44,12 @@ def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
         )
 
 
-def scheduled(variants: Variants, job: QuantizeJob, calls: Statistics) -> tuple[Infer, Levers]:
+def scheduled(variants: Variants, job: QuantizeJob) -> tuple[Infer, Levers]:
     """Choose the schedule that the job's knobs ask for; return ``infer`` with it, and how it was chosen.
 
-    Errors by reuse in single steps, the same for all recipes, are cached. ``calls``: denoiser inputs from calibration.
+    Errors by reuse in single steps, the same for all recipes, are cached.
     """
-    infer, precise = with_precise_steps(variants, job, calls)
+    infer, precise = with_precise_steps(variants, job)
     if infer.reuse is None:
         return infer, Levers(chosen=None, precise=precise)
     checkpoint, shared = variants.loaded.checkpoint, variants.shared

@@ -1,7 +1,6 @@
 """The steps of ``quantize`` in order; each step is a function in another module of this package."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 from sd_quant.config import QuantizeJob
 from sd_quant.metrics.memory import StageTimer
@@ -32,7 +31,6 @@ def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
     with step("calibrate"):
         statistics = statistics_of(loaded, job, calibrated_sha256(job, shared.facts))
     chosen = choose(loaded, statistics, shared.directory, step, shared)
-    calls = replace(statistics, layers={}, parts={})
     variants = variants_of(loaded, chosen.assignments, shared, simulated, job.compiled_baseline)
     rows = rows_of_run(variants, job.hand_over)  # refused before anything is exported
     with step("images"):
@@ -44,7 +42,7 @@ def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
     with step("plans") if job.trt.library != "none" else nullcontext():
         plans = build_run_plans(variants, job.trt)
     with step("images"):
-        infer, schedules = scheduled(variants, job, calls)
+        infer, schedules = scheduled(variants, job)
         comparison = compare_images(variants, framework, infer)
         save_run(variants, comparison)
     with step("hand_over") if rows else nullcontext():
@@ -59,6 +57,6 @@ def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
     memory = memory_of_run(variants, job.memory_of_parts, step)
     variants.pool.close()
     results = Results(
-        variants, chosen, calls.peaks, plans, comparison, latency, parity, executed, handed_over, memory, levers
+        variants, chosen, statistics.peaks, plans, comparison, latency, parity, executed, handed_over, memory, levers
     )
     return written_record(job, results, step, fingerprint)

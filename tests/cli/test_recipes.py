@@ -251,12 +251,10 @@ def test_precise_steps_are_those_of_the_preset_of_weights_alone(job, engine):
 
 
 def test_precise_steps_are_chosen_and_made_again(done, tiny, job, tmp_path):
-    """With auto the record says whether they pay, and why not; whichever are taken, a run's files make its images."""
-    run = job("quant_level=3", "infer.steps=4", "infer.precise_steps=auto", "export_trt=tensorrt_rtx")
+    """The record says what the chosen ones gain; whichever are taken, a run's files make its images."""
+    run = job("quant_level=3", "infer.steps=4", "infer.precise_steps=2", "export_trt=tensorrt_rtx")
     found = record_of(run)["levers"]["precise"]
-    assert found["prompts"] >= 1 and list(found["candidates"]) and found["time"] is not None
-    assert (found["schedule"] == found["tried"]) == (found["reason"] is None) and set(found["schedule"]) <= {*"ch"}
-    assert set(found["beyond_db"]) == {"full precision in fewer steps", "keeping the most sensitive layers"}
+    assert found["prompts"] >= 1 and list(found["candidates"]) and sorted(found["schedule"]) == [*"cchh"]
     assert "\nprecise steps  " in run_table(record_of(run)) and (run / "plan/unet_weights_alone.plan").exists()
     taken = job("quant_level=3", "infer.steps=4", "infer.precise_steps=first1,last1", "export_trt=none")
     given = *tiny.knobs[:4], "infer.steps=4", "infer.precise_steps=first1,last1", f"hydra.run.dir={tmp_path}/images"

@@ -74,13 +74,10 @@ def test_calibration_takes_the_first_prompts_and_none_where_statistics_come_from
 @pytest.mark.parametrize(("value", "asks", "schedule"), [
     ("first1,last2", PreciseSteps(1, 2), "hccchh"), ("first6", PreciseSteps(6), "hhhhhh"),
     ("last2", PreciseSteps(last=2), "cccchh"), (4, PreciseSteps(count=4), None), ("5", PreciseSteps(count=5), None),
-    ("2.5dB", PreciseSteps(gain_db=2.5), None), ("10%", PreciseSteps(percent=10.0), None),
-    ("auto", PreciseSteps(), None),
 ])  # fmt: skip
-def test_a_value_names_places_a_number_a_target_or_nothing(value, asks, schedule):
+def test_a_value_names_places_a_number_or_nothing(value, asks, schedule):
     found = precise_steps(value, 6)
     assert found == asks and found.schedule(6) == schedule
-    assert found.by_time == (value in ("10%", "auto"))
     assert precise_steps(None, 6) is None
 
 
