@@ -30,7 +30,7 @@ from sd_quant.files import write_json, write_text
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.precision import best_steps, products_of_steps, schedule_with
 from sd_quant.inference.reuse import candidates, changed_by, products_of, replacements
-from sd_quant.inference.samplers import WEIGHTS_ALONE, engine_of_letter, most_saved
+from sd_quant.inference.schedules import WEIGHTS_ALONE, engine_of_letter, most_saved
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.models.checkpoint import denoiser_of
 from sd_quant.places import HOME

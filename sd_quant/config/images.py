@@ -15,7 +15,7 @@ from sd_quant.config.precise_steps import PRECISE, PreciseSteps, precise_steps
 from sd_quant.engines import RUNTIMES, Runtime
 from sd_quant.errors import ConfigError
 from sd_quant.files.image_files import image_files
-from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, SAMPLERS, WEIGHTS_ALONE, most_saved
+from sd_quant.inference.schedules import COMPUTED, NOT_COMPUTED, WEIGHTS_ALONE, most_saved
 from sd_quant.knobs import COUNT, FROM_0, SEED, SHARE, Limit, Only, Unused, between, check, check_unused, one_of
 from sd_quant.places import existing_file, input_path, looked_in
 from sd_quant.shell import literal
@@ -23,7 +23,7 @@ from sd_quant.shell import literal
 AUTO = "auto"
 TABLE = "infer.table"
 # knobs that change the quantized model's images and not the reference's
-LEVERS = ("sampler", "sampler_steps", "reuse", "schedule", "precise_steps")
+LEVERS = ("reuse", "schedule", "precise_steps")
 PROMPT_FILES = (".txt", ".tsv", ".csv", ".json")
 MOST_IMAGES = 10**6  # in one job
 TILE = Limit(lambda pixels: 32 <= pixels <= 4096 and pixels % 32 == 0, "a multiple of 32 up to 4096")
@@ -74,14 +74,6 @@ class Infer:
         float | None,
         Limit(lambda share: 0 < share <= 1, "more than 0 and at most 1"),
         "share of the denoising steps by which an image is changed; null: 0.6, and 1 with a mask",
-    ]
-    sampler: Annotated[
-        str | None,
-        one_of(SAMPLERS),
-        "sampler of the recipe's images, not of the reference's; null: the checkpoint's own, as of the reference",
-    ]
-    sampler_steps: Annotated[
-        int | None, COUNT, "denoising steps of the recipe's images; null: infer.steps, as of the reference"
     ]
     reuse: Annotated[
         float | None,
@@ -159,8 +151,7 @@ class Infer:
     @property
     def recipe_steps(self) -> int:
         """Number of denoising steps of a quantized model's image; with a source image, ``strength`` times as many."""
-        steps = self.sampler_steps or self.steps
-        return steps if self.image is None else int(steps * self.strength_with(self.mask))
+        return self.steps if self.image is None else int(self.steps * self.strength_with(self.mask))
 
     @property
     def saves_calls(self) -> bool:

@@ -15,7 +15,7 @@ from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import PLAN_BUILDERS, RUNTIMES, check_installed
 from sd_quant.errors import ConfigError
 from sd_quant.files import check_replaceable, check_writable
-from sd_quant.inference.samplers import WEIGHTS_ALONE, engine_of_letter
+from sd_quant.inference.schedules import WEIGHTS_ALONE, engine_of_letter
 from sd_quant.interchange import TARGETS
 from sd_quant.knobs import Limit, Only, check, check_unused, one_of
 from sd_quant.models import OBSERVED

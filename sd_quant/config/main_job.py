@@ -14,7 +14,7 @@ from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, w
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
-from sd_quant.inference.samplers import WEIGHTS_ALONE
+from sd_quant.inference.schedules import WEIGHTS_ALONE
 from sd_quant.interchange import TARGETS
 from sd_quant.knobs import check, check_unused, one_of
 from sd_quant.places import existing, existing_file, input_path

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from sd_quant.inference.samplers import COMPUTED, FULL, WEIGHTS_ALONE
+from sd_quant.inference.schedules import COMPUTED, FULL, WEIGHTS_ALONE
 from sd_quant.knobs import Limit, check
 
 KNOB = "infer.precise_steps"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from sd_quant.inference.samplers import NOT_COMPUTED, REUSED
+from sd_quant.inference.schedules import NOT_COMPUTED, REUSED
 
 Outputs = Mapping[str, Tensor]
 

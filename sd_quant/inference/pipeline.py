@@ -24,7 +24,6 @@ from sd_quant.files.images import identities, is_of_each
 from sd_quant.inference.calls import Calls
 from sd_quant.inference.latents import digest_of
 from sd_quant.inference.requests import DrawsByImage, Run, latents_of, refusing_steps, request, seeded, told_steps
-from sd_quant.inference.samplers import sampler_for
 from sd_quant.inference.source_images import SourceImages
 from sd_quant.inference.stand_ins import AnsweredPart, Outputs, Reached, Tensors
 from sd_quant.inference.tiles import in_tiles
@@ -61,7 +60,6 @@ class Sampling:
     source: SourceImages | None = None  # images to start from, with noise that is drawn from the seeds
     sizes: list[tuple[int, int]] | None = None  # (width, height); None: ``width`` and ``height``
     vae_tile: int | None = None  # side of the tiles in which images are decoded, in pixels; None: as a whole
-    sampler: str | None = None  # of ``samplers.SAMPLERS``; None: the checkpoint's own
     schedule: str | None = None  # a letter for each step taken, see ``calls``; None: all are computed
     # Further arguments of the pipeline's call, of the images in turn: numbers, texts, PIL images and lists of these
     arguments: list[dict[str, Any]] | None = None
@@ -76,7 +74,7 @@ class Sampling:
         latents = None if self.latents is None else digest_of(self.latents)
         described = asdict(replace(self, latents=None, source=None, arguments=None)) | {"latents": latents}
         del described["source"], described["sizes"], described["arguments"]
-        for name in ("vae_tile", "sampler", "schedule"):
+        for name in ("vae_tile", "schedule"):
             if described[name] is None:
                 del described[name]
         if self.source is not None:
@@ -142,11 +140,6 @@ class Generated:
     decoded: list[Tensor] | None = None  # the decoder's first input by image, fp32; None if not one an image
 
 
-def made_with(sampling: Sampling, own: Any) -> Any:
-    """Return the scheduler of ``sampling``, or the checkpoint's ``own``. Raises ConfigError where it does not fit."""
-    return own if sampling.sampler is None else sampler_for(sampling.sampler, own)
-
-
 def calls_of(sampling: Sampling, pipe: Any, step: Callable[[], int]) -> Calls | None:
     """Return the ``Calls`` of a batch by the schedule; None without one, where every call is computed."""
     if sampling.schedule is None:
@@ -174,7 +167,7 @@ class Pipeline:
     def pipe_for(self, sampling: Sampling, seeds: Sequence[int]) -> Any:
         """Return the diffusers pipeline for ``sampling``: text-to-image, image-to-image or inpainting."""
         source, pipe = sampling.source, self.call.pipe
-        pipe.scheduler = seeded(made_with(sampling, self.own_sampler), seeds)
+        pipe.scheduler = seeded(self.own_sampler, seeds)
         if source is not None:
             pipe = remade(self.call.family.FROM_IMAGES[source.masks is not None], pipe)
         pipe.set_progress_bar_config(disable=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.inference.reuse import Replacement, Variant, changed_by, final_latents, products_of, schedule_of
-from sd_quant.inference.samplers import COMPUTED, WEIGHTS_ALONE
+from sd_quant.inference.schedules import COMPUTED, WEIGHTS_ALONE
 from sd_quant.models.checkpoint import Checkpoint
 
 

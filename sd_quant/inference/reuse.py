@@ -19,7 +19,7 @@ from torch import Tensor
 from sd_quant.engines.base import Engine
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import Sampling
-from sd_quant.inference.samplers import COMPUTED, EXTRAPOLATED, REUSED, engine_of_letter
+from sd_quant.inference.schedules import COMPUTED, EXTRAPOLATED, REUSED, engine_of_letter
 from sd_quant.inference.watched import Answer, Outputs, ReplayedVariant
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.progress import progress

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from sd_quant.engines.base import Engine
 from sd_quant.inference.calls import Outputs
-from sd_quant.inference.samplers import COMPUTED, engine_of_letter
+from sd_quant.inference.schedules import COMPUTED, engine_of_letter
 from sd_quant.models.parts import Part
 
 Tensors = dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Tables of levers: ways to save time other than quantization (another sampler, reused steps).
+"""Tables of levers: ways to save time other than quantization, such as reused steps.
 
 A recipe with levers has to be closer to the reference, prompt by prompt, than the control: full precision with fewer
 steps in no less time. Bits (quantization) and calls (levers) are also measured alone. Alternative not taken: what both
@@ -18,11 +18,10 @@ from sd_quant.report.timing import Timed
 
 BEATS, LOSES, UNTOLD = "beats it", "does not", "not shown"
 CAPTION = (
-    "The control is full precision in so few steps that it takes no less time, with the checkpoint's own sampler and "
-    "with a better solver; a recipe beats it if its images are closer to the reference than those of either, by the "
-    "paired interval over prompts at 95 % for both. To its twin: to full precision's images by the same calls. "
-    "Speed-ups are of an image. Precise steps: what the chosen ones gain in the error of the final latents, on prompts "
-    "that did not choose them."
+    "The control is full precision in so few steps that it takes no less time; a recipe beats it if its images are "
+    "closer to the reference, by the paired interval over prompts at 95 %. To its twin: to full precision's images by "
+    "the same calls. Speed-ups are of an image. Precise steps: what the chosen ones gain in the error of the final "
+    "latents, on prompts that did not choose them."
 )
 TITLES = [
     "recipe", "calls", "schedule", "speed-up", "of that by bits", "by calls", "PSNR, dB", "to its twin", "control",
@@ -36,17 +35,12 @@ def decibels(scores: Fidelity) -> Sequence[float]:
 
 
 def against_control(record: Record) -> tuple[str, Interval, Control] | None:
-    """Return BEATS, LOSES or UNTOLD, the PSNR gain over the better control, and that control; None without controls."""
-    own = decibels(record["fidelity"])
-    controls = [each for each in record["levers"]["controls"] if len(decibels(each["fidelity"])) == len(own)]
-    if not controls or not own:
+    """Return BEATS, LOSES or UNTOLD, the PSNR gain over the control, and the control; None without one."""
+    own, control = decibels(record["fidelity"]), record["levers"]["control"]
+    if not control or not own or len(decibels(control["fidelity"])) != len(own):
         return None
-    confidence = 1 - 0.05 / len(controls)
-    found = [(closer(own, decibels(each["fidelity"]), confidence), each) for each in controls]
-    least, control = min(found, key=lambda pair: pair[0].value)
-    if all(interval.low > 0 for interval, _ in found):
-        return BEATS, least, control
-    return (LOSES if any(interval.high < 0 for interval, _ in found) else UNTOLD), least, control
+    gain = closer(own, decibels(control["fidelity"]), 0.95)
+    return (BEATS if gain.low > 0 else LOSES if gain.high < 0 else UNTOLD), gain, control
 
 
 def mean_text(values: Sequence[float] | None) -> str:
@@ -57,7 +51,6 @@ def mean_text(values: Sequence[float] | None) -> str:
 def lever_cells(name: str, record: Record, timed: Timed | None) -> list[str]:
     """Return a job's row of the table of levers, as texts in the order of TITLES."""
     levers = record["levers"]
-    made = [levers["schedule"], levers["sampler"]]
     speedups: list[float | None] = [None, None, None]  # by all, by bits alone, by calls alone
     if timed is not None:
         by_all, by_bits = timed.image_speedup(), replace(timed, share=1.0).image_speedup()
@@ -65,14 +58,13 @@ def lever_cells(name: str, record: Record, timed: Timed | None) -> list[str]:
         speedups[2] = None if timed.rest is None else (1 + timed.rest) / (timed.share + timed.rest)
     control = [str(levers["reason"] or DASH)] * 2
     if judged := against_control(record):
-        verdict, gain, better = judged
-        sampler = f", {better['sampler']}" if better["sampler"] else ""
-        control = [f"{better['steps']} steps{sampler}: {mean_text(decibels(better['fidelity']))} dB"]
+        verdict, gain, fewer = judged
+        control = [f"{fewer['steps']} steps: {mean_text(decibels(fewer['fidelity']))} dB"]
         control.append(f"{verdict} ({plus_minus(gain, '{:+.1f}')} dB)")
     return [
         name,
         f"{levers['calls']}",
-        " ".join(filter(None, made)) or f"{levers['steps']} steps",
+        levers["schedule"] or f"{levers['steps']} steps",
         *(figure(each, "{:.2f}x") for each in speedups),
         mean_text(decibels(record["fidelity"])),
         mean_text(decibels(levers["twin"])),

@@ -351,7 +351,7 @@ class ReuseChosen(TypedDict):
     candidates: Annotated[dict[str, Finite], Doc("the schedules among which it was, with their errors on the others")]
     error: Annotated[Finite, Doc("of the final latents, relative to their norm, on prompts that did not choose it")]
     even_error: Annotated[Finite, Doc("the same with as many reused steps evenly spread")]
-    fewer_error: Annotated[Finite, Doc("the same with as few steps of the same sampler")]
+    fewer_error: Annotated[Finite, Doc("the same with as few steps")]
     prompts: Annotated[Count, Doc("on which these errors are measured")]
 
 
@@ -365,7 +365,6 @@ class PreciseChosen(TypedDict):
 
 
 class Control(TypedDict):
-    sampler: Annotated[str | None, Doc("null: the checkpoint's own")]
     steps: Annotated[Count, Doc("of denoising")]
     fidelity: Annotated[dict[str, ImageScores], Doc("to full precision in all steps, by score")]
 
@@ -373,7 +372,6 @@ class Control(TypedDict):
 class Levers(TypedDict, total=False):
     """The levers beside bits: see ``sd_quant.stages.levers``."""
 
-    sampler: Annotated[str | None, Doc("of the recipe's images; null: the checkpoint's own")]
     steps: Annotated[Count, Doc("of denoising")]
     schedule: Annotated[str | None, Doc("which steps are computed; null: all")]
     calls: Annotated[Count, Doc("calls of the denoiser for an image")]
@@ -384,8 +382,8 @@ class Levers(TypedDict, total=False):
     twin: Annotated[dict[str, ImageScores], Doc("of the recipe's images to full precision's by the same calls")]
     calls_alone: Annotated[dict[str, ImageScores], Doc("of these to the reference: the calls without the bits")]
     bits_alone: Annotated[dict[str, ImageScores], Doc("of the bits without the other calls, to the reference")]
-    controls: Annotated[list[Control], Doc("full precision with fewer steps in no less time")]
-    reason: Annotated[str | None, Doc("why there are no controls")]
+    control: Annotated[Control | None, Doc("full precision with fewer steps in no less time")]
+    reason: Annotated[str | None, Doc("why there is no control")]
 
 
 class AnyRecord(TypedDict):

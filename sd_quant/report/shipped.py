@@ -29,7 +29,6 @@ KNOBS = (  # of ``infer``, which infer.py does not take from the run
     *("width", "height", "sizes", "steps", "scale", "negative_prompt", "image", "mask", "control"),
     *("strength", "vae_tile"),
 )
-LEVERS = ("sampler", "sampler_steps", "schedule")  # of the recipe's images alone
 STEPS = 20  # of infer.py, where a model recommends none
 
 
@@ -72,7 +71,7 @@ def command_of(job: Job, unquantized: bool) -> str:
     values = {name: value for name in KNOBS if (value := at(infer, name)) != usual.get(name)}
     if not unquantized:
         chosen = {"schedule": schedule} if (schedule := job.record["levers"]["schedule"]) else {}
-        values |= {name: at(infer, name) for name in LEVERS} | chosen
+        values |= {"schedule": at(infer, "schedule")} | chosen
     prompt = next(iter(job.record["prompts"]), "what the image shows")
     table = at(infer, "table")  # has the prompts of a pipeline that takes images
     return pasted(

@@ -16,7 +16,7 @@ from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files import MOST_TEXT, open_regular
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.inference.pipeline import ByBatch, Generated, Tensors, in_turn
-from sd_quant.inference.samplers import COMPUTED, NOT_COMPUTED, engine_of_letter
+from sd_quant.inference.schedules import COMPUTED, NOT_COMPUTED, engine_of_letter
 from sd_quant.inference.watched import WatchedVariant
 from sd_quant.metrics.images import Images, joined
 from sd_quant.models.checkpoint import Checkpoint, denoisers_of

@@ -14,7 +14,7 @@ from sd_quant.config import Infer
 from sd_quant.engines.pool import Variant
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.samplers import engine_of_letter
+from sd_quant.inference.schedules import engine_of_letter
 from sd_quant.interchange import ForeignFormat
 from sd_quant.interchange.denoiser import weights_alone, with_denoiser
 from sd_quant.metrics.fidelity import image_scores

@@ -17,7 +17,7 @@ from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.export.onnx_file import share_weights
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files import atomic_path, sha256, temporary_folder
-from sd_quant.inference.samplers import WEIGHTS_ALONE
+from sd_quant.inference.schedules import WEIGHTS_ALONE
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.progress import progress

@@ -25,7 +25,7 @@ from sd_quant.config.recipe import bytes_in
 from sd_quant.errors import ConfigError
 from sd_quant.inference.memory import working_bytes
 from sd_quant.inference.parity import joined
-from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE
+from sd_quant.inference.schedules import FULL, WEIGHTS_ALONE
 from sd_quant.models.parts import exported, network_in
 from sd_quant.progress import each as each_of
 from sd_quant.quantization.assignment import LayerAssignment

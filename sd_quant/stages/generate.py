@@ -34,11 +34,8 @@ def sampling_of(infer: Infer) -> Sampling:
 
 
 def recipe_sampling(infer: Infer) -> Sampling:
-    """Return ``sampling_of(infer)`` with the recipe's own steps, sampler and schedule."""
-    return replace(
-        sampling_of(infer), steps=infer.sampler_steps or infer.steps, sampler=infer.sampler,
-        schedule=infer.given_schedule,
-    )  # fmt: skip
+    """Return ``sampling_of(infer)`` with the recipe's own schedule."""
+    return replace(sampling_of(infer), schedule=infer.given_schedule)
 
 
 def calibration_sampling(model: Model, infer: Infer, knobs: Quantize, rows: Sequence[Row] = ()) -> Sampling:

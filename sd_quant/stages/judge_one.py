@@ -8,7 +8,7 @@ from typing import Any, cast, get_type_hints
 
 from sd_quant.files import write_json
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.samplers import WEIGHTS_ALONE, engine_of_letter
+from sd_quant.inference.schedules import WEIGHTS_ALONE, engine_of_letter
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import shown
 from sd_quant.report.candidates import HIGH_PRECISION

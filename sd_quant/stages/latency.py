@@ -17,7 +17,7 @@ from functools import cache, partial
 from sd_quant.config import Infer, Timing
 from sd_quant.engines import COMPILED
 from sd_quant.engines.base import Engine
-from sd_quant.inference.samplers import COMPUTED, engine_of_letter
+from sd_quant.inference.schedules import COMPUTED, engine_of_letter
 from sd_quant.inference.timed_calls import (
     WARMUP_IMAGES,
     ImageTimes,

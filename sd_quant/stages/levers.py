@@ -1,6 +1,6 @@
-"""Levers, means to save time other than quantization: fewer steps, another sampler, reused calls, less guidance.
+"""Levers, means to save time other than quantization: calls whose outputs are reused, and precise steps.
 
-The reference keeps the checkpoint's own sampler and steps. A recipe's images are compared with images of each lever
+A recipe's images are compared with images of each lever
 alone (quantization, saved calls), and with a control: full precision with the fewest steps that take at least as long.
 A recipe that saves calls has to beat the control. Images that do not depend on the recipe are made once for a sweep.
 """
@@ -13,9 +13,9 @@ from dataclasses import replace
 from sd_quant.config import Infer, QuantizeJob, prompts_of
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.pipeline import ByBatch, Sampling, made_with
+from sd_quant.inference.pipeline import ByBatch, Sampling
 from sd_quant.inference.reuse import CHOOSING, candidates, changed_by, choose_schedule, products_of, replacements
-from sd_quant.inference.samplers import BETTER_SOLVER, sampler_for, samplers_for, why_not_reused
+from sd_quant.inference.schedules import FIRST_ORDER, why_not_reused
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint
@@ -31,16 +31,11 @@ LOG = logging.getLogger(__name__)
 
 def check_levers(checkpoint: Checkpoint, infer: Infer) -> None:
     """Raise ConfigError for a lever that the checkpoint's pipeline or sampler does not support."""
-    if not infer.pulls_levers:
-        return
-    own = pipeline_of(checkpoint, {}).own_sampler
-    scheduler = made_with(recipe_sampling(infer), own)
-    if infer.saves_calls and (reason := why_not_reused(scheduler)):
+    if infer.saves_calls and (reason := why_not_reused(pipeline_of(checkpoint, {}).own_sampler)):
         knob = "schedule" if infer.reuse is None else "reuse"
-        able = [name for name in samplers_for(own) if why_not_reused(sampler_for(name, own)) is None]
         raise ConfigError(
-            f"infer.{knob} is {getattr(infer, knob)}, but {reason}; set infer.sampler to one under which it is "
-            f"({', '.join(able) or 'none for this model'}), or take fewer steps with infer.sampler_steps"
+            f"infer.{knob} is {getattr(infer, knob)}, but {reason}; leave it out, or give the checkpoint a "
+            f"sampler under which it is ({', '.join(FIRST_ORDER)}) in its scheduler/scheduler_config.json"
         )
 
 
@@ -106,16 +101,12 @@ def compared(
     share = image[QUANTIZED].get("calls_share") or calls.share(
         dict.fromkeys(calls.precise, 1.0), sampling_of(infer).steps_taken
     )
-    controls: list[Control] = []
-    fewer = steps_in_time(image, share, infer.steps)
-    better = {BETTER_SOLVER} & set(samplers_for(pipeline_of(checkpoint, {}).own_sampler))
-    for sampler in (None, *better) if fewer < infer.steps else ():
-        sampling = replace(sampling_of(infer), steps=fewer, sampler=sampler)
-        images = images_of(FULL_PRECISION, sampling, f"full precision in {fewer} steps")
-        controls.append(Control(sampler=sampler, steps=fewer, fidelity=image_scores(reference, images)))
+    control: Control | None = None
+    if (fewer := steps_in_time(image, share, infer.steps)) < infer.steps:
+        images = images_of(FULL_PRECISION, replace(sampling_of(infer), steps=fewer), f"full precision in {fewer} steps")
+        control = Control(steps=fewer, fidelity=image_scores(reference, images))
     return chosen | Levers(  # type: ignore[return-value]
-        sampler=infer.sampler,
-        steps=infer.sampler_steps or infer.steps,
+        steps=infer.steps,
         schedule=infer.given_schedule,
         precise_calls=dict(calls.precise),
         calls=calls.number,
@@ -123,8 +114,8 @@ def compared(
         twin=image_scores(twin, recipe),
         calls_alone=image_scores(reference, twin),
         bits_alone=image_scores(reference, bits),
-        controls=controls,
-        reason=None if controls else "the recipe saves no step's time of full precision",
+        control=control,
+        reason=None if control else "the recipe saves no step's time of full precision",
     )
 
 

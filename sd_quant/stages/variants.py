@@ -18,7 +18,7 @@ from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.inference.memory import TORCH_BYTES, memory_of_variants
-from sd_quant.inference.samplers import FULL, WEIGHTS_ALONE, engine_of_letter
+from sd_quant.inference.schedules import FULL, WEIGHTS_ALONE, engine_of_letter
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment, weights_alone

@@ -15,7 +15,7 @@ from PIL import Image
 from sd_quant.places import HOME
 
 from ..documents import README, as_scripts, filled, lines
-from ..zoo.families import sd15_of_one_level
+from ..zoo.families import sd15_by_ddim
 from .forking import forked
 from .shared import QUICK, well
 
@@ -85,7 +85,7 @@ def settings(words: list[str]) -> list[str]:
     own = ours and any(word.startswith("model.path=") for word in words)
     behind = next((SMALL[word] for word in words[:2] if word in SMALL), ())
     reused = any(word.startswith("infer.reuse=") for word in words)
-    steps = ["infer.steps=6", "infer.sampler=euler"] if reused else []  # of which some can be left out
+    steps = ["infer.steps=6"] if reused else []  # of which some can be left out
     return [*behind, *steps, *(SWEEP if many else SIDES if own else ())]
 
 
@@ -95,7 +95,7 @@ def ends_well(checkpoint, tmp_path_factory) -> Iterator[Callable[..., None]]:
     folder = tmp_path_factory.mktemp("documents")
     with pytest.MonkeyPatch.context() as patch, forked(folder) as run:
         patch.chdir(folder)
-        sd15_of_one_level(folder / "sd15")
+        sd15_by_ddim(folder / "sd15")
         Path("captions_source.tsv").write_text("id\tcaption\n1\ta rocket\n2\ta teapot\n")
         Path("images").mkdir()
         Image.new("RGB", (128, 128), "red").save("images/0.png")

@@ -15,6 +15,7 @@ from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.inference.loading import load_model, pipeline_of
 from sd_quant.inference.pipeline import Sampling
 from sd_quant.report.run_table import run_table
+from tests.zoo.families import sd15_by_ddim
 
 from .conftest import LEVEL_3
 from .shared import PROMPTS, images_in, json_of, onnx_path, prompts_knob, record_of, rows_of
@@ -207,10 +208,12 @@ def test_a_run_calibrates_on_and_compares_images_of_all_sizes(done, job, with_gr
 
 def test_a_sweep_compares_bits_calls_and_both(done, tiny, with_graphs, tmp_path):
     """Its jobs share what does not depend on calls; nothing quantized by the same calls is its own twin."""
-    drawn = "infer.prompts=[a rocket,a teapot,a boat]", "infer.steps=6", "infer.sampler=ddim"
+    drawn = "infer.prompts=[a rocket,a teapot,a boat]", "infer.steps=6"
+    sd15_by_ddim(tmp_path / "model")
+    knobs = [word.replace(str(tiny.folder), f"{tmp_path}/model") for word in tiny.knobs]
     cache, sweep = with_graphs(tmp_path / "cache"), tmp_path / "sweep"
     where = f"cache.dir={cache}", f"hydra.sweep.dir={sweep}"
-    done("quantize.py", "-m", *tiny.knobs, *drawn, "quant_level=0,3", "infer.reuse=null,0.33", *where)
+    done("quantize.py", "-m", *knobs, *drawn, "quant_level=0,3", "infer.reuse=null,0.33", *where)
     records = {path.parent.name: record_of(path.parent) for path in sweep.glob("*/metrics.json")}
     assert len(records) == 4
     levers = {name: record["levers"] for name, record in records.items()}
@@ -227,7 +230,7 @@ def test_a_sweep_compares_bits_calls_and_both(done, tiny, with_graphs, tmp_path)
     assert len(list(cache.glob("onnx/*/manifest.json"))) == 3 + 2  # both recipes' UNet beside what is unquantized
     assert "Bits and other levers" in (sweep / "report.html").read_text()
     run, again = f"run='{sweep}/quant_level=3,reuse=0.33'", f"infer.schedule={both['schedule']}"
-    done("infer.py", run, *tiny.knobs[:4], *drawn, again, f"hydra.run.dir={tmp_path}/images")
+    done("infer.py", run, *knobs[:4], *drawn, again, f"hydra.run.dir={tmp_path}/images")
     own, made = images_in(sweep / "quant_level=3,reuse=0.33/images/quantized"), images_in(tmp_path / "images/images")
     assert len(own) == 3, "the same calls make the same images"
     np.testing.assert_equal(made, own)

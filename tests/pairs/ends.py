@@ -71,8 +71,6 @@ ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # f
     "infer.scale": ["5.0", "0.0", "1.0", "1000000.0"],
     "infer.seed": ["0", "4294967295"],
     "infer.vae_tile": ["null", "32"],
-    "infer.sampler": ["null", "euler", "dpmpp_2m"],
-    "infer.sampler_steps": ["null", "1", "7"],
     "infer.num_warmup_runs": ["0", "3"],
     "infer.num_timed_runs": ["1", "7"],
     "infer.precision": ["auto", "fp32", "fp16", "bf16"],

@@ -221,7 +221,7 @@ def test_everything_that_counts_is_in_the_origin(names, monkeypatch):
     given = (SHA256, names, SAMPLING, "cpu")
     optional = {
         "negative_prompts": ["rain"], "latents": torch.zeros(1, 4, 8, 8), "sizes": [(64, 64), (64, 128)],
-        "vae_tile": 32, "sampler": "ddim", "schedule": "crc",
+        "vae_tile": 32, "schedule": "crc",
         "source": SourceImages(np.zeros((1, 64, 64, 3), np.uint8), None, 0.5),
     }  # fmt: skip
     fields = Sampling.__dataclass_fields__.keys() - {"arguments"}  # which are kept with the prompts

@@ -70,7 +70,7 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
         "quantize.weight_observer": ["by_role"],
         "quantize.collect_method": ["mean"], "quantize.accelerator": ["tpu"], "quantize.rotation": [-4, 2, 8, 32, 1024],
         "trt.library": ["rtx"], "trt.targets": [["SM89", "SM90"]], "trt.optimization_level": [6],
-        "infer.sampler": ["plms"], "model.family": ["dalle"], "hand_over": [["comfi"]], "infer.engine": ["tvm"],
+        "model.family": ["dalle"], "hand_over": [["comfi"]], "infer.engine": ["tvm"],
     },
     "a number above 0 and up to 1": {"quantize.percentile": [0, 1.5, 99]},
     "at least 0.05, one of the 20 steps, because it selects no step": {"quantize.percentile": [0.04]},

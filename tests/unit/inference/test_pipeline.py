@@ -232,16 +232,6 @@ def test_another_image_begins_anew(pipeline, engines):
     torch.testing.assert_close(pipeline(PROMPTS, SAMPLING).latents, plain)
 
 
-def test_another_sampler_is_taken_and_put_back(pipeline):
-    own = pipeline(PROMPTS, SAMPLING).latents
-    other = pipeline(PROMPTS, replace(SAMPLING, sampler="dpmpp_2m", steps=5)).latents
-    assert other.shape[1] == 5 and type(pipeline.call.pipe.scheduler).__name__ == "DPMSolverMultistepScheduler"
-    torch.testing.assert_close(pipeline(PROMPTS, SAMPLING).latents, own)
-    described = replace(SAMPLING, sampler="euler", schedule="crc").described()
-    assert described.items() >= {"sampler": "euler", "schedule": "crc"}.items()
-    assert not {"sampler", "schedule"} & SAMPLING.described().keys()
-
-
 def test_a_scheduler_whose_entries_allow_no_such_steps_is_refused():
     for call in (lambda made: made.set_timesteps(2), lambda made: made.step(None, 0, None)):
         made = PNDMScheduler(skip_prk_steps=False)

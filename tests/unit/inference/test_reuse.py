@@ -23,7 +23,7 @@ from sd_quant.inference.reuse import (
     schedule_of,
     typical_error,
 )
-from sd_quant.inference.samplers import engine_of_letter, most_saved
+from sd_quant.inference.schedules import engine_of_letter, most_saved
 from sd_quant.stages.precise_steps import choose_steps
 
 pytestmark = pytest.mark.commit
