@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from sd_quant.inference.schedules import COMPUTED, FULL, WEIGHTS_ALONE
+from sd_quant.inference.schedules import COMPUTED, WEIGHTS_ALONE
 from sd_quant.knobs import Limit, check
 
 KNOB = "infer.precise_steps"
@@ -27,14 +27,6 @@ class PreciseSteps:
         if self.first is None and self.last is None:
             return None
         return with_ends(self.first or 0, self.last or 0, steps)
-
-
-def ends_of(schedule: str | None) -> tuple[int, int] | None:
-    """Count the precise steps at start and end of a schedule; None if another step is precise or in full precision."""
-    schedule = schedule or ""
-    middle, last = schedule.strip(WEIGHTS_ALONE), schedule.lstrip(WEIGHTS_ALONE)
-    first = len(schedule) - len(last)
-    return None if {WEIGHTS_ALONE, FULL} & set(middle) else (first, len(last) - len(middle))
 
 
 def with_ends(first: int, last: int, steps: int) -> str:

@@ -108,7 +108,6 @@ class ForeignFormat:
     left_out: tuple[str, ...] = ()  # what else of the pipeline is missing in the result
     # known problems in the consumer, by weight format; "": with any format
     traps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    policy: str = ""  # text on which tools read the numbers {} of first and last steps with unquantized inputs
     servers: Mapping[str, Server] = field(default_factory=dict)  # the consumers, by name, where they are servers
 
     @property

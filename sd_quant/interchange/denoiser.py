@@ -5,7 +5,7 @@ names; those of a text encoder have transformers' names.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from sd_quant.errors import ArtifactError
 from sd_quant.files.checks import problems_in
 from sd_quant.files.tensors import Readable
-from sd_quant.interchange.inputs import Inputs, Multiplied, smoothed
+from sd_quant.interchange.inputs import Inputs, smoothed
 from sd_quant.models.checkpoint import Checkpoint, InPlace, denoiser_of, denoiser_part, empty_call, empty_denoiser
 from sd_quant.names.diffusers import TIED
 
@@ -58,7 +58,6 @@ class QuantizedDenoiser:
     # Opens the network with the tool's own library; None if it is not installed or cannot compute on a CPU.
     # May raise anything.
     runtime: Callable[[], nn.Module] | None = field(default=None, repr=False)
-    precise_ends: tuple[int, int] = (0, 0)  # how many first and last steps multiply unquantized inputs
 
     @property
     def bits(self) -> float:
@@ -66,16 +65,6 @@ class QuantizedDenoiser:
         count = sum(prod(layer.weight.shape) for layer in self.layers.values())
         count += sum(prod(each.shape) for each in self.parameters.values())
         return 8 * self.stored_bytes / count
-
-
-def weights_alone(denoiser: QuantizedDenoiser) -> QuantizedDenoiser:
-    """Return ``denoiser`` without rounding of inputs; smoothing factors still multiply inputs."""
-
-    def unrounded(layer: QuantizedLayer) -> QuantizedLayer:
-        return replace(layer, inputs=replace(layer.inputs, then=None) if isinstance(layer.inputs, Multiplied) else None)
-
-    layers = {name: unrounded(layer) for name, layer in denoiser.layers.items()}
-    return replace(denoiser, layers=layers, rounded={})
 
 
 def checked_whole(

@@ -107,8 +107,6 @@ def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
         "No server has run with it: their source was read, and without a GPU the loaders of SGLang and vLLM-Omni have "
         "taken every tensor of such folders of Flux."
     ]
-    if any(figures["precise_ends"]):
-        lines += ["", target.policy.format(*figures["precise_ends"])]
     for name, reason in figures["servers"].items():
         server = target.servers[name]
         if reason is not None:

@@ -22,8 +22,7 @@ one, or a pattern; TensorRT-LLM a name or a module around it. Each has own names
 Qwen-Image and Z-Image. So every entry ends in ``*``, as ``proj_out`` is also a part of
 ``single_transformer_blocks.0.proj_out``; no entry matches a quantized layer; and joint names are listed too.
 
-``runtime.diffusion_step_policy`` has the numbers of first and last steps that multiply unquantized inputs with the
-stored weights (a16), as in vLLM-Omni (pull request 6560).
+A ``runtime.diffusion_step_policy`` (vLLM-Omni's pull request 6560: steps that multiply unquantized inputs) is refused.
 
 Alternative not taken: ``export_hf_checkpoint``, which needs all weights at once and quantizes anew.
 """
@@ -44,9 +43,9 @@ from sd_quant.interchange.denoiser import Inputs, QuantizedDenoiser, QuantizedLa
 from sd_quant.interchange.holding import groups_of
 from sd_quant.interchange.inputs import Multiplied, Nvfp4, RowFloat8, StaticFloat8
 from sd_quant.interchange.layouts import E4M3, FP32, INPUTS, NUMBERS, OF_ALL, TWO_IN_A_BYTE, UINT8, Layout, Piece
-from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, fits, quantization_config, told
+from sd_quant.interchange.stored import FLOAT_SCALES, FP8, Folder, LayerTensors, Shape, quantization_config, told
 from sd_quant.interchange.weights import Assignment, quantized, with_coded_weights, write_folder
-from sd_quant.models.checkpoint import Checkpoint, denoiser_part, empty_denoiser
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.formats import nvfp4
 
@@ -62,10 +61,6 @@ FACTS = ForeignFormat(
     block=16,
     one_range=frozenset({"fp8", "nvfp4"}),
     families=frozenset({"flux", "diffusers"}),
-    policy="The first {} and the last {} steps multiply unquantized inputs with these weights: the config says so in "
-    "`quantization_config.runtime.diffusion_step_policy`. Of the sources that were read, pipelines of Cosmos3 alone "
-    "heed it: in vLLM-Omni after its pull request 6560, SGLang after 36380, diffusers 0.42 and TensorRT-LLM's 17476. "
-    "Any other pipeline quantizes the inputs of all steps, without a word.",
     fused={
         ("to_q", "to_k", "to_v"): ("to_qkv", "qkv_proj"),
         ("add_q_proj", "add_k_proj", "add_v_proj"): ("add_kv_proj", "add_qkv_proj", "to_added_qkv"),
@@ -185,36 +180,12 @@ def read(path: Path, checkpoint: Checkpoint) -> QuantizedDenoiser:
             "export it again"
         )
     layers = {name: layer_of(own, folder.shapes[name], algo_of(path, config, name)) for name, own in found.items()}
-    ends = precise_ends(path, config, denoiser_part(checkpoint).component)
-    return folder.whole(FACTS.name, MAKER, layers, others, precise_ends=ends)
-
-
-def precise_ends(path: Path, config: Mapping[str, Any], component: str) -> tuple[int, int]:
-    """Return how many first and last steps have unquantized inputs by the config's policy for ``component``, or zeros.
-
-    Raises ArtifactError for a policy that differs from ``policy_of`` in more than numbers, scope and reasoner.
-    """
-    runtime = config.get("runtime")
-    policy = runtime.get("diffusion_step_policy") if isinstance(runtime, Mapping) else runtime
-    if policy is None:
-        return 0, 0
-    if fits(policy, policy_of(int, int) | {"scope": list, "reasoner": ("a16", "native")}):
-        first, last = policy["first_steps"]["count"], policy["last_steps"]["count"]
-        if policy["scope"] and all(0 <= count <= MOST_STEPS for count in (first, last)):
-            return (first, last) if component in policy["scope"] else (0, 0)
-    raise ArtifactError(
-        f"{path}: its diffusion_step_policy is {told(policy)}, expected version 1 with a number of first_steps and of "
-        "last_steps in a16, as vLLM-Omni has it; servers refuse another one"
-    )
-
-
-def policy_of(first: Any, last: Any, component: str = "transformer") -> dict[str, Any]:
-    """Build a ``diffusion_step_policy``: so many ``first`` and ``last`` steps of ``component`` round no inputs."""
-    return {
-        "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": [component],
-        "default_mode": "native", "first_steps": {"count": first, "mode": "a16"},
-        "last_steps": {"count": last, "mode": "a16"}, "overlap": "a16", "reasoner": "a16",
-    }  # fmt: skip
+    if config.get("runtime") is not None:
+        raise ArtifactError(
+            f"{path}: its runtime is {told(config['runtime'])}, expected none: steps that multiply unquantized inputs "
+            "are not judged; give the folder without it in quantization_config, in which all steps are alike"
+        )
+    return folder.whole(FACTS.name, MAKER, layers, others)
 
 
 def algo_of(path: Path, config: Mapping[str, Any], layer: str) -> str:
@@ -292,18 +263,15 @@ GROUPS = {
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose layout it is; vLLM-Omni knows the layout by this name too
 
 
-def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path, precise_ends: tuple[int, int] = (0, 0)) -> Path:
+def write(checkpoint: Checkpoint, assignment: Assignment, folder: Path) -> Path:
     """Write the denoiser into the pipeline ``folder``: its weights, and ``quantization_config`` in its config.
 
-    ``precise_ends`` are the numbers of first and last steps with unquantized inputs. Raises ConfigError if no
-    ``ignore`` has one meaning for all servers or no ``quant_algo`` fits, ResourceError if the disk is full.
+    Raises ConfigError if no ``ignore`` has one meaning for all servers or no ``quant_algo`` fits, ResourceError if the
+    disk is full.
     """
     layers = quantized(assignment)
     linears = [name for name, each in empty_denoiser(checkpoint).named_modules() if isinstance(each, nn.Linear)]
     config = config_of(layers, linears)  # first, because it may be refused
-    if any(precise_ends):
-        policy = policy_of(*precise_ends, denoiser_part(checkpoint).component)
-        config |= {"runtime": {"diffusion_step_policy": policy}}
     return write_folder(checkpoint, folder, with_coded_weights(checkpoint, assignment, tensors_of), config)
 
 

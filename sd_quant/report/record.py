@@ -295,7 +295,6 @@ class Judged(JudgedPart):
     name: Annotated[str, Doc("in tables")]
     path: Annotated[str, Doc("where it lies")]
     loras: Annotated[str | None, Doc("place of full precision's LoRAs: fused before quantization, or beside weights")]
-    schedule: Annotated[str | None, Doc("its steps: c as stored, h with unquantized inputs; null: all alike")]
     inputs: Annotated[dict[str, Count], Doc("numbers of layers, by how their inputs are computed")]
     network_error: Annotated[Finite | None, Doc("of the denoiser's output, relative to full precision's norm")]
     hurting: Annotated[list[Hurting], Doc("the layers with the largest errors, worst first")]

@@ -4,7 +4,6 @@ Each exported file is read back by the reader of its format, and images are made
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from sd_quant.config import Infer
 from sd_quant.engines.pool import Variant
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.schedules import engine_of_letter
 from sd_quant.interchange import ForeignFormat
-from sd_quant.interchange.denoiser import weights_alone, with_denoiser
+from sd_quant.interchange.denoiser import with_denoiser
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, in_place
@@ -38,7 +36,7 @@ def measured_by(loaded: Session, infer: Infer, reference: Images) -> Measure:
 
     The result is scored with the full text, as in ``judge``; if its consumer cuts the text, that loss is scored apart.
     """
-    checkpoint, denoiser = loaded.checkpoint, loaded.denoiser
+    checkpoint = loaded.checkpoint
     text = cache(partial(text_fidelity, loaded, infer, reference))
 
     def measure(target: ForeignFormat, held: Assignments, result: Mapping[str, Path]) -> tuple[Scores, Scores | None]:
@@ -46,10 +44,6 @@ def measured_by(loaded: Session, infer: Infer, reference: Images) -> Measure:
             part: partial(open_consumed, in_place(checkpoint, part), held[part], target, path)
             for part, path in result.items()
         }
-        for letter in infer.precise_letters:
-            opened[engine_of_letter(denoiser, letter)] = partial(
-                open_consumed, checkpoint, held[denoiser], target, result[denoiser], True
-            )
         fidelity = fidelity_of(loaded, infer, reference, opened, target.name)
         return fidelity, text() if cuts_padding(target, checkpoint) else None
 
@@ -67,8 +61,7 @@ def fidelity_of(
     pool = session.engines(open_engine, session.together(by_torch(workload_of(infer))))
     try:
         pipeline = pipeline_of(session.checkpoint, Variant(pool, {part: part for part in (*session.parts, *opened)}))
-        sampling = replace(sampling_of(infer), schedule=infer.given_schedule if infer.precise_letters else None)
-        return image_scores(reference, generate(pipeline, infer.prompt_list(), sampling, label).images)
+        return image_scores(reference, generate(pipeline, infer.prompt_list(), sampling_of(infer), label).images)
     finally:
         pool.close()
 
@@ -84,14 +77,11 @@ def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
     return fidelity_of(session, infer, reference, {session.denoiser: open_denoiser}, f"{CONTEXT_LENGTH} tokens")
 
 
-def open_consumed(
-    checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path, precise: bool = False
-) -> TorchEngine:
-    """Open an exported denoiser, computed as by its consumer (a graph: simulated). ``precise``: inputs unquantized."""
+def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path) -> TorchEngine:
+    """Open an exported denoiser, computed as by its consumer (a graph: simulated)."""
     if target.runtime is None:
         denoiser = target.module.read(result, checkpoint)
-        own = weights_alone(denoiser) if precise else denoiser
-        return open_changed(checkpoint, lambda module: with_denoiser(module, checkpoint, own))
+        return open_changed(checkpoint, lambda module: with_denoiser(module, checkpoint, denoiser))
     from sd_quant.interchange.exported_parts import simulate_graph
 
     weights = denoiser_part(checkpoint).contract.weights

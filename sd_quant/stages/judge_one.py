@@ -8,7 +8,6 @@ from typing import Any, cast, get_type_hints
 
 from sd_quant.files import write_json
 from sd_quant.inference.loading import pipeline_of
-from sd_quant.inference.schedules import WEIGHTS_ALONE, engine_of_letter
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.places import shown
 from sd_quant.report.candidates import HIGH_PRECISION
@@ -33,15 +32,11 @@ def judge_one(subject: Subject, baseline: Baseline, reference: VariantOutputs, m
     opened = {key: subject.parts[part].open for part, key in keys.items()}
     if subject.runtime is not None:
         opened[judged_figures.LIBRARY] = subject.runtime.open
-    if subject.open_precise is not None:
-        opened[judged_figures.PRECISE] = subject.open_precise
     pool = baseline.engines(opened)
     try:
         with step("images"):
-            precise = {engine_of_letter(baseline.denoiser, WEIGHTS_ALONE): judged_figures.PRECISE}
-            theirs = pipeline_of(baseline.session.checkpoint, baseline.variant(pool, keys | precise))
-            sampling = dataclasses.replace(sampling_of(baseline.infer), schedule=subject.schedule)
-            generated = generate(theirs, baseline.prompts, sampling, subject.name)
+            theirs = pipeline_of(baseline.session.checkpoint, baseline.variant(pool, keys))
+            generated = generate(theirs, baseline.prompts, sampling_of(baseline.infer), subject.name)
             comparison = VariantOutputs(reference.images | {QUANTIZED: generated})
             save_pairs(comparison, baseline.prompts, subject.name, folder)
         with step("layers"):
@@ -96,7 +91,6 @@ def judged_entry(
         reader=denoiser["reader"],
         maker=denoiser["maker"],
         loras=subject.loras,
-        schedule=subject.schedule,
         bits=8 * denoiser["stored_bytes"] / baseline.session.parameters[baseline.denoiser],
         stored_bytes=denoiser["stored_bytes"],
         formats=denoiser["formats"],

@@ -36,7 +36,7 @@ from sd_quant.text import one_line
 
 LOG = logging.getLogger(__name__)
 # pool keys of a candidate's denoiser: as sd-quant reads it, with unquantized inputs, and in its own library
-THEIRS, PRECISE, LIBRARY = "theirs", "precise", "library"
+THEIRS, LIBRARY = "theirs", "library"
 
 
 def keys_of(subject: Subject) -> dict[str, str]:
@@ -84,8 +84,6 @@ def judged_runtime(subject: Subject, baseline: Baseline, simulated: Generated, p
     """Compare images of the candidate's own library with the ``simulated`` images, and time it beside torch."""
     if subject.runtime is None:
         return JudgedRuntime(reason=subject.no_runtime)
-    if subject.schedule is not None:
-        return JudgedRuntime(reason="its precise steps are simulated")
     if not baseline.judge.runtimes:
         return JudgedRuntime(reason="judge.runtimes is false")
     if not baseline.together:

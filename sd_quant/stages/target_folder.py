@@ -8,7 +8,6 @@ import torch
 
 from sd_quant.checkpoints.pipeline_folder import write_pipeline_without
 from sd_quant.checkpoints.unopened import licence_of
-from sd_quant.config.precise_steps import ends_of
 from sd_quant.files import atomic_path, write_json, write_text
 from sd_quant.files.tensors import Readable
 from sd_quant.interchange import ForeignFormat
@@ -52,7 +51,6 @@ def write_target(
     """
     checkpoint, parts = loaded.checkpoint, loaded.checkpoint.parts()
     assignment, rows, described_part = assignments[loaded.denoiser], held[loaded.denoiser], denoiser_part(checkpoint)
-    ends = (ends_of(loaded.infer.given_schedule) or (0, 0)) if target.policy else (0, 0)
     written: HandedOver = {
         "folder": shown(folder),
         "quantized": count(rows),
@@ -74,7 +72,7 @@ def write_target(
     }
     with atomic_path(folder) as place:
         own = targets.sampled(checkpoint, loaded.model.family)
-        result = write_folder(place, target, checkpoint, held, written_marks(own), ends)
+        result = write_folder(place, target, checkpoint, held, written_marks(own))
         if measure is not None:
             written["fidelity"], written["text"] = measure(target, held, result)
         files = sorted(file for file in place.rglob("*") if file.is_file())
@@ -95,7 +93,6 @@ def write_target(
             "servers": servers_of(
                 target, checkpoint, rows, {parts[part].component: each for part, each in held.items()}
             ),
-            "precise_ends": ends,
             "sampling": for_files(own) if target.marks else for_folders(own),
             "licence": licence_of(checkpoint.path),
             "loras": {
@@ -120,11 +117,10 @@ def write_folder(
     checkpoint: Checkpoint,
     held: targets.Assignments,
     marks: Mapping[str, Readable] | None = None,
-    precise_ends: tuple[int, int] = (0, 0),
 ) -> dict[str, Path]:
     """Write the files that the target's consumer opens to ``folder``; return their paths, by quantized part.
 
-    ``marks``: tensors that tell how the checkpoint samples; ``precise_ends``: numbers of first and last precise steps.
+    ``marks``: tensors that tell how the checkpoint samples.
     """
     folder.mkdir(exist_ok=True)
     parts, denoiser = checkpoint.parts(), checkpoint.family.DENOISER
@@ -142,8 +138,6 @@ def write_folder(
         return dict.fromkeys(quantized, target.module.write(checkpoint, own, folder, rows))
     places = {component: in_place(checkpoint, part) for part, component in reversed(quantized.items())}
     marked: dict[str, dict[str, Any]] = {quantized[denoiser]: {"marks": marks}} if target.marks else {}
-    if any(precise_ends):
-        marked[quantized[denoiser]] = {"precise_ends": precise_ends}
     written = {
         component: target.module.write(places[component], own, folder, **marked.get(component, {}))
         for component, own in rows.items()

@@ -8,7 +8,6 @@ import torch
 from sd_quant.checkpoints.diffusers_network import defaults_of
 from sd_quant.checkpoints.diffusers_pipeline import tokenizers_of
 from sd_quant.config import Infer
-from sd_quant.config.precise_steps import ends_of
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.interchange import TARGETS, ForeignFormat
@@ -33,20 +32,12 @@ def check_servers(targets: Collection[str], checkpoint: Checkpoint) -> None:
 
 
 def check_schedule(targets: Collection[str], infer: Infer) -> None:
-    """Raise ConfigError for a target that cannot express the schedule's precise steps (at most first and last)."""
-    letters = infer.precise_letters
-    for target in map(TARGETS.__getitem__, targets) if letters else ():
-        able = ", ".join(name for name, each in TARGETS.items() if each.policy)
-        if not target.policy:
-            raise ConfigError(
-                f"{target.name} cannot say which steps are precise, and this recipe has such steps; export to {able}, "
-                "or a run without infer.precise_steps and infer.schedule"
-            )
-        if infer.chooses_precise or ends_of(infer.given_schedule) is None:
-            raise ConfigError(
-                f"{target.name} says how many first and last steps are h, and the schedule is "
-                f"{infer.given_schedule or 'chosen later'}; give places such as infer.precise_steps=first3,last3"
-            )
+    """Raise ConfigError for a recipe with precise steps, which no target's file can state."""
+    if targets and infer.precise_letters:
+        raise ConfigError(
+            f"{', '.join(targets)} cannot say which steps are precise, and this recipe has such steps; export a run "
+            "without infer.precise_steps and infer.schedule"
+        )
 
 
 def rows_of(targets: Collection[str], assignments: Assignments, checkpoint: Checkpoint) -> dict[str, Assignments]:

@@ -1,7 +1,7 @@
 """A third-party quantized checkpoint as a candidate of ``judge``, computed as in the tool for which it was made."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from sd_quant.config import BESIDE, FUSED
-from sd_quant.config.precise_steps import with_ends
 from sd_quant.devices import CPU, best_device
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.errors import ConfigError
 from sd_quant.interchange import FORMATS
 from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
-from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, weights_alone, with_denoiser
+from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, with_denoiser
 from sd_quant.interchange.errors import plain_weight, unfolded
 from sd_quant.interchange.other_parts import read_parts
 from sd_quant.interchange.sampling import check_marks
@@ -70,8 +68,6 @@ class Subject:
     no_runtime: str = "no library that opens it computes on this machine"  # why ``runtime`` is None
     loras: str | None = None  # where the model's LoRAs are: FUSED or BESIDE; None without LoRAs
     cuts_text: bool = False  # whether its consumer passes text without the zero padding
-    schedule: str | None = None  # letters of its steps, see ``inference.calls``
-    open_precise: Callable[[], Engine] | None = None  # the denoiser in precise steps, if any
 
     @property
     def denoiser(self) -> SubjectPart:
@@ -96,16 +92,12 @@ def third_party(name: str, path: Path, baseline: Baseline) -> Subject:
     if loras == BESIDE:
         denoiser = with_loras(denoiser, layers, checkpoint)
         layers = unfolded(denoiser, checkpoint)
-    schedule = schedule_of(denoiser, baseline.infer.recipe_steps)
-    if schedule is not None:
-        denoiser = replace(denoiser, maker=f"{denoiser.maker}, steps {schedule}")
     return Subject(
         name, path, fingerprint(path),
         {baseline.denoiser: subject_part(denoiser, checkpoint, rows)}
         | {part: other_part(read, in_place(checkpoint, part), part) for part, read in others.items()},
         layers, runtime_of(denoiser, checkpoint), WITHOUT_LORAS if loras == BESIDE else Subject.no_runtime,
-        loras, cuts_padding(FORMATS[denoiser.format], checkpoint), schedule,
-        partial(open_computed, checkpoint, weights_alone(denoiser)) if schedule else None,
+        loras, cuts_padding(FORMATS[denoiser.format], checkpoint),
     )  # fmt: skip
 
 
@@ -117,17 +109,6 @@ def subject_part(
 ) -> SubjectPart:
     opened = partial(open_computed, checkpoint, read)
     return SubjectPart(read.format, read.maker, read.stored_bytes, read.bits, rows, opened, weight_errors)
-
-
-def schedule_of(denoiser: QuantizedDenoiser, steps: int) -> str | None:
-    """Return the schedule if first or last steps are precise, else None. Raises ConfigError if the two overlap."""
-    first, last = denoiser.precise_ends
-    if first + last > steps:
-        raise ConfigError(
-            f"{denoiser.path} multiplies unquantized inputs in its first {first} and last {last} steps, which overlap "
-            f"in {steps}; set infer.steps to {first + last} at least"
-        )
-    return with_ends(first, last, steps) if (first or last) and steps > 1 else None
 
 
 def other_part(read: QuantizedDenoiser, checkpoint: Checkpoint, part: str) -> SubjectPart:

@@ -10,7 +10,7 @@ import pytest
 
 from sd_quant.composition import readable
 from sd_quant.config import artifact, deciding, lora_of, plans, prompts_of
-from sd_quant.config.precise_steps import PreciseSteps, ends_of, precise_steps
+from sd_quant.config.precise_steps import PreciseSteps, precise_steps
 from sd_quant.engines import gpu
 from sd_quant.engines.tensorrt.plan import RTX_HEADER, PlanReport
 from sd_quant.errors import ArtifactError, ConfigError
@@ -101,11 +101,6 @@ def test_steps_are_chosen_by_prompts_that_calibration_does_not_see():
         asked = composed_job(f"calib_size={size}")
         choosing, seen = set(prompts_of(asked.choosing_rows(16))), set(prompts_of(asked.calibration_rows()))
         assert len(choosing) == 16 and len(choosing & seen) == both
-
-
-def test_published_policies_know_ends_alone():
-    ends = {"hhcch": (2, 1), "ccc": (0, 0), None: (0, 0), "hhh": (3, 0), "hcrch": (1, 1), "chc": None, "hcf": None}
-    assert {schedule: ends_of(schedule) for schedule in ends} == ends
 
 
 @pytest.fixture

@@ -41,7 +41,6 @@ FIGURES = {
     "loras": {"style.safetensors:0.8": "mit", "plain.safetensors:1": None}, "command": "python quantize.py alpha=0.8",
     "knobs": {"format": "int8", "alpha": 0.8, "budget": None}, "versions": {"torch": "2.13.0", "sdnq": None},
     "sampling": ["Add a node.", "Keep a folder."], "bytes": {"unet/weights.safetensors": 12_345_678}, "servers": {},
-    "precise_ends": (0, 0),
     "parts": {"clip1": {"quantized": 12, "of": 12, "lost": {}}, "vae": {"quantized": 0, "of": 29, "lost": {"it": 29}}},
     "components": {"clip1": "text_encoder", "vae": "vae"},
 }  # fmt: skip
@@ -108,8 +107,6 @@ PLAIN_TEXT = {"parts": {"clip1": {"quantized": 0, "of": 12, "lost": {}}}, "compo
           "\nTensorRT-LLM of August 2026, on a GPU of SM100 or newer:\n\n    trtllm-serve modelopt_export\n"], []),
         ("modelopt_export", SERVED | {"servers": OF_SERVERS},
          ["    sglang serve --model-path modelopt_export --transformer-path modelopt_export/transformer\n"], []),
-        ("modelopt_export", SERVED | {"precise_ends": (3, 2)},
-         ["The first 3 and the last 2 steps multiply unquantized inputs", "pipelines of Cosmos3 alone"], []),
         ("sglang_fp8", ONE_SERVER,
          ["SGLang 0.5.23, on a GPU of SM89 or newer:\n\n    sglang serve --model-path sglang_fp8\n",
           "No server has run with it", "DeepGEMM quantizes the weights again"], ["Tried with"]),

@@ -18,7 +18,6 @@ import modelopt.torch.quantization as mtq
 import numpy as np
 import pytest
 import torch
-from diffusers.pipelines.cosmos.mixed_precision import Cosmos3MixedPrecisionConfig
 from ml_dtypes import float8_e4m3fn
 from modelopt.torch.export import export_hf_checkpoint
 from safetensors.torch import load_file
@@ -29,10 +28,9 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 from sd_quant.errors import ArtifactError, ConfigError
 from sd_quant.files.tensors import lazy
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.denoiser import weights_alone
 from sd_quant.interchange.holding import adapted, check_served, not_held, servers_of
-from sd_quant.interchange.inputs import BlockFloat8, Multiplied, StaticFloat8
-from sd_quant.interchange.modelopt_export import config_of, ignored, precise_ends
+from sd_quant.interchange.inputs import BlockFloat8
+from sd_quant.interchange.modelopt_export import config_of, ignored
 from sd_quant.interchange.sglang_fp8 import LAYOUT, skips
 from sd_quant.interchange.stored import LayerTensors
 from sd_quant.interchange.weights import codes_and_scales
@@ -299,55 +297,16 @@ def test_a_pipeline_that_was_observed_is_written_as_its_servers_load_it(observe,
     assert tuple(name for name in told if told[name] is None) == able
 
 
-POLICY = {  # of NVIDIA's Cosmos3 checkpoints, as vLLM-Omni's tests have it (pull request 6560)
-    "schema_version": 1, "type": "first_last_n", "index_space": "denoising_loop_iteration", "scope": ["transformer"],
-    "default_mode": "native", "first_steps": {"count": 3, "mode": "a16"}, "last_steps": {"count": 2, "mode": "a16"},
-    "overlap": "a16", "reasoner": "a16",
-}  # fmt: skip
-
-
 @slow
-def test_precise_ends_are_written_as_diffusers_reads_them_and_read_back(tiny, tmp_path):
-    """Its parser refuses what it does not know. In a precise step inputs are multiplied as they are."""
+def test_a_policy_of_precise_steps_is_refused(tiny, tmp_path):
     case = tiny("flux")
-    layers = quantized_layers(case, "fp8")
-    folder = case.written(layers, NAME, tmp_path, precise_ends=(3, 2)) / "transformer"
-    config = stored(folder)[1]
-    assert config["runtime"] == {"diffusion_step_policy": POLICY}
-    theirs = Cosmos3MixedPrecisionConfig.resolve(quantization_config=config)
-    assert [theirs.use_high_precision(step, 9) for step in range(9)] == [letter == "h" for letter in "hhhcccchh"]
-    candidate = case.read(folder, NAME)
-    assert candidate.precise_ends == (3, 2)
-    name = min(layers)
-    layer = replace(candidate.layers[name], inputs=Multiplied(torch.full((4,), 2.0), False, StaticFloat8(1.0)))
-    precise = weights_alone(replace(candidate, layers=candidate.layers | {name: layer})).layers
-    assert precise.keys() == layers.keys() and (precise[name].inputs(torch.ones(1, 4)) == 2).all()
-    assert all(each.inputs is None for other, each in precise.items() if other != name)
-
-
-@pytest.mark.parametrize(
-    ("change", "ends"),
-    [
-        ({}, (3, 2)),
-        ({"reasoner": "native", "first_steps": {"count": 0, "mode": "a16"}}, (0, 2)),
-        ({"scope": ["vae"]}, (0, 0)),
-        *((each, None) for each in (
-            {"schema_version": 2}, {"schema_version": True}, {"type": "steps"}, {"default_mode": "a16"},
-            {"overlap": "native"}, {"reasoner": "fp8"}, {"scope": []}, {"scope": "transformer"}, {"more": 1},
-            {"first_steps": 3}, {"last_steps": None},
-            *({"last_steps": {"count": count, "mode": "a16"}} for count in (-1, "2", True, 2.0, 10**9)),
-            {"last_steps": {"count": 2, "mode": "native"}},
-        )),
-    ],
-)  # fmt: skip
-def test_a_policy_that_servers_refuse_is_refused(tmp_path, change, ends):
-    config = {"runtime": {"diffusion_step_policy": POLICY | change}}
-    sentence = None if ends else ".*: its diffusion_step_policy is .*, expected version 1 with a number of first_steps"
-    with refused(sentence, ArtifactError):
-        assert precise_ends(tmp_path, config, "transformer") == ends
-    assert precise_ends(tmp_path, {"runtime": None}, "transformer") == precise_ends(tmp_path, {}, "unet") == (0, 0)
-    with pytest.raises(ArtifactError):
-        precise_ends(tmp_path, {"runtime": ["diffusion_step_policy"]}, "transformer")
+    folder = case.written(quantized_layers(case, "fp8"), NAME, tmp_path)
+    path = folder / "transformer/config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["runtime"] = {"diffusion_step_policy": {"type": "first_last_n"}}
+    path.write_text(json.dumps(config))
+    with refused("its runtime is a dict, expected none: steps that multiply", ArtifactError):
+        case.read(folder, NAME)
 
 
 # SGLang's FP8 in blocks and vLLM-Omni's INT8, as their loaders' sources have them

@@ -287,14 +287,10 @@ def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_pa
 
 
 @pytest.mark.parametrize(("target", "knobs", "sentence"), [
-    ("modelopt_export", ['infer.precise_steps="first3,last3"'], None),
     ("gguf", [], None),
     ("gguf", ["infer.schedule=ccrc", "infer.steps=4"], None),
-    ("gguf", ["infer.precise_steps=last3"], "gguf cannot say which steps are precise.* export to modelopt_export"),
-    ("modelopt_export", ["infer.schedule=chcc", "infer.steps=4"], "modelopt_export says .* schedule is chcc"),
-    ("modelopt_export", ["infer.schedule=fccc", "infer.steps=4"], "modelopt_export says .* schedule is fccc"),
-    ("modelopt_export", ["infer.precise_steps=3"], "modelopt_export says how many.* is chosen later; give places"),
+    ("gguf", ["infer.precise_steps=last3"], "gguf cannot say which steps are precise.* export a run without"),
 ])  # fmt: skip
-def test_a_target_says_which_steps_are_precise_or_is_refused(target, knobs, sentence):
+def test_a_recipe_with_precise_steps_is_not_exported(target, knobs, sentence):
     with refused(sentence):
         targets.check_schedule([target], job(*knobs).infer)

@@ -220,14 +220,3 @@ def test_a_run_without_the_loras_gets_them_beside(theirs, runs, monkeypatch, ans
     assert found.denoiser.open() == ("fused", {"beside": ("fused", "unet", {"a": "row"})} if beside else {"a": "row"})
     assert runs.infer.scale != 3.0, "ours stays as it is"
     assert found.no_runtime == (third_party.WITHOUT_LORAS if beside else judged_run.UNTRUSTED)
-
-
-def test_a_policy_of_precise_steps_is_the_schedule_of_the_judges_steps():
-    def declared(first: int, last: int) -> SimpleNamespace:
-        return SimpleNamespace(precise_ends=(first, last), path="a")
-
-    assert third_party.schedule_of(declared(2, 1), 5) == "hhcch"
-    assert third_party.schedule_of(declared(0, 3), 3) == "hhh"
-    assert third_party.schedule_of(declared(0, 0), 5) is third_party.schedule_of(declared(0, 1), 1) is None
-    with refused("a multiplies unquantized inputs in its first 3 and last 3 steps, which overlap in 5; set infer."):
-        third_party.schedule_of(declared(3, 3), 5)
