@@ -135,7 +135,7 @@ class Update:
         if self.tensors.keys() != {"down", "up"}:
             raise ConfigError(
                 f"model.loras names {self.path}, whose update of {self.place.layer!r} is a whole weight or a DoRA, "
-                "expected two factors beside quantized weights; set quantize.loras=fused"
+                "expected two factors to add beside quantized weights; give a candidate of a model with the LoRA"
             )
         up, down = (self.tensors[role].read().float().flatten(1) for role in ("up", "down"))
         return self.rows(up) * self.factor, down

@@ -25,4 +25,4 @@ from sd_quant.config.jobs import (
 from sd_quant.config.main_job import QuantizeJob, RecipeJob, check_heeded, deciding, makes_calibration_images
 from sd_quant.config.model import CALIBRATION_TABLE, Model, lora_of, prompts_of, size_of, sizes_of, weighted
 from sd_quant.config.plans import ExportShape, Trt, plan_library, targets_for
-from sd_quant.config.recipe import BESIDE, FUSED, Quantize
+from sd_quant.config.recipe import Quantize

@@ -10,7 +10,7 @@ from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import CALIBRATION_TABLE, Model, prompts_of
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, engine_for, targets_for
-from sd_quant.config.recipe import FUSED, Quantize, check_recipe, part_recipe, with_attention, with_own_name
+from sd_quant.config.recipe import Quantize, check_recipe, part_recipe, with_attention, with_own_name
 from sd_quant.config.targets import check_consumers, check_targets
 from sd_quant.engines import COMPILED, PLAN_BUILDERS, RUNTIMES, check_installed, why_not
 from sd_quant.errors import ConfigError
@@ -42,8 +42,6 @@ class RecipeJob:
         self.quantize = with_own_name(self.quantize)
         check_recipe(self.quantize)
         self.quantize = with_attention(self.quantize)
-        no_loras = not self.model.loras, {"loras": FUSED}, "model.loras names no LoRA"
-        check_unused(self.quantize, "quantize.", no_loras)
         if self.model.calibration_image is not None:
             self.infer.check_strength(self.model.calibration_mask, self.quantize.n_steps, "quantize.n_steps")
         for part, preset in self.quantize.quantized_parts.items() if self.quantize.calibration is not None else ():
@@ -214,7 +212,7 @@ def check_engine(engine: str, quantize: Quantize, trt: Trt) -> None:
             check(able(part_recipe(preset)), f"quantize.parts.{part}", preset, f"a preset {such}")
         codes = f"infer.engine={engine} multiplies codes with codes, and fit leaves inputs of other parts in fp16"
         branch = f"infer.engine={engine} computes no low-rank branch"
-        check_unused(quantize, "quantize.", (True, {"fit": None}, codes), (True, {"rank": 0, "loras": FUSED}, branch))
+        check_unused(quantize, "quantize.", (True, {"fit": None}, codes), (True, {"rank": 0}, branch))
     if runtime.file == "plan":
         expected = f"auto or {engine}, because infer.engine={engine} runs the plans that it builds"
         check(trt.library in ("auto", engine), "trt.library", trt.library, expected)

@@ -118,7 +118,6 @@ class OfPresets(Limit):
 
 
 PRESETS = OfPresets(lambda names: True, lambda: f"one of {', '.join(part_presets())}")
-FUSED, BESIDE = "fused", "beside"  # where the LoRAs of ``model.loras`` are
 TEXT_ENCODERS = "text_encoders"  # in ``quantize.parts``: every text encoder that has no preset of its own
 OF_PARTS = Limit(
     lambda parts: set(parts.values()) <= {FP16, *part_presets()},
@@ -145,12 +144,6 @@ class Quantize(Recipe):
         dict[str, str] | None,
         OF_PARTS,
         "other parts that are quantized, a preset for each; text_encoders: for all of those; fp16: not this one",
-    ]
-    loras: Annotated[
-        str,
-        one_of([FUSED, BESIDE]),
-        "where the LoRAs of model.loras are: in the weights that are quantized, or in 16 bits beside weights that were "
-        "quantized without them, as tools add them at run time",
     ]
     exclude_text: Annotated[bool, "keep layers that read the text alone, cross-attention's key and value, in fp16"]
     keep: Annotated[

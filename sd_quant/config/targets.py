@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from packaging.requirements import Requirement
 
 from sd_quant.config.model import Model
-from sd_quant.config.recipe import FUSED, Quantize
+from sd_quant.config.recipe import Quantize
 from sd_quant.errors import ConfigError, ResourceError
 from sd_quant.interchange import FP16, PER_ROW, STATIC, TARGETS, UNETS, ForeignFormat
 from sd_quant.knobs import check
@@ -63,11 +63,6 @@ def check_targets(
         for name in targets:
             fits = holds_one(TARGETS[name]) or holds(TARGETS[name])
             check(fits, knob, name, f"a target that holds {what} ({able})")
-    expected = (
-        "nothing with quantize.loras=beside, because a tool adds LoRAs itself at run time: export a run without "
-        "model.loras and give the tool these, or fuse them with quantize.loras=fused"
-    )
-    check(not targets or recipe.loras == FUSED, knob, list(targets), expected)
     nets = controlnet_names(len(model.controlnets))
     graphs = [name for name in targets if nets and TARGETS[name].runtime is not None]
     expected = "targets without graphs with model.controlnets, because the pipelines that open these have none"

@@ -23,6 +23,7 @@ from sd_quant.interchange.errors import plain_weight
 from sd_quant.interchange.inputs import multipliers_of
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part
 
+FUSED, BESIDE = "fused", "beside"  # where a candidate has the model's LoRAs
 NAMED = 3  # layers that a refusal names
 WITHIN = 0.25  # of 0 or 1: how near the share of the LoRA in a checkpoint's weights has to be
 

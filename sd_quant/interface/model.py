@@ -22,7 +22,7 @@ from sd_quant.places import input_path, output_path, shown
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import made_of
 from sd_quant.report.record import weights_sha256
-from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
+from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.generate import generate, recipe_sampling
 from sd_quant.stages.load import with_recipe
@@ -30,7 +30,7 @@ from sd_quant.stages.session import Session, open_session
 from sd_quant.stages.variants import Assignments, torch_variant
 
 CALIBRATION = ("calib_size", "n_steps", "seed", "snapshots", "calibration", "accelerator", "devices")
-IN_STATISTICS = {*CALIBRATION, "batch_size", "parts", "loras"}
+IN_STATISTICS = {*CALIBRATION, "batch_size", "parts"}
 
 
 def open(
@@ -111,7 +111,7 @@ class Model:
         job = self.job(None, knobs)
         rows = None if prompts is None else [Row(text, {}) for text in texts_of(prompts)]
         loaded = with_recipe(self.session, job.model, job.infer, job.quantize)
-        sha256 = calibrated_sha256(job, made_of(job.model.inputs()))
+        sha256 = str(weights_sha256(made_of(job.model.inputs())))
         return statistics_of(loaded, job, sha256, rows)
 
     def quantize(self, statistics: Statistics, preset: str | None = None, **knobs: object) -> "Quantized":

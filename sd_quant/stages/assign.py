@@ -8,14 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sd_quant.checkpoints.lora import adapted_in, factors_of
 from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_weights, empty_part, roles_of_part
 from sd_quant.models.text_encoders import inputs_of_part
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive, derive_nearest
-from sd_quant.quantization.low_rank import with_adapter
 from sd_quant.quantization.recipe import Recipe, excluded
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.table import write_csv
@@ -28,7 +26,7 @@ from sd_quant.simulation.sensitivity import (
     sensitivity_of,
     sensitivity_rows,
 )
-from sd_quant.stages.load import Loaded, check_no_convolutions
+from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.shared import Shared
 
@@ -43,27 +41,13 @@ def assign(
     kept_because: str = "among the most sensitive layers",
 ) -> dict[str, LayerAssignment]:
     """Derive how each denoiser layer is quantized; ``recipes``: by layer, in place of the job's; ``kept`` stay fp16."""
-    weights, recipe = denoiser_weights(loaded.base), loaded.recipe
+    weights, recipe = denoiser_weights(loaded.checkpoint), loaded.recipe
     recipes = {name: loaded.own(name, recipe) for name in loaded.weights_alone} | recipes
     exceptions = recipes | dict.fromkeys(kept, kept_because) | excluded(loaded.roles, loaded.exclude)
-    made = derive(
+    return derive(
         loaded.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe, loaded.shared_inputs,
         exceptions, loaded.attentions, biases(weights),
     )  # fmt: skip
-    return made if loaded.base is loaded.checkpoint else with_loras_beside(loaded.checkpoint, loaded.denoiser, made)
-
-
-def with_loras_beside(
-    checkpoint: Checkpoint, part: str, assignment: Mapping[str, LayerAssignment]
-) -> dict[str, LayerAssignment]:
-    """Add the LoRAs of ``checkpoint`` to a part's ``assignment``, as low-rank branches of its quantized linears.
-
-    Raises ConfigError for a LoRA of a quantized convolution, which cannot have such a branch.
-    """
-    adapted = adapted_in(checkpoint, checkpoint.parts()[part].component)
-    beside = [name for name in adapted if name in assignment and assignment[name].format is not None]
-    check_no_convolutions(part, [name for name in beside if len(assignment[name].weight_shape) != 2])
-    return dict(assignment) | {name: with_adapter(assignment[name], *factors_of(adapted[name])) for name in beside}
 
 
 def biases(weights: Mapping[str, Tensor]) -> Callable[[str], Tensor | None]:
@@ -85,8 +69,6 @@ def assign_parts(loaded: Loaded, statistics: Mapping[str, Statistics]) -> dict[s
         else assign_nearest(loaded, part, dict.fromkeys(roles_of_part(loaded.checkpoint, part), recipe))
         for part, recipe in loaded.part_recipes.items()
     }
-    if loaded.base is not loaded.checkpoint:
-        made = {part: with_loras_beside(loaded.checkpoint, part, rows) for part, rows in made.items()}
     return others | made
 
 
@@ -115,7 +97,7 @@ def assign_calibrated(
 
 def weights_of_part(loaded: Loaded, part: str) -> Mapping[str, Tensor]:
     """Return the weights of a part's network by their diffusers names; each is read when it is looked up."""
-    return loaded.base.components[loaded.parts[part].component]
+    return loaded.checkpoint.components[loaded.parts[part].component]
 
 
 def layers_of(loaded: Loaded, part: str) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -13,12 +13,11 @@ from sd_quant.calibration.collected_elsewhere import read_statistics
 from sd_quant.calibration.collection import Pass, calibrate, fabric_for, origin
 from sd_quant.calibration.overflow import too_large
 from sd_quant.calibration.parts import DECODER, calibrate_parts
-from sd_quant.config import BESIDE, Quantize, RecipeJob, prompts_of
+from sd_quant.config import Quantize, RecipeJob, prompts_of
 from sd_quant.inference.loading import load_model
 from sd_quant.models.checkpoint import Checkpoint, contracts_of, denoiser_part, empty_denoiser, roles_of_part
 from sd_quant.places import input_path, output_path
 from sd_quant.quantization.statistics import Statistics, highest
-from sd_quant.report.record import base_sha256, weights_sha256
 from sd_quant.stages.generate import calibration_sampling
 from sd_quant.stages.load import Loaded
 from sd_quant.text import counted
@@ -34,7 +33,7 @@ def statistics_of(
     One calibration serves all recipes, so it covers all denoisers, also their linears excluded by default. Other parts
     are calibrated if their recipes need layer inputs. ``rows``: prompts (rows of a call table) in place of the job's.
     """
-    checkpoint, roles, knobs = loaded.base, loaded.roles, job.quantize
+    checkpoint, roles, knobs = loaded.checkpoint, loaded.roles, job.quantize
     names = [name for name, role in roles.items() if role != "excluded"]
     if rows is None:
         rows = job.calibration_rows() if knobs.calibration is None else []
@@ -54,7 +53,7 @@ def statistics_of(
     prompts = prompts_of(rows)
     cache = output_path(job.cache.dir) / "statistics" if job.cache.dir else None
     for part, other in loaded.others.items():
-        watched += [f"{part}:{name}" for name in watched_layers(other.base, other.roles)]
+        watched += [f"{part}:{name}" for name in watched_layers(other.checkpoint, other.roles)]
     wanted, fabric = Pass(model, watched, prompts, sampling), fabric_for(knobs.accelerator, knobs.devices)
     kept: dict[str, Any] = {"checkpoint_sha256": checkpoint_sha256, "cache": cache}
     announce = partial(announce_calibration, knobs, sampling.steps_taken)
@@ -77,11 +76,6 @@ def watched_layers(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str
     network = empty_denoiser(checkpoint)
     return [name for name, role in roles.items()
             if role != "excluded" or isinstance(network.get_submodule(name), nn.Linear)]  # fmt: skip
-
-
-def calibrated_sha256(job: RecipeJob, made: Mapping[str, Any]) -> str:
-    """Return the hash of the calibrated weights, without LoRAs that stay branches; ``made``: record or job's facts."""
-    return str(base_sha256(made) if job.quantize.loras == BESIDE else weights_sha256(made))
 
 
 def announce_calibration(knobs: Quantize, steps: int, device: str, prompts: int) -> None:

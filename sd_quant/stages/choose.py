@@ -13,11 +13,11 @@ from sd_quant.files import read_regular, temporary_folder, write_text
 from sd_quant.metrics.memory import StageTimer
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.statistics import Statistics
-from sd_quant.report.record import Record, parsed, read_record, why
+from sd_quant.report.record import Record, parsed, read_record, weights_sha256, why
 from sd_quant.report.table import write_csv
 from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, most_sensitive
-from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
+from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.fit import Fitted, assign_chosen, fit, limit_of, measure_presets
 from sd_quant.stages.load import Loaded, units_of, with_recipe
 from sd_quant.stages.session import Session
@@ -104,7 +104,7 @@ def chosen_again(
     with step("load"):
         loaded = with_recipe(session, job.model, job.infer, job.quantize)
     with step("calibrate"):
-        statistics = statistics_of(loaded, job, calibrated_sha256(job, record_of_run(run)))
+        statistics = statistics_of(loaded, job, str(weights_sha256(record_of_run(run))))
     with temporary_folder(directory) as folder:
         chosen = choose(loaded, statistics, Path(folder), step)
         if decided(Path(folder) / "layers.csv") != decided(run / "layers.csv"):

@@ -11,17 +11,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sd_quant.checkpoints.lora import without_loras
-from sd_quant.config import BESIDE, artifact, recipe_of_run
+from sd_quant.checkpoints.lora import adapted_in, factors_of, without_loras
+from sd_quant.config import artifact, recipe_of_run
 from sd_quant.engines import RUNTIMES
 from sd_quant.engines.onnx_input import onnx_files
 from sd_quant.errors import ConfigError
+from sd_quant.files.checks import listing
+from sd_quant.interchange.beside import BESIDE, FUSED, NAMED
 from sd_quant.metrics.memory import StageTimer
+from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.quantization.assignment import WITHOUT_WEIGHTS, LayerAssignment
+from sd_quant.quantization.low_rank import with_adapter
 from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.provenance import fingerprint
 from sd_quant.report.record import Record, base_sha256, weights_sha256
-from sd_quant.stages.assign import with_loras_beside
 from sd_quant.stages.baseline import Baseline
 from sd_quant.stages.choose import chosen_again, record_of_run
 from sd_quant.stages.open_parts import open_file, open_simulated
@@ -84,7 +87,7 @@ def run_subject(name: str, run: Path, baseline: Baseline) -> Subject:
         name, run, fingerprint(run), parts,
         runtime=None if without else run_runtime(artifact(run, "onnx", session.denoiser), engine, record, baseline),
         no_runtime=WITHOUT_LORAS if without else Subject.no_runtime if baseline.judge.trust_runs else UNTRUSTED,
-        loras=(BESIDE if without else job.quantize.loras) if loras else None,
+        loras=(BESIDE if without else FUSED) if loras else None,
     )  # fmt: skip
 
 
@@ -117,3 +120,21 @@ def run_runtime(path: Path, engine: str, record: Record, baseline: Baseline) -> 
     if not baseline.judge.trust_runs or record["simulated"] or not here:
         return None
     return OwnLibrary(engine, partial(open_file, path, replace(baseline.infer, engine=engine)))
+
+
+def with_loras_beside(
+    checkpoint: Checkpoint, part: str, assignment: Mapping[str, LayerAssignment]
+) -> dict[str, LayerAssignment]:
+    """Add the LoRAs of ``checkpoint`` to a part's ``assignment``, as low-rank branches of its quantized linears.
+
+    Raises ConfigError for a LoRA of a quantized convolution, which cannot have such a branch.
+    """
+    adapted = adapted_in(checkpoint, checkpoint.parts()[part].component)
+    beside = [name for name in adapted if name in assignment and assignment[name].format is not None]
+    if convolutions := [name for name in beside if len(assignment[name].weight_shape) != 2]:
+        raise ConfigError(
+            f"model.loras change {len(convolutions)} quantized convolutions of {part} "
+            f"({listing(convolutions, NAMED)}); beside its weights only a linear can have a LoRA, so give a run that "
+            "keeps these in high precision, with quantize.exclude, or one of a model with the LoRAs"
+        )
+    return dict(assignment) | {name: with_adapter(assignment[name], *factors_of(adapted[name])) for name in beside}

@@ -1,19 +1,16 @@
 """An open checkpoint (session) with a recipe: which layers the recipe quantizes, and how."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
-from sd_quant.checkpoints.lora import adapted_in, without_loras
 from sd_quant.config import Infer, Model, Quantize
 from sd_quant.config.assignment_file import FP16, entries_in
 from sd_quant.config.images import LEVERS
-from sd_quant.config.recipe import BESIDE, TEXT_ENCODERS, part_recipe, patterns_of
+from sd_quant.config.recipe import TEXT_ENCODERS, part_recipe, patterns_of
 from sd_quant.errors import ConfigError
-from sd_quant.files.checks import listing
 from sd_quant.knobs import check, near
-from sd_quant.models.checkpoint import Checkpoint, InPlace, empty_denoiser, empty_part, in_place, roles_of_part
+from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, in_place, roles_of_part
 from sd_quant.models.parts import Heads, SharedInput, exported, text_readers
 from sd_quant.quantization.budget import inputs_left_alone
 from sd_quant.quantization.recipe import Recipe, check_layers, check_selection, is_excluded, misfit, reason_kept
@@ -64,15 +61,6 @@ class Loaded(Session):
     def denoisers(self) -> list[str]:
         """The names of the quantized denoisers, that of this session first."""
         return [self.denoiser, *self.others]
-
-    @cached_property
-    def base(self) -> Checkpoint:
-        """The checkpoint that is calibrated and quantized: without LoRAs if these stay unquantized branches."""
-        if self.recipe.loras != BESIDE:
-            return self.checkpoint
-        if isinstance(self.checkpoint, InPlace):
-            return in_place(without_loras(self.checkpoint.checkpoint), self.denoiser)
-        return without_loras(self.checkpoint)
 
     @property
     def guidance_scale(self) -> float:
@@ -176,24 +164,10 @@ def with_denoiser(session: Session, model: Model, infer: Infer, recipe: Quantize
         checkpoint, roles, shapes, attentions, recipe, exclude, alone, kept, model, infer, presets, recipes, offered,
         *((None, {}) if recipe.assignment is None else entries_in(recipe.assignment)),
     )  # fmt: skip
-    if recipe.loras == BESIDE and not recipe.mixes:
-        adapted = adapted_in(checkpoint, session.component)
-        quantized = [name for name in adapted if roles.get(name) == "conv" and not is_excluded(name, exclude)]
-        check_no_convolutions(session.denoiser, quantized if recipe.quant_level else [])
     for each in offered.values():
         check_readers(loaded, each.weights_alone)
     check_labels(loaded)
     return loaded
-
-
-def check_no_convolutions(part: str, adapted: Sequence[str]) -> None:
-    """Raise ConfigError if there are quantized convolutions with LoRAs that stay branches (``adapted``, by name)."""
-    if adapted:
-        raise ConfigError(
-            f"model.loras change {len(adapted)} quantized convolutions of {part} ({listing(adapted, NAMED)}), and "
-            "beside its weights only a linear can have a LoRA; keep these in high precision with quantize.exclude, or "
-            "set quantize.loras=fused"
-        )
 
 
 def offered_in(recipe: Quantize, family: str, linears: Collection[str], alone: Collection[str]) -> dict[str, Offered]:

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 from sd_quant.config import QuantizeJob
 from sd_quant.metrics.memory import StageTimer
-from sd_quant.report.record import Record
-from sd_quant.stages.calibrate import calibrated_sha256, statistics_of
+from sd_quant.report.record import Record, weights_sha256
+from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.choose import choose
 from sd_quant.stages.compare import compare_images, framework_images, save_run
 from sd_quant.stages.export_onnx import export_parts, files_of_a_run
@@ -29,7 +29,7 @@ def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
         loaded = opened(job, shared.directory)
     simulated = why_simulated(loaded, job.formats())
     with step("calibrate"):
-        statistics = statistics_of(loaded, job, calibrated_sha256(job, shared.facts))
+        statistics = statistics_of(loaded, job, str(weights_sha256(shared.facts)))
     chosen = choose(loaded, statistics, shared.directory, step, shared)
     variants = variants_of(loaded, chosen.assignments, shared, simulated, job.compiled_baseline)
     rows = rows_of_run(variants, job.hand_over)  # refused before anything is exported

@@ -9,12 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sd_quant.config import BESIDE, FUSED
 from sd_quant.devices import CPU, best_device
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.interchange import FORMATS
-from sd_quant.interchange.beside import adapted_of, holds_loras, with_loras
+from sd_quant.interchange.beside import BESIDE, FUSED, adapted_of, holds_loras, with_loras
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, with_denoiser
 from sd_quant.interchange.errors import plain_weight, unfolded
 from sd_quant.interchange.other_parts import read_parts

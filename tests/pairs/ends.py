@@ -31,7 +31,6 @@ ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # f
     "quantize.include": ["{}", "{sdxl:['time_embedding.*']}"],
     "quantize.weights_alone": ["{}", "{sdxl:['*.ff.net.2']}"],
     "quantize.parts": ["null", "{clip1:int8,vae:int8_weight_only}"],
-    "quantize.loras": ["fused", "beside"],
     "quantize.budget": ["null", "0.4", "4000000"],
     "quantize.fit": ["null", "1.052GB"],
     "quantize.resident": ["all", "one"],

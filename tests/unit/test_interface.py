@@ -118,7 +118,7 @@ def test_a_recipe_knows_prompts_and_steps_from_the_statistics(model, monkeypatch
 
 @pytest.mark.slow
 def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkeypatch):
-    def write(place, target, checkpoint, rows, marks, ends):
+    def write(place, target, checkpoint, rows, marks):
         place.mkdir()
         (place / "weights").write_bytes(bytes(200_000))
         return {}

@@ -121,7 +121,7 @@ sd15 = stored(
 sd15_of_one_level = changed(sd15, {"block_out_channels": [64], **ONE_LEVEL})  # which is soon traced
 sd15_by_ddim = changed(  # whose outputs can be reused
     sd15, {"block_out_channels": [64], **ONE_LEVEL},
-    scheduler=partial(diffusers.DDIMScheduler, **SD_NOISE, clip_sample=False, set_alpha_to_one=False),
+    scheduler=diffusers.DDIMScheduler(**SD_NOISE, clip_sample=False, set_alpha_to_one=False),
 )  # fmt: skip
 sd21 = stored(
     "StableDiffusionPipeline", vae=VAE | {"scaling_factor": 0.18215}, text_encoder=open_clip,

@@ -22,7 +22,6 @@ SIZES = [[found] for found in ("832x1201", "0x64", "64x8192", "64", "64x64x64", 
 SEVERAL = {"infer.sizes": ["64x64", "128x64"], "model.sizes": ["64x64", "128x64"]}
 NEGATIVE = {"infer.prompts": ["a cat", "a dog"], "infer.num_samples": 3}
 SCORE = "null, because this score needs images of one size, and infer.sizes is given"
-BESIDE = {"model.loras": ["a.safetensors"], "quantize.loras": "beside"}
 ONE_BY_PART = "expected one of fp16, bf16, fp32, stored, or one by part"
 REFUSED = {  # how begins what was expected, of which knob, instead of which values
     "from 0 to ": {"infer.num_warmup_runs": [-1], "infer.scale": [-1, 1e300]},
@@ -162,7 +161,6 @@ def test_every_number_of_things_has_a_limit():
     ("quantize", SEVERAL | {"infer.engine": "openvino", "trt.sizes": None}, None),
     ("quantize", {"infer.engine": "tensorrt", "trt.library": "auto"}, None),
     ("quantize", {"infer.engine": "tensorrt", "trt.library": "tensorrt"}, None),
-    ("quantize", BESIDE, None),
     ("quantize", {"model.dtype": {"vae": "fp32"}, "infer.engine": "onnxruntime"}, None),
     *(("infer", {"run": "x", "infer.engine": engine, "infer.cuda_graph": True}, f"false, because infer.engine={engine}")
       for engine in ("openvino", "onnxruntime")),
@@ -190,11 +188,6 @@ def test_every_number_of_things_has_a_limit():
     *(("quantize", SEVERAL | {"infer.engine": "tensorrt_rtx", "trt.sizes": sizes}, "infer.sizes is 128x64, expected "
        "a width from 64 to 64, which trt.sizes has, because plans make the images")
       for sizes in (None, ["64x64", "64x128"])),
-    ("quantize", {"quantize.loras": "beside"}, "fused, because model.loras names no LoRA"),
-    ("quantize", {"infer.engine": "torch_native"} | BESIDE,
-     "fused, because infer.engine=torch_native computes no low-rank branch"),
-    ("quantize", BESIDE | {"quantize.exclude.sdxl": ["*"], "hand_over": ["comfyui"]},
-     "nothing with quantize.loras=beside, because a tool adds LoRAs itself"),
     ("export_trt", {"trt.sizes": ["128x64", "192x64"]}, "infer.width is 64, expected from 128 to 192, as in trt.sizes"),
     *(("quantize", {"infer.engine": "tensorrt", "trt.library": library},
        "auto or tensorrt, because infer.engine=tensorrt") for library in ("tensorrt_rtx", "none")),

@@ -14,7 +14,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.low_rank import with_adapter
 from sd_quant.simulation.modelopt import simulate, unrounded
-from sd_quant.stages.assign import with_loras_beside
+from sd_quant.stages.judged_run import with_loras_beside
 
 from ..interchange.conftest import recipe_of
 from ..tiny import Tiny, tiny  # noqa: F401 a fixture

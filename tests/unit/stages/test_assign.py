@@ -16,7 +16,7 @@ from sd_quant.quantization.statistics import Sample, Statistics
 from sd_quant.simulation.sensitivity import guided
 from sd_quant.stages import assign as stage
 from sd_quant.stages import calibrate
-from sd_quant.stages.calibrate import announce_calibration, calibrated_sha256
+from sd_quant.stages.calibrate import announce_calibration
 from sd_quant.stages.shared import Shared
 from tests.presets import job
 
@@ -57,7 +57,7 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch, a
     answering(stage, denoiser_weights=weights)
     monkeypatch.setattr(stage, "derive", lambda *given: given)
     loaded = SimpleNamespace(
-        checkpoint=None, base=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None),
+        checkpoint=None, roles={"conv": "conv", "to_q": "qkv"}, recipe=Recipe(3.0, None),
         shared_inputs=["to_q"], attentions={"attn": Heads(64)}, exclude=["conv*"], weights_alone=["to_k"],
         own=lambda name, recipe: (name, recipe),
     )  # fmt: skip
@@ -70,13 +70,6 @@ def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch, a
     assert (inputs, heads) == (["to_q"], {"attn": Heads(64)})
     said = {"mid": "a file says so", "conv": "excluded by the preset"}
     assert exceptions == {"to_q": own, "to_k": ("to_k", loaded.recipe)} | said
-
-
-def test_with_loras_beside_the_weights_statistics_are_those_of_the_checkpoint_alone():
-    """So the cache's statistics of the checkpoint serve it; LoRAs that are fused change the weights."""
-    made = {"inputs": {"checkpoint": {"sha256": "a"}, "lora 1 at 1.0": {"sha256": "b"}}}
-    jobs = (SimpleNamespace(quantize=SimpleNamespace(loras=loras)) for loras in ("fused", "beside"))
-    assert [calibrated_sha256(each, made) == "a" for each in jobs] == [False, True]
 
 
 def test_a_calibration_says_how_many_calls_it_takes(caplog):
@@ -94,7 +87,7 @@ def test_linears_that_may_be_included_are_calibrated_with_negative_prompts_in_tu
     monkeypatch.setattr(calibrate, "read_statistics", read)
     checkpoint = SimpleNamespace(family=SimpleNamespace(GUIDES=True))
     roles = {"time": "excluded", "first": "excluded", "to_q": "qkv"}
-    loaded = SimpleNamespace(base=checkpoint, roles=roles, others={}, part_recipes={})
+    loaded = SimpleNamespace(checkpoint=checkpoint, roles=roles, others={}, part_recipes={})
     asked = job("infer.prompts=[a cat, a dog]", "infer.negative_prompt=[rain, nude]", "infer.num_samples=2")
     calibrate.statistics_of(loaded, asked, "ab")
     wanted, _ = collect.call_args.args
