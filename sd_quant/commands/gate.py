@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Annotated
 
 from sd_quant.errors import UNDECIDED, ConfigError, SdQuantError
-from sd_quant.files import check_replaceable
+from sd_quant.files import check_replaceable, write_json
 from sd_quant.help import listed
 from sd_quant.knobs import CONFIDENCE, FROM_0, MORE_THAN_0, SHARE, between, check, fields_of, options_of, read
 from sd_quant.places import existing, output_path
-from sd_quant.report.gate import FAILED, OPEN, PASSED, decide, read_run
-from sd_quant.report.gate_output import KINDS, text_of, write_gate
+from sd_quant.report.gate import FAILED, PASSED, UNTOLD, decide, read_run
+from sd_quant.report.gate_output import json_of, text_of
 
-EXIT_CODES = {PASSED: 0, FAILED: SdQuantError.exit_code} | dict.fromkeys(OPEN, UNDECIDED)
+EXIT_CODES = {PASSED: 0, FAILED: SdQuantError.exit_code, UNTOLD: UNDECIDED}
+OWN = rb'\{\s*"schema_version": \d+,\s*"run": '  # how such a file begins
 MARGINS = ("psnr_margin", "ssim_margin", "lpips_margin", "speedup_margin")
 NOT_BARS = ("run", "baseline", "output", "confidence", "worst_share")
 USAGE = """Pass or fail a finished run by bars that were fixed before.
 
   sd-quant gate run=<folder> min_psnr=35 max_lpips=0.01 min_speedup=1.2
-  sd-quant gate run=<folder> baseline=<folder> psnr_margin=0.5 output=gate.xml
+  sd-quant gate run=<folder> baseline=<folder> psnr_margin=0.5 output=gate.json
 
 The exit code is 0 if all criteria pass, 1 if one fails, {untold} if it cannot be told, which may be a failure.
 docs/gate.md has the statistics.
@@ -50,7 +51,7 @@ class GateJob:
     lpips_margin: Annotated[float | None, FROM_0, "by how much the mean LPIPS may be above the baseline's"] = None
     speedup_margin: Annotated[float | None, SHARE, "share of the baseline's speed-up that may be lost"] = None
     confidence: Annotated[float, CONFIDENCE, "of intervals"] = 0.95
-    output: Annotated[str | None, "file of the verdicts: .json, or .xml for JUnit's"] = None
+    output: Annotated[str | None, "file of the verdicts, .json"] = None
 
     def __post_init__(self):
         margins = ", ".join(name for name in MARGINS if getattr(self, name) is not None)
@@ -59,8 +60,8 @@ class GateJob:
         check(self.baseline is not None or not margins, "baseline", "null", f"a folder, because {margins} is given")
         expected = f"null, because none of {', '.join(MARGINS)} is given"
         check(self.baseline is None or bool(margins), "baseline", self.baseline, expected)
-        known = self.output is None or Path(self.output).suffix.lower() in KINDS
-        check(known, "output", self.output, f"a file that ends with {' or '.join(KINDS)}")
+        known = self.output is None or Path(self.output).suffix.lower() == ".json"
+        check(known, "output", self.output, "a file that ends with .json")
 
     def bars(self) -> dict[str, float]:
         """Return the thresholds that were given, by knob."""
@@ -107,10 +108,10 @@ def main() -> None:
     runs = {knob: read_run(knob, existing(knob, folder, expected)) for knob, folder in folders.items()}
     output = None if job.output is None else output_path(job.output)
     if output is not None:
-        check_replaceable(output, "output", KINDS[output.suffix.lower()], "the verdicts of a gate")
+        check_replaceable(output, "output", OWN, "the verdicts of a gate")
     gate = decide(runs["run"], runs.get("baseline"), job.bars(), job.confidence, job.worst_share)
     code = EXIT_CODES[gate.outcome]
     print(text_of(gate))
     if output is not None:
-        write_gate(gate, code, output)
+        write_json(output, json_of(gate, code))
     sys.exit(code)

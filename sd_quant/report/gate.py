@@ -7,8 +7,7 @@ side, fails if all of it is on the bad side, else is undecided. Several images o
   skewness of the values. In a trial the bootstrap-t covered the mean as often, in 100 times the time.
 - The worst image has a bar of its own: one image beyond it fails the run (quality control's acceptance number zero).
 - All criteria have to pass, so passing needs no correction (intersection-union test; Berger, Technometrics 24, 1982).
-  One failure fails the run, so an interval whose value is on the bad side has a level corrected for several tests
-  (Holm, Scandinavian Journal of Statistics 6, 1979). A criterion that fails only uncorrected has "likely failed".
+  One failure fails the run, so of several criteria at their bars more than 2.5 % of runs fail.
 - Against a baseline run, the value is the difference between the two runs for each prompt: a test of non-inferiority.
 
 Alternatives not taken: means without intervals, which pass by lucky prompts, and an earlier run's images as reference,
@@ -33,8 +32,7 @@ from sd_quant.report.table import DASH, between
 from sd_quant.report.timing import Timed, log_speedup_over
 
 PROMPTS, ROUNDS = "prompts", "rounds"
-PASSED, FAILED, LIKELY, UNTOLD = "passed", "failed", "likely failed", "cannot be told"
-OPEN = (LIKELY, UNTOLD)
+PASSED, FAILED, UNTOLD = "passed", "failed", "cannot be told"
 SHOWN = 3  # worst images of a criterion
 MOST = 10_000  # prompts or rounds that are suggested at most
 OF_IMAGES = {score.key: score for score in scores_against(Against.IMAGES)}
@@ -93,7 +91,7 @@ class Verdict:
     value: str
     bar: str
     verdict: str
-    figures: Mapping[str, float | int | None]  # value, low, high, their level, bar, count
+    figures: Mapping[str, float | int | None]  # value, low, high, bar, count
     reason: str = ""
     more: int | None = None
     unit: str = ""
@@ -104,7 +102,7 @@ class Verdict:
 @dataclass(frozen=True)
 class Gate:
     run: Path
-    outcome: str  # PASSED, FAILED, LIKELY or UNTOLD
+    outcome: str  # PASSED, FAILED or UNTOLD
     sentence: str
     verdicts: Sequence[Verdict]
 
@@ -196,17 +194,6 @@ def untransformed(quantile: float, skewness: float) -> float:
     if abs(skewness) < 1e-6:
         return quantile
     return 3 / skewness * (math.cbrt(1 + skewness * (quantile - skewness / 6)) - 1)
-
-
-def levels_of(estimates: Sequence[Estimate], confidence: float) -> dict[str, float]:
-    """Return the level of each criterion's interval, by knob: ``confidence`` for a value on the good side of its bar.
-
-    A value on the bad side has Holm's level: criteria share the error, and a failed one's share goes to the others.
-    """
-    shared = 1 - (1 - confidence) / max(1, len(estimates))
-    levels = {each.knob: shared if each.bad(exactly(each.at(shared).value)) else confidence for each in estimates}
-    left = [each for each in estimates if not each.bad(each.at(shared))]
-    return levels | (levels_of(left, confidence) if len(left) < len(estimates) else {})
 
 
 def more_needed(estimate: Estimate, confidence: float) -> int | None:
@@ -350,8 +337,8 @@ def shown(run: Run, index: int, value: float) -> Shown:
 # Verdicts
 
 
-def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
-    """Decide a criterion by its interval at the corrected ``level``; LIKELY if it fails only at ``confidence``."""
+def verdict_of(estimate: Estimate, confidence: float) -> Verdict:
+    """Decide a criterion by its interval at ``confidence``."""
     bar = f"at {'least' if estimate.more_is_better else 'most'} {estimate.form.format(estimate.bar)}"
     without = Verdict(
         estimate.knob, estimate.title, DASH, bar, FAILED if estimate.unit == PROMPTS else UNTOLD,
@@ -359,19 +346,17 @@ def verdict_of(estimate: Estimate, level: float, confidence: float) -> Verdict:
     )  # fmt: skip
     if not estimate.count:
         return without
-    interval, alone = estimate.at(level), estimate.at(confidence)
-    told = FAILED if estimate.bad(interval) else PASSED if estimate.good(interval) else None
-    outcome = told or (LIKELY if estimate.bad(alone) else UNTOLD)
-    more, reason, form = None, estimate.note, estimate.form.split()[0].rstrip("x")
-    if outcome in OPEN:
-        more = more_needed(estimate, level)
+    interval = estimate.at(confidence)
+    outcome = FAILED if estimate.bad(interval) else PASSED if estimate.good(interval) else UNTOLD
+    more, reason = None, estimate.note
+    if outcome == UNTOLD:
+        more = more_needed(estimate, confidence)
         guess = "about" if interval.known else "at least"  # one prompt has no spread
         hint = f"{guess} {more} more {estimate.unit} would tell" if more else "it lies too near the bar to be told"
-        single = f"alone it fails{between(alone.low, alone.high, form, confidence)}" if outcome == LIKELY else ""
-        reason = "; ".join(filter(None, (single, hint, reason)))
+        reason = "; ".join(filter(None, (hint, reason)))
     low, high = interval.ends
-    value = estimate.form.format(interval.value) + between(low, high, form, level)
-    figures = {"value": interval.value, "low": low, "high": high, "level": level, **without.figures}
+    value = estimate.form.format(interval.value) + between(low, high, estimate.form.split()[0].rstrip("x"), confidence)
+    figures = {"value": interval.value, "low": low, "high": high, **without.figures}
     return replace(without, value=value, verdict=outcome, figures=figures, reason=reason, more=more, unit=estimate.unit)
 
 
@@ -421,22 +406,20 @@ def decide(
     run: Run, baseline: Run | None, bars: Mapping[str, float], confidence: float = 0.95, worst_share: float = 0.1
 ) -> Gate:
     """Decide all criteria by ``bars``: limits by knob, margins to ``baseline``. Raises ConfigError without figures."""
-    estimates = estimates_of(run, baseline, bars)
-    levels = levels_of([each for each in estimates if each.count], confidence)
-    verdicts = [verdict_of(each, levels.get(each.knob, confidence), confidence) for each in estimates]
+    verdicts = [verdict_of(each, confidence) for each in estimates_of(run, baseline, bars)]
     worst = {score: bars.get(f"worst_{key}") for key, score in OF_IMAGES.items()}
     verdicts += [verdict_of_worst(run, *each, worst_share, confidence) for each in worst.items() if each[1] is not None]
     verdicts.append(verdict_of_degenerate(run))
     outcomes = {verdict.verdict for verdict in verdicts}
-    outcome = next(each for each in (FAILED, LIKELY, UNTOLD, PASSED) if each in outcomes)
+    outcome = next(each for each in (FAILED, UNTOLD, PASSED) if each in outcomes)
     return Gate(run.folder, outcome, sentence_of(outcome, verdicts), verdicts)
 
 
 def sentence_of(outcome: str, verdicts: Sequence[Verdict]) -> str:
     """Describe the outcome: the failed criteria, or the undecided criteria and the prompts and rounds they need."""
-    of = {word: [each for each in verdicts if each.verdict == word] for word in (FAILED, *OPEN)}
-    words = (FAILED,) if outcome == FAILED else OPEN
-    named = [f"{word}: {', '.join(each.criterion for each in of[word])}" for word in words if of[word]]
+    if outcome == PASSED:
+        return PASSED
+    named = f"{outcome}: {', '.join(each.criterion for each in verdicts if each.verdict == outcome)}"
     hints = {
         PROMPTS: "prompts would tell (infer.prompts)",
         ROUNDS: "rounds would tell (a smaller timing.half_width and a larger timing.budget_s)",
@@ -444,7 +427,6 @@ def sentence_of(outcome: str, verdicts: Sequence[Verdict]) -> str:
     needed = [
         f"about {max(numbers)} more {hint}"
         for unit, hint in hints.items()
-        if outcome != FAILED
-        and (numbers := [each.more for word in OPEN for each in of[word] if each.unit == unit and each.more])
+        if outcome == UNTOLD and (numbers := [each.more for each in verdicts if each.unit == unit and each.more])
     ]
-    return "; ".join(filter(None, [*named, " and ".join(needed)])) or PASSED
+    return "; ".join(filter(None, [named, " and ".join(needed)]))

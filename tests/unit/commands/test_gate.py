@@ -32,7 +32,7 @@ pytestmark = pytest.mark.commit
     ("run=x min_psnr=1 output=gate.JSON confidence=2", "confidence is 2.0, expected a number from 0.5"),
     ("run=x psnr_margin=1", "baseline is null, expected a folder"),
     ("run=x baseline=y min_psnr=1", "expected null, because none of psnr_margin"),
-    ("run=x min_psnr=1 output=gate.txt", "ends with .json or .xml"),
+    ("run=x min_psnr=1 output=gate.txt", "ends with .json"),
 ])  # fmt: skip
 def test_what_no_gate_can_be_made_of_is_refused(words, said):
     with pytest.raises(ConfigError, match=said):
@@ -71,11 +71,11 @@ def test_the_exit_code_is_the_outcome(bar, count, code, tmp_path, monkeypatch, c
     assert "min_psnr" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("output", ["metrics.json", "folder.xml", "/proc/o.xml", f"{300 * 'x'}.xml", "users.xml"])
+@pytest.mark.parametrize("output", ["metrics.json", "folder.json", "/proc/o.json", f"{300 * 'x'}.json", "users.json"])
 def test_verdicts_replace_verdicts_alone(output, tmp_path, monkeypatch):
     write_record(tmp_path, 64)
-    (tmp_path / "folder.xml").mkdir()
-    (tmp_path / "users.xml").write_text("<?xml version='1.0'?><mine/>")
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "users.json").write_text('{"mine": 1}')
 
     def files() -> dict:  # without the time of reading
         return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
