@@ -29,7 +29,7 @@ from sd_quant.files import check_room
 from sd_quant.files.archive import whole_file
 from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor, Readable, size_of
-from sd_quant.models.sdxl_nemo import PIPELINES, noise_config
+from sd_quant.models.sdxl_nemo import noise_config
 from sd_quant.progress import progress
 from sd_quant.shell import literal, pasted
 
@@ -81,11 +81,9 @@ def convert(source: Path, target: Path, model_config: dict | None = None, fp16: 
         tensors, metadata = single_file_of(checkpoint)
         count, write = len(tensors), partial(write_safetensors, target, tensors, metadata=metadata)
     elif kind == ARCHIVE:
-        edm = checkpoint.pipeline not in PIPELINES.values()
-        if edm or noise_config(checkpoint.model_config)[ZERO_SNR]:
+        if noise_config(checkpoint.model_config)[ZERO_SNR]:
             raise ArtifactError(
-                f"{source} has {'noise levels of EDM' if edm else 'a terminal SNR of zero'}, which no config of NeMo's "
-                "can state; give a folder as the target"
+                f"{source} has a terminal SNR of zero, which no config of NeMo's can state; give a folder as the target"
             )
         count, write = len(state), partial(write_archive, target, checkpoint.model_config, state)
     else:

@@ -9,7 +9,6 @@ silently.
 
 import json
 import logging
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -34,7 +33,7 @@ from sd_quant.files.archive import whole_file
 from sd_quant.files.checks import renamed
 from sd_quant.files.safetensors import FORMAT, read_header
 from sd_quant.files.tensors import Readable, lazy
-from sd_quant.models.sdxl_nemo import PIPELINES, edm_scheduler, noise_config, scheduler, with_noise
+from sd_quant.models.sdxl_nemo import PIPELINES, noise_config, scheduler, with_noise
 from sd_quant.names.authors import HARMLESS, MARKS, sampling_marks, told_family
 from sd_quant.names.nemo import POSITION_IDS, SIGMAS
 from sd_quant.names.sgm import PREFIXES, UNET, nemo_key, sgm_key
@@ -43,7 +42,7 @@ LOG = logging.getLogger(__name__)
 PREDICTION, ARCHITECTURE = "modelspec.prediction_type", "modelspec.architecture"  # entries of metadata
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}  # that the first states
 DESCRIPTION = f"sd_quant.{CONFIG}"  # an entry of metadata in files that ``convert`` writes
-ZERO_SNR, EDM = "rescale_betas_zero_snr", "edm_vpred.sigma_"
+ZERO_SNR = "rescale_betas_zero_snr"
 NO_PART = {  # of SDXL: what to do with tensors whose names begin so
     "cond_stage_model.": "the text encoder of Stable Diffusion 1 or 2, which a merge left, so take it out",
     "control_model.": "a ControlNet, so take it out",
@@ -58,13 +57,12 @@ def open_single_file(
 ) -> NemoCheckpoint:
     """Open the file; reads no weight. ``model_config`` is NeMo's, by default the file's own or else SDXL base's.
 
-    Tensors mark the prediction type, as in ComfyUI: ``v_pred`` v-prediction, ``ztsnr`` a terminal SNR of zero,
-    ``edm_vpred.sigma_max`` and ``edm_vpred.sigma_min`` EDM's v-prediction between these noise levels (CosXL).
+    Tensors mark the prediction type, as in ComfyUI: ``v_pred`` v-prediction, ``ztsnr`` a terminal SNR of zero.
     Raises ConfigError for a missing ``path``, ArtifactError for damage and other tensors than the networks have.
     """
     stored, metadata = read_header(whole_file(path))
     marks = sampling_marks(stored)
-    check_whole(path, stored, marks, pipeline)
+    check_whole(path, stored, marks)
     config = model_config or sdxl_base_config()
     if model_config is None and DESCRIPTION in metadata:
         config = config_in(f"{path}: its {DESCRIPTION}", str(metadata[DESCRIPTION]).encode())
@@ -87,18 +85,14 @@ def open_single_file(
     checkpoint = checkpoint_of(path, config, unused | tensors, advice=advice)
     for name in stored.keys() & stated.keys():
         check_values(path, name, stored[name], "SDXL", *stated[name])
-    made = PIPELINES[pipeline]
-    if f"{EDM}max" in marks:
-        made = replace(made, scheduler=partial(edm_scheduler, *edm_levels(path, stored)))
     reopen = partial(open_single_file, path, model_config, io, pipeline)
-    return replace(checkpoint, io=io or pipeline, pipeline=made, reopen=reopen)
+    return replace(checkpoint, io=io or pipeline, pipeline=PIPELINES[pipeline], reopen=reopen)
 
 
-def check_whole(path: Path, stored: Mapping[str, Readable], marks: Collection[str], pipeline: str) -> None:
+def check_whole(path: Path, stored: Mapping[str, Readable], marks: Collection[str]) -> None:
     """Raise ArtifactError for a file of another family, without some network of SDXL, or with unsupported ``marks``."""
     told, first = told_family(stored), stored.get(f"{UNET}input_blocks.0.0.weight")
     lacking = [prefix for prefix in PREFIXES[:-1] if not any(name.startswith(prefix) for name in stored)]
-    followed = [{"v_pred", "ztsnr"}, {"v_pred"}, *([{f"{EDM}max", f"{EDM}min"}] if pipeline == "diffusers" else [])]
     if told not in (None, "an SDXL UNet"):
         why = f"is {told}, expected SDXL"
     elif first is not None and first.shape[1:2] == (9,):
@@ -107,9 +101,8 @@ def check_whole(path: Path, stored: Mapping[str, Readable], marks: Collection[st
         why = "is UNet only: it needs text encoders and a VAE"
     elif lacking:
         why = f"is no whole SDXL: none of its tensors begins with {' or '.join(lacking)}"
-    elif marks and set(marks) not in followed:
-        known = " or ".join(" and ".join(sorted(each)) for each in followed)
-        why = f"has the mark {' and '.join(marks)}, which is not followed, expected none or {known}"
+    elif marks and set(marks) not in ({"v_pred", "ztsnr"}, {"v_pred"}):
+        why = f"has the mark {' and '.join(marks)}, which is not followed, expected none, v_pred and ztsnr or v_pred"
     else:
         return
     raise ArtifactError(f"{path} {why}; give a whole checkpoint of SDXL, or a diffusers folder with this one")
@@ -129,25 +122,12 @@ def declared(path: Path, marks: Collection[str], metadata: Mapping[str, str]) ->
     return {"prediction_type": PREDICTIONS[stated]}
 
 
-def edm_levels(path: Path, stored: Mapping[str, Readable]) -> tuple[float, float]:
-    """Return the lowest and highest noise level of EDM marks. Raises ArtifactError for a wrong value."""
-    marks = [stored.get(f"{EDM}{end}") or stored[f"{UNET}{EDM}{end}"] for end in ("min", "max")]
-    lowest, highest = (float(mark.read()) if math.prod(mark.shape) == 1 else math.nan for mark in marks)
-    if not 0 < lowest < highest < math.inf:
-        raise ArtifactError(
-            f"{path}: {EDM}min and {EDM}max are {lowest:g} and {highest:g}, expected a positive number and a "
-            "greater one; fetch it again"
-        )
-    return lowest, highest
-
-
 def single_file_of(checkpoint: NemoCheckpoint) -> tuple[dict[str, Readable], dict[str, str]]:
     """Return a single file's tensors and metadata. Raises ArtifactError for noise levels that it cannot state."""
     noise, usual = noise_config(checkpoint.model_config), noise_config()
     said = next(name for name, prediction in PREDICTIONS.items() if prediction == noise["prediction_type"])
     others = [f"{name} {noise[name]}" for name in usual if name not in ("prediction_type", ZERO_SNR)
               and noise[name] != usual[name]]  # fmt: skip
-    others += ["EDM's noise levels"] if checkpoint.pipeline not in PIPELINES.values() else []
     others += ["a terminal SNR of zero without v-prediction"] if noise[ZERO_SNR] and said != "v" else []
     if others:
         raise ArtifactError(

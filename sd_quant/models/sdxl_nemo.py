@@ -236,14 +236,6 @@ def diffusers_scheduler(model_config: Mapping):
     return EulerDiscreteScheduler(**noise_config(model_config), timestep_spacing="leading", steps_offset=1)
 
 
-def edm_scheduler(lowest: float, highest: float, model_config: Mapping):
-    """Return EDM's Euler v-prediction sampler, sigmas from ``lowest`` to ``highest``, as diffusers has for CosXL."""
-    from diffusers import EDMEulerScheduler
-
-    levels = {"sigma_min": lowest, "sigma_max": highest, "sigma_data": 1.0, "sigma_schedule": "exponential"}
-    return EDMEulerScheduler(**levels, prediction_type="v_prediction")
-
-
 def diffusers_called(networks: Mapping, tokenizers: Sequence, sampler) -> PipelineCall:
     """Build ``StableDiffusionXLPipeline`` from ``networks`` by component, with diffusers' own text conditioning."""
     from diffusers import StableDiffusionXLPipeline

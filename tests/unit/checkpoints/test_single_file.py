@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import safetensors.torch
 import torch
-from diffusers import EDMEulerScheduler, EulerDiscreteScheduler, StableDiffusionXLPipeline
+from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 from diffusers.loaders import single_file_utils
 
 from sd_quant.checkpoints.convert import convert, open_sdxl
@@ -133,21 +133,6 @@ def test_it_has_77_tokens_and_its_own_sampler_unless_nemos_are_asked_for(single,
 
 
 @commit
-def test_edms_noise_levels_are_followed_and_no_archive_states_them(marked, tmp_path):
-    levels = {"edm_vpred.sigma_max": torch.tensor(120.0), "edm_vpred.sigma_min": torch.tensor(0.002)}
-    path = marked(levels)
-    sampler = opened(path).called(lambda component, network: network).pipe.scheduler
-    assert type(sampler) is EDMEulerScheduler and sampler.config.prediction_type == "v_prediction"
-    assert (sampler.config.sigma_max, sampler.config.sigma_data) == (120, 1) and sampler.config.sigma_min < 0.00201
-    convert(path, tmp_path / "folder")
-    assert json.loads((tmp_path / "folder/model_index.json").read_text())["scheduler"][1] == "EDMEulerScheduler"
-    for target, said in (("a.nemo", "noise levels of EDM, which no config"), ("b.safetensors", "no single file can")):
-        with pytest.raises(ArtifactError, match=said):
-            convert(path, tmp_path / target)
-    with pytest.raises(ArtifactError, match="which is not followed, expected none or v_pred and ztsnr or v_pred;"):
-        opened(path, pipeline="nemo")
-
-
 @commit
 def test_a_description_in_metadata_is_untrusted(marked):
     mute = json.dumps(sdxl_base_config() | {"denoiser_config": {}})
@@ -225,8 +210,6 @@ ONLY_UNET = "is UNet only: it needs text encoders and a VAE; give a whole checkp
     ({"__index_timestep_zero__": MARK}, " ", "1 unknown: __index_timestep_zero__"),
     ({"cond_stage_model.model.ln_final.bias": MARK}, " ", "text encoder of Stable Diffusion 1 or 2, which"),
     ({"lora_unet_out.lora_up.weight": MARK}, " ", "lora_* are a LoRA, so give it to model.loras"),
-    ({"edm_vpred.sigma_max": torch.tensor(-1.0), "edm_vpred.sigma_min": torch.ones(2)}, " ", "are nan and -1, ex"),
-    ({f"edm_vpred.sigma_{end}": torch.tensor(1.0) for end in ("max", "min")}, " ", "are 1 and 1, expected a positive"),
     ({"betas": torch.linspace(1e-4, 0.02, 1000)}, " ", "the values of betas are not those of SDXL"),
     ({"alphas_cumprod": torch.ones(7)}, " ", "the values of alphas_cumprod are not"),
     ({"scale_factor": torch.tensor(0.18215)}, " ", "the values of scale_factor are not"),
