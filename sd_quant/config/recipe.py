@@ -15,8 +15,7 @@ from sd_quant.knobs import COUNT, SEED, Called, Limit, Unused, between, check, c
 from sd_quant.models import FAMILIES
 from sd_quant.places import GROUPS
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.observers import OBSERVERS
-from sd_quant.quantization.recipe import ALPHA, BY_ROLE, FOR_ATTENTION, Enable, Pair, Recipe, formats_used
+from sd_quant.quantization.recipe import ALPHA, FOR_ATTENTION, Enable, Pair, Recipe, formats_used
 
 
 def presets() -> dict[str, Path]:
@@ -299,7 +298,7 @@ def check_recipe(quantize: Quantize) -> None:
     check(int(steps * quantize.percentile) > 0, "percentile", quantize.percentile, expected)
     check(quantize.alpha is not None or quantize.smoothing == "none", "alpha", None, str(ALPHA))
     quantize.offered()
-    check_observers(quantize)
+    check_observer(quantize)
 
 
 def unused_knobs(quantize: Quantize) -> list[Unused]:
@@ -341,24 +340,14 @@ def unused_knobs(quantize: Quantize) -> list[Unused]:
     ]  # fmt: skip
 
 
-def check_observers(quantize: Quantize) -> None:
-    """Raise ConfigError for an observer (it chooses a clipping range) without a range or with unsuitable formats."""
+def check_observer(quantize: Quantize) -> None:
+    """Raise ConfigError for an observer (it chooses a clipping range) without a range or with unequal levels."""
     enable, label = quantize.enable, quantize.format
     linear = None if quantize.per_token else enable.linear.activation  # an input scaled per token has a range of 1
-    activations = [FORMATS[name] for name in (enable.conv.activation, linear) if name is not None]
-    inputs = [fmt for fmt in activations if fmt.needs_amax]
+    formats = {role: FORMATS[name] for role, name in (("conv", enable.conv.activation), ("linear", linear)) if name}
+    inputs = {role: fmt for role, fmt in formats.items() if fmt.needs_amax}
     expected = f"min_max, because no input that {label} quantizes has a range"
     check(bool(inputs) or quantize.observer == "min_max", "quantize.observer", quantize.observer, expected)
-    judging = [name for name, row in OBSERVERS.items() if all(map(row.judges, inputs))]
-    expected = f"{' or '.join(judging)}, because inputs of {label} have scales per block"
-    check(quantize.observer in (*judging, BY_ROLE), "quantize.observer", quantize.observer, expected)
-    if (observer := quantize.weight_observer) == "min_max":
-        return
-    weights = [FORMATS[pair.weight] for pair in (enable.conv, enable.linear)]
-    fits = all(fmt.static_scale and OBSERVERS[observer].judges(fmt) for fmt in weights)
-    fits &= not (quantize.per_channel or quantize.chooses_bits) and quantize.smoothing == "none"
-    expected = (
-        "min_max, because an observer chooses the one range of a weight that is not smoothed, as of "
-        "quantize=int8_weight_only quantize.per_channel=false, and without a budget"
-    )
-    check(fits, "quantize.weight_observer", observer, expected)
+    equal = all(fmt.equal_levels or quantize.observer_of(role) == "min_max" for role, fmt in inputs.items())
+    expected = f"min_max, because the levels of inputs of {label} are not equally far apart"
+    check(equal, "quantize.observer", quantize.observer, expected)

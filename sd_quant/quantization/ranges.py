@@ -1,9 +1,9 @@
 """Ranges (amax) for quantization: of a weight from its values, of an input from calibration."""
 
 import math
+import pkgutil
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from sd_quant.errors import SdQuantError
@@ -14,7 +14,6 @@ from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.rotation import rotated
 from sd_quant.quantization.row_chunks import layer_of_rows, output_amax, row_chunks
 
-MOST_NUMBERS = 2**20  # of a weight that an observer gets, evenly spaced
 ROTATED_HEADROOM = 2.0  # only a global scale in floating point, for which headroom costs little, uses this range
 
 
@@ -41,7 +40,7 @@ def observed_range(values: Tensor, amax: float, role: str, recipe: Recipe, **opt
     if values.ndim > 1 and (group := recipe.rotation_of(role, values.shape[-1])):
         values = rotated(values.float(), group)
         amax = ROTATED_HEADROOM * values.abs().max().item() if len(values) else math.sqrt(group) * amax
-    observer = OBSERVERS[recipe.observer_of(role)]
+    observer = pkgutil.resolve_name(OBSERVERS[recipe.observer_of(role)])
     return observer(values, amax, fmt=FORMATS[name], **options)
 
 
@@ -74,11 +73,6 @@ def with_ranges(layer: LayerAssignment, weight: Tensor, chosen: InputRange, reci
         reason=None,
     )
     layer = with_weight_range(layer, weight)
-    if recipe.weight_observer != "min_max":  # the weight has one range
-        numbers = rotated(rewritten(weight.flatten(1), layer), layer.rotation).flatten()
-        sample, amax = numbers[:: -(-len(numbers) // MOST_NUMBERS)], numbers.abs().max().item()
-        amax = OBSERVERS[recipe.weight_observer](sample, amax, fmt=FORMATS[layer.format])
-        layer = replace(layer, weight_amax=torch.tensor([amax]))
     try:
         layer.weight_scale, layer.activation_scale  # noqa: B018
         for chunk, part in row_chunks(weight[:1], layer_of_rows(layer, slice(1))):

@@ -100,9 +100,6 @@ class Recipe:
         "how the range of an input is chosen: min_max clips nothing, mse judges a sample of real inputs; "
         "by_role: mse for convolutions, min_max for linears",
     ] = "min_max"
-    weight_observer: Annotated[
-        str, one_of(OBSERVERS), "how the one range of a weight is chosen: min_max clips nothing, mse as of inputs"
-    ] = "min_max"
     shift: Annotated[
         bool, "inputs of convolutions may be quantized minus a constant, so that those of one sign use all codes"
     ] = False

@@ -25,7 +25,7 @@ from sd_quant.models import FAMILIES
 from sd_quant.models.sd import StableDiffusion
 from sd_quant.places import HOME
 from sd_quant.quantization.formats import FORMATS, Format
-from sd_quant.quantization.observers import OBSERVERS, Observer
+from sd_quant.quantization.observers import OBSERVERS
 from sd_quant.quantization.percentile import COLLECT_METHODS
 from sd_quant.quantization.smoothing import SMOOTHINGS, per_layer
 from sd_quant.report.rebuild import rebuild
@@ -114,7 +114,7 @@ def added(tmp_path, monkeypatch) -> Path:
         ),
         "my_runtime": Runtime("my_runtime", "onnx", "cpu", "onnxruntime", "onnxruntime", load=f"{__name__}:load"),
         "my_family": __name__,
-        "my_observer": Observer(f"{__name__}:nine_tenths"),
+        "my_observer": f"{__name__}:nine_tenths",
         "my_method": ("mean", "mean"),
         "my_smoothing": per_layer,
         "my_score": Score(

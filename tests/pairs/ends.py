@@ -43,7 +43,6 @@ ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # f
     "quantize.batch_size": ["1", "64"],
     "quantize.percentile_calibrator": ["corrected", "modelopt"],
     "quantize.observer": ["min_max", "mse", "by_role"],
-    "quantize.weight_observer": ["min_max", "mse"],
     "quantize.rotation": ["0", "4", "256"],
     "quantize.rank": ["0", "1", "64", "0.999", "0.001"],
     "quantize.branch_rounds": ["0", "3"],

@@ -13,36 +13,29 @@ smaller.
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from sd_quant.quantization.formats import FORMATS, Format, fake_quantize
+from sd_quant.quantization.formats import FORMATS, Format
 
 LEVELS = 127  # of symmetric INT8 above zero
-MOST_VALUES = 2**16  # of a sample, where there is no closed form
 
 # The ranges that are tried, relative to the peak. They are 1 % apart, because the error is flat around the best one,
 # and go down to half a step of the peak's range; a smaller one pays only where that range rounds nearly all to zero.
 RANGES = 0.99 ** np.arange(math.log(2 * LEVELS) / -math.log(0.99))
 
 
-def mse(values: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int = LEVELS, **_) -> float:
+def mse(values: Tensor, amax: float, fmt: Format = FORMATS["int8"], levels: int | None = None) -> float:
     """Return the range with the smallest mean squared error among ``amax`` and ``RANGES``; of equals, the widest.
 
-    Returns ``amax`` if the sample is empty, all zero or not finite. For floating-point formats only ranges down to half
-    the sample's peak are tried, because their steps repeat with every factor of two.
+    Returns ``amax`` if the sample is empty, all zero or not finite.
     """
     magnitudes = values.detach().cpu().float().abs().flatten()
     peak = magnitudes.max().item() if len(magnitudes) else 0.0
     if not 0 < peak < math.inf:  # false for NaN too
         return amax
     thresholds = np.concatenate([[amax], peak * RANGES])
-    if fmt.equal_levels:
-        return min(float(thresholds[squared_errors(magnitudes, thresholds, levels).argmin()]), amax)
-    ranges = torch.from_numpy(thresholds[thresholds >= peak / 2] / peak).float()
-    sample = magnitudes[:: -(-len(magnitudes) // MOST_VALUES)] / peak  # so that every scale is a normal number in fp16
-    errors = [(fake_quantize(fmt, sample, each) - sample).square().double().sum().item() for each in ranges]
-    return min(peak * ranges[np.argmin(errors)].item(), amax)
+    errors = squared_errors(magnitudes, thresholds, levels or int(fmt.largest_code))
+    return min(float(thresholds[errors.argmin()]), amax)
 
 
 def squared_errors(magnitudes: Tensor, thresholds: np.ndarray, levels: int = LEVELS) -> np.ndarray:

@@ -66,7 +66,6 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "one of ": {
         "quantize.quant_level": [5], "quantize.format": ["int3"], "quantize.choices": [["int3"]],
         "quantize.smoothing": ["all"], "quantize.observer": ["min"], "quantize.percentile_calibrator": ["nemo"],
-        "quantize.weight_observer": ["by_role"],
         "quantize.collect_method": ["mean"], "quantize.accelerator": ["tpu"], "quantize.rotation": [-4, 2, 8, 32, 1024],
         "trt.library": ["rtx"], "trt.targets": [["SM89", "SM90"]], "trt.optimization_level": [6],
         "model.family": ["dalle"], "hand_over": [["comfi"]], "infer.engine": ["tvm"],
@@ -233,8 +232,7 @@ def test_every_number_of_things_has_a_limit():
     ("int8_weight_only", {"percentile": 0.5}, "1, because int8_weight"),
     ("int8_weight_only", {"collect_method": "min-max"}, "mean-max, bec"),
     ("svdquant_w4a4", {"observer": "mse"}, "min_max, because"),
-    ("int8_weight_only", {"weight_observer": "mse"}, "min_max, because"),
-    ("int4_w4a4", {"weight_observer": "mse"}, "min_max, because"),
+    ("fp8", {"observer": "mse"}, "min_max, because the levels of inputs of fp8 are not"),
     ("fp8", {"shift": True}, "false, because fp8 is more precise near zero than far from it, so a"),
     ("svdquant_w4a4", {"shift": True}, "false, because svdquant_w4a4 leaves the inputs of convolutions alone"),
     ("int8_per_tensor", {"shift": True}, "false, because without quantize.per_channel fp16 would round away a"),

@@ -1,6 +1,8 @@
 import csv
 import io
+import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,7 +151,9 @@ def test_the_preset_nemo_has_the_ranges_of_nemos_calibrator_and_the_factors_of_m
 def test_the_observer_sees_the_sampled_inputs_that_the_quantizer_will_see(monkeypatch):
     """A convolution's patches as they are, a linear's rows smoothed; beside them the largest value of all."""
     given = []
-    monkeypatch.setitem(OBSERVERS, "half", lambda values, amax, **_: given.append((values, amax)) or amax / 2)
+    half = SimpleNamespace(observe=lambda values, amax, **_: given.append((values, amax)) or amax / 2)
+    monkeypatch.setitem(sys.modules, "half", half)
+    monkeypatch.setitem(OBSERVERS, "half", "half:observe")
     patches, tokens = torch.full((3, 27), 5.0), torch.tensor([[2.0, 8.0], [-4.0, 16.0]])
     statistics = {
         "conv": seen("conv", [[254.0, 127.0], [381.0, 254.0]], patches),
