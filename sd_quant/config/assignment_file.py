@@ -2,10 +2,9 @@
 
     down_blocks.1.attentions.0.proj_in: fp16
     down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q: int8
-    down_blocks.1.attentions.0.transformer_blocks.0.ff.net.2: {preset: int8, alpha: 0.7}
 
-The file maps a layer's name to a preset or ``fp16``, with an alpha (SmoothQuant's exponent) where it differs from the
-preset's, so a change edits one line. Alternative not taken: to list layers by preset, where a change moves a line.
+The file maps a layer's name to a preset or ``fp16``, so a change edits one line. Alternative not taken: to list layers
+by preset, where a change moves a line.
 """
 
 import re
@@ -19,7 +18,6 @@ from sd_quant.files import read_regular
 from sd_quant.files.archive import MAX_TEXT
 from sd_quant.files.plain_yaml import load_yaml
 from sd_quant.places import existing_file
-from sd_quant.quantization.recipe import ALPHA
 from sd_quant.text import one_line
 
 ASSIGNMENT = "assignment.yaml"  # in the folder of a run
@@ -27,13 +25,13 @@ FP16 = "fp16"  # the label of a layer that is not quantized
 BLOCK = re.compile(r"[^.]+(?:\.\d+)?")  # the part of a layer's name that a paragraph has in common
 
 
-def entries_in(path: str) -> tuple[dict[str, str], dict[str, float | str]]:
-    """Read an assignment file: return each layer's label (preset or fp16), and the alpha of each layer that has one.
+def labels_in(path: str) -> dict[str, str]:
+    """Read an assignment file: return each layer's label, a preset or fp16.
 
     Raises ConfigError for a file that cannot be read, and for an entry of another form.
     """
     file = existing_file("assignment", path)
-    expected = "a mapping from names of layers to presets or fp16, or to {preset: ..., alpha: ...}"
+    expected = "a mapping from names of layers to presets or fp16"
     try:
         content = load_yaml(read_regular(file, MAX_TEXT))
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
@@ -42,28 +40,20 @@ def entries_in(path: str) -> tuple[dict[str, str], dict[str, float | str]]:
         ) from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"assignment is {path}, which has no layers, expected {expected}")
-    labels, alphas = dict(content), {}
     for name, label in content.items():
-        if isinstance(label, dict) and label.keys() == {"preset", "alpha"}:
-            alpha = label["alpha"]
-            labels[name], alphas[name] = label["preset"], float(alpha) if type(alpha) is int else alpha
-            ALPHA.check(f"the alpha of {str(name)[:80]} in {path}", alphas[name])
-        if not isinstance(name, str) or not isinstance(labels[name], str):
+        if not isinstance(name, str) or not isinstance(label, str):
             raise ConfigError(f"assignment gives {str(name)[:80]!r} {str(label)[:80]!r}, expected {expected}")
-    return labels, alphas
+    return content
 
 
-def text_of(labels: Mapping[str, str], alphas: Mapping[str, float | str], knobs: Iterable[str]) -> str:
+def text_of(labels: Mapping[str, str], knobs: Iterable[str]) -> str:
     """Return an assignment file's text: comments with the command (arguments ``knobs``) that reads it, and layers."""
     return "\n".join([
         "# The preset of each layer of the denoiser, or fp16. Edit it and give it back: nothing is measured then.",
         f"#   python quantize.py {' '.join(knobs)} assignment=<this file>",
         "# with the run's other knobs but keep, quantize.budget and fit. Layers without a line stay in fp16, and those",
         "# that read one input have one preset.",
-        *paragraphs({
-            name: f"{{preset: {label}, alpha: {alphas[name]}}}" if name in alphas else label
-            for name, label in labels.items()
-        }),
+        *paragraphs(labels),
         "",
     ])  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import yaml
 
-from sd_quant.config.assignment_file import FP16, entries_in
+from sd_quant.config.assignment_file import FP16, labels_in
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import COUNT, SEED, Called, Limit, Unused, between, check, check_unused, one_of, read
 from sd_quant.models import FAMILIES
@@ -233,7 +233,7 @@ class Quantize(Recipe):
             labels += [label for label in self.choices if not self.same_weights_alone(label)]
         if self.assignment is not None:
             first: dict[str, str] = {}  # the first layer of each preset
-            for name, label in entries_in(self.assignment)[0].items():
+            for name, label in labels_in(self.assignment).items():
                 first.setdefault(label, name)
             first.pop(FP16, None)
             check(bool(first), "assignment", self.assignment, "a file that gives a layer a preset")

@@ -89,7 +89,7 @@ def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:
 def written(loaded: Loaded, chosen: Chosen, directory: Path) -> Chosen:
     """Write ``assignment.yaml`` and ``layers.csv`` to ``directory``, and return ``chosen``."""
     knobs = [f"quantize={loaded.recipe.format}", f"quant_level={loaded.recipe.quant_level:g}"]
-    write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), loaded.alphas, knobs))
+    write_text(directory / ASSIGNMENT, text_of(labels_of(loaded, chosen), knobs))
     write_csv(rows_of_layers(chosen.assignments), directory / "layers.csv")
     return chosen
 

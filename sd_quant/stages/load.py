@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sd_quant.config import Infer, Model, Quantize
-from sd_quant.config.assignment_file import FP16, entries_in
+from sd_quant.config.assignment_file import FP16, labels_in
 from sd_quant.config.images import LEVERS
 from sd_quant.config.recipe import TEXT_ENCODERS, part_recipe, patterns_of
 from sd_quant.errors import ConfigError
@@ -53,7 +53,6 @@ class Loaded(Session):
     part_recipes: Mapping[str, Recipe]  # by part, for parts of part_presets that are no denoisers
     offered: Mapping[str, Offered]  # presets that layers may have, by name
     labels: Mapping[str, str] | None  # preset or fp16 by layer, from the ``assignment`` file; None without
-    alphas: Mapping[str, float | str]  # alpha by layer from that file, in place of the preset's
     # further quantized denoisers of the pipeline, by part, each as the denoiser of its own ``Loaded``
     others: Mapping[str, "Loaded"] = field(default_factory=dict)
 
@@ -82,8 +81,7 @@ class Loaded(Session):
     def recipe_with(self, name: str, label: str) -> Recipe | None:
         """Return layer ``name``'s recipe with preset ``label``; None if the preset is unknown or does not suit it."""
         offered = self.offered.get(label)
-        own = None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
-        return replace(own, alpha=self.alphas[name]) if own is not None and name in self.alphas else own
+        return None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
 
 
 def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
@@ -162,7 +160,7 @@ def with_denoiser(session: Session, model: Model, infer: Infer, recipe: Quantize
     recipes = recipes_of_parts(session, presets)
     loaded = Loaded(
         checkpoint, roles, shapes, attentions, recipe, exclude, alone, kept, model, infer, presets, recipes, offered,
-        *((None, {}) if recipe.assignment is None else entries_in(recipe.assignment)),
+        None if recipe.assignment is None else labels_in(recipe.assignment),
     )  # fmt: skip
     for each in offered.values():
         check_readers(loaded, each.weights_alone)
@@ -274,7 +272,7 @@ def units_of(loaded: Loaded) -> list[tuple[str, ...]]:
 
 
 def check_labels(loaded: Loaded) -> None:
-    """Raise ConfigError for a layer of ``assignment`` that is unknown or cannot have its label or alpha."""
+    """Raise ConfigError for a layer of ``assignment`` that is unknown or cannot have its label."""
     for name, label in (loaded.labels or {}).items():
         if reason := why_not_labelled(loaded, name, label):
             raise ConfigError(f"assignment {reason}")
@@ -287,19 +285,13 @@ def check_labels(loaded: Loaded) -> None:
                 f"assignment gives {told}, which read one input, so that one preset smooths it; give {all_of_them} "
                 "one preset, or fp16"
             )
-        if len({loaded.alphas.get(name) for name in unit if name in labels}) > 1:
-            raise ConfigError(
-                f"assignment gives {all_of_them} more than one alpha, expected one, because they read one input"
-            )
 
 
 def why_not_labelled(loaded: Loaded, name: str, label: str) -> str | None:
-    """Return why ``assignment`` cannot give layer ``name`` this label or its alpha; None if it can."""
+    """Return why ``assignment`` cannot give layer ``name`` this label; None if it can."""
     if name not in loaded.roles:
         return f"names {name}, which is no layer of this denoiser; {near(name, loaded.roles)}"
     role, recipe = loaded.roles[name], None if label == FP16 else loaded.offered[label].recipe
-    if name in loaded.alphas and (recipe is None or role == "conv" or recipe.alpha is None):
-        return f"gives {name} {label} an alpha, expected none, because nothing of this layer is smoothed"
     if recipe is None:
         return None
     reason = reason_kept(role, loaded.recipe.quant_level)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from sd_quant.config import recipe
-from sd_quant.config.assignment_file import entries_in, text_of
+from sd_quant.config.assignment_file import labels_in, text_of
 from sd_quant.config.recipe import own_recipe, part_presets, part_recipe, presets
 from sd_quant.config.targets import executed_by, inputs_held
 from sd_quant.errors import ConfigError
@@ -107,9 +107,9 @@ def test_a_file_decides_alone(tmp_path):
 def test_what_is_written_is_read_and_says_how_to_give_it_back(tmp_path):
     file = tmp_path / "assignment.yaml"
     conv1, conv2, to_q = (f"down_blocks.{name}" for name in ("0.resnets.conv1", "0.resnets.conv2", "1.attentions.to_q"))
-    labels, alphas = {"conv_in": "fp16", conv1: "int8", conv2: "nvfp4", to_q: "int8"}, {conv2: "auto", to_q: 0.5}
-    file.write_text(text := text_of(labels, alphas, ["quantize=int8", "quant_level=3"]))
-    assert entries_in(str(file)) == (labels, alphas)
+    labels = {"conv_in": "fp16", conv1: "int8", conv2: "nvfp4", to_q: "int8"}
+    file.write_text(text := text_of(labels, ["quantize=int8", "quant_level=3"]))
+    assert labels_in(str(file)) == labels
     assert "python quantize.py quantize=int8 quant_level=3 assignment=<this file>" in text
     header, *blocks = text.rstrip("\n").split("\n\n")
     assert header.startswith("#") and [block.count("\n") for block in blocks] == [0, 1, 0]
@@ -120,8 +120,6 @@ def test_what_is_written_is_read_and_says_how_to_give_it_back(tmp_path):
     ("- conv: int8", "has no layers"),
     ("conv: 8", "assignment gives 'conv' '8', expected a mapping"),
     ("conv: [int8]", "assignment gives 'conv' "),
-    ("conv: {preset: int8}", "assignment gives 'conv' .*, expected .* or to {preset: ..., alpha: ...}"),
-    ("conv: {preset: int8, alpha: 2}", "the alpha of conv in .* is 2.0, expected a number from 0 to 1, or auto"),
     ("conv: int8\nconv: fp16", "cannot be read .*'conv' stands twice"),
     ("conv: !!python/object:os.system {}", "cannot be read"),
     ("a: [", "cannot be read"),
@@ -129,9 +127,9 @@ def test_what_is_written_is_read_and_says_how_to_give_it_back(tmp_path):
 def test_what_is_no_mapping_of_labels_is_refused(tmp_path, text, sentence):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=sentence):
-        entries_in(str(tmp_path / "a.yaml"))
+        labels_in(str(tmp_path / "a.yaml"))
     with pytest.raises(ConfigError, match="^assignment names no/such.yaml, which does not exist"):
-        entries_in("no/such.yaml")
+        labels_in("no/such.yaml")
 
 
 def test_how_a_target_computes_a_preset_and_which_tools_execute_one_that_is_simulated_here():

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import sd_quant
-from sd_quant.config.assignment_file import entries_in
+from sd_quant.config.assignment_file import labels_in
 from sd_quant.errors import ConfigError
 from sd_quant.models.parts import SharedInput
 from sd_quant.numbers import relative_error
@@ -62,7 +62,6 @@ KNOBS = {"quant_level": 2, "alpha": 0.7}
 ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 TO_Q, TO_K = f"{ATTENTION}.to_q", f"{ATTENTION}.to_k"
 CONV, OTHER = "down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.proj_out"
-NO_ALPHA = "an alpha, expected none"
 
 
 def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tuple[str, ...] = ()) -> SimpleNamespace:
@@ -70,7 +69,7 @@ def loaded(alone: tuple[str, ...] = (), budget: float | None = None, exclude: tu
     recipe = replace(RECIPE(INT4, "quant_level=3", "alpha=0.5", "quantize.budget=0.9"), budget=budget)
     given = SimpleNamespace(
         recipe=recipe, roles=ROLES, shapes=SHAPES, shared_inputs=INPUTS, exclude=["proj"], denoiser="unet",
-        parameters={"unet": PARAMETERS, "vae": 7}, checkpoint=None, guidance_scale=5.0, labels=None, alphas={},
+        parameters={"unet": PARAMETERS, "vae": 7}, checkpoint=None, guidance_scale=5.0, labels=None,
         offered={INT4: Offered(recipe, exclude, alone), INT8: Offered(recipe.beside(INT8))},
     )  # fmt: skip
     given.recipe_with = lambda name, label: Loaded.recipe_with(given, name, label)
@@ -283,19 +282,17 @@ def test_the_file_that_a_run_leaves_gives_its_assignment_back_bit_for_bit(model,
 @pytest.mark.slow
 def test_a_plain_run_leaves_a_file_too_and_one_line_of_it_changes_one_layer(model, statistics, tmp_path, left):
     plain = model.quantize(statistics, "int8", **KNOBS).assignment
-    file, entry = tmp_path / "a.yaml", "ff.net.2: {preset: int8, alpha: 0.3}"
+    file = tmp_path / "a.yaml"
     knobs = {**KNOBS, "assignment": str(file)}
     file.write_text(left[0])
     assert same(model.quantize(statistics, "int8", **knobs).assignment, plain)
-    assert set(entries_in(str(file))[0].values()) == {"int8"}
-    file.write_text(left[0].replace("conv1: int8", "conv1: int4_w4a4", 1).replace("ff.net.2: int8", entry, 1))
+    assert set(labels_in(str(file)).values()) == {"int8"}
+    file.write_text(left[0].replace("conv1: int8", "conv1: int4_w4a4", 1))
     changed = model.quantize(statistics, "int8", **knobs).assignment
     (name,) = [name for name, layer in changed.items() if layer.format != plain[name].format]
     assert (changed[name].format, changed[name].activation_format) == ("int4", None) and name.endswith("conv1")
-    others = {name: layer.alpha for name, layer in changed.items() if layer.alpha != plain[name].alpha}
-    assert others.pop(name, None) is None and [*others.values()] == [0.3] and entry in left[-1]
-    untouched = {each: row for each, row in changed.items() if each != name and ".ff." not in each}
-    assert same(untouched, {each: plain[each] for each in untouched}) and len(untouched) > len(plain) / 2
+    untouched = {each: row for each, row in changed.items() if each != name}
+    assert same(untouched, {each: plain[each] for each in untouched})
 
 
 @pytest.fixture(scope="module")
@@ -308,28 +305,23 @@ def with_file(model, tmp_path_factory) -> Loaded:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("labels", "alphas", "facts", "sentence"), [
-    ({f"{ATTENTION}.to_p": "int8"}, {}, {}, "names .*to_p, which is no layer .*did you mean .*attn1.to_"),
-    ({"time_embedding.linear_1": "int8"}, {}, {}, "gives time_embedding.linear_1 int8, .*excluded by the mod"),
-    ({TO_Q: "svdquant_w4a4", TO_K: "int8"}, {}, {},
+@pytest.mark.parametrize(("labels", "facts", "sentence"), [
+    ({f"{ATTENTION}.to_p": "int8"}, {}, "names .*to_p, which is no layer .*did you mean .*attn1.to_"),
+    ({"time_embedding.linear_1": "int8"}, {}, "gives time_embedding.linear_1 int8, .*excluded by the mod"),
+    ({TO_Q: "svdquant_w4a4", TO_K: "int8"}, {},
      f"gives {TO_Q} svdquant_w4a4 and {TO_K} int8, which read one input, .*; give {TO_Q}, {TO_K}, "),
-    ({TO_Q: "fp16"}, {TO_Q: 0.5}, {}, f"fp16 {NO_ALPHA}, because nothing of this layer is smoothed"),
-    ({CONV: "svdquant_w4a4"}, {CONV: 0.5}, {}, f"svdquant_w4a4 {NO_ALPHA}"),
-    ({OTHER: "q4_k_weight_only"}, {OTHER: 0.5}, {}, f"q4_k_weight_only {NO_ALPHA}"),
-    ({TO_Q: "int8", TO_K: "int8"}, {TO_Q: 0.5}, {}, "more than one alpha, expected one, because they read one input"),
-    ({TO_Q: "q4_k_weight_only"}, {}, {"shapes": {TO_Q: (64, 24)}},
+    ({TO_Q: "q4_k_weight_only"}, {"shapes": {TO_Q: (64, 24)}},
      "q4_k_weight_only, expected fp16 or another preset, because .*do not divide"),
-    ({TO_Q: "int8"}, {}, {"exclude": ["*.to_q"]}, "to_q int8, expected fp16 or no line, because it is kept: .*excl"),
-    ({TO_Q: "int8"}, {}, {"quant_level": 2.0}, "to_q int8, expected fp16 or no line, because it is kept: .*level 2"),
-    ({TO_Q: "int8", TO_K: "fp16"}, {}, {}, None),
-    ({TO_Q: "int8"}, {TO_Q: 0.5}, {}, None),
+    ({TO_Q: "int8"}, {"exclude": ["*.to_q"]}, "to_q int8, expected fp16 or no line, because it is kept: .*excl"),
+    ({TO_Q: "int8"}, {"quant_level": 2.0}, "to_q int8, expected fp16 or no line, because it is kept: .*level 2"),
+    ({TO_Q: "int8", TO_K: "fp16"}, {}, None),
 ])  # fmt: skip
-def test_labels_and_alphas_that_layers_cannot_have_are_refused(with_file, labels, alphas, facts, sentence):
+def test_labels_that_layers_cannot_have_are_refused(with_file, labels, facts, sentence):
     shapes = with_file.shapes | facts.get("shapes", {})
     recipe = replace(with_file.recipe, quant_level=facts.get("quant_level", 3.0))
     given = replace(with_file, shapes=shapes, recipe=recipe, exclude=facts.get("exclude", []))
     with refused(sentence and f"assignment .*{sentence}"):
-        load.check_labels(replace(given, labels=labels, alphas=alphas))
+        load.check_labels(replace(given, labels=labels))
 
 
 @pytest.mark.slow
