@@ -35,7 +35,7 @@ from sd_quant.places import HOME, input_path
 from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.derivation import derive
-from sd_quant.quantization.recipe import Recipe, excluded
+from sd_quant.quantization.recipe import Recipe
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.provenance import fingerprint, machine
 from sd_quant.simulation.modelopt import quantizer_configs
@@ -96,7 +96,7 @@ class Subject:
         return calibrate(wanted, fabric_for("cpu"), checkpoint_sha256=checkpoint, cache=cache)
 
     def assignment(
-        self, statistics: Statistics, recipe: Recipe, kept: Collection[str] = (), exclude: Collection[str] = (),
+        self, statistics: Statistics, recipe: Recipe, kept: Collection[str] = (),
         recipes: Mapping[str, Recipe] = {},
     ) -> dict[str, LayerAssignment]:  # fmt: skip
         """The assignment as the main job derives it, with weights that are read from the checkpoint again."""
@@ -105,7 +105,7 @@ class Subject:
         linears = [name for name, role in self.roles.items() if role != "conv"]
         return derive(
             self.roles, lambda name: weights[f"{name}.weight"], statistics.layers, recipe,
-            family.shared_inputs(linears), {**recipes, **dict.fromkeys(kept, "kept"), **excluded(self.roles, exclude)},
+            family.shared_inputs(linears), {**recipes, **dict.fromkeys(kept, "kept")},
             family.attentions(self.model.denoiser), lambda name: weights.get(f"{name}.bias"),
         )  # fmt: skip
 

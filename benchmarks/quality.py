@@ -56,7 +56,6 @@ RECIPES = {
     "percentile=0.4": replace(DEFAULT, percentile=0.4),
     **{f"quant_level={level:g}": replace(DEFAULT, quant_level=level) for level in (1.0, 2.0, 2.5)},
     "quant_level=4": replace(DEFAULT, quant_level=4.0, enable=Enable(INT8, INT8, "int8")),
-    "exclude=text": DEFAULT,
     # the presets with one scale per tensor, whose ranges may clip nothing that was seen
     **{
         f"{preset} collect_method={method}": Recipe(
@@ -66,7 +65,6 @@ RECIPES = {
         for method in ("mean-max", "default")
     },
 }
-EXCLUDED = {"exclude=text": ("*.attn2.to_k", "*.attn2.to_v")}
 
 
 def table(found: dict[str, dict]) -> str:
@@ -95,7 +93,7 @@ def main() -> None:
     graph, statistics = trace_part(checkpoint, part), subject.statistics(options.steps)
 
     def in_openvino(name: str, folder: Path) -> Engine:
-        assignment = subject.assignment(statistics, RECIPES[name], exclude=EXCLUDED.get(name, ()))
+        assignment = subject.assignment(statistics, RECIPES[name])
         write_part(copy_of(graph), checkpoint, part, folder / "unet.onnx", assignment)
         return load_engine("openvino", folder / "unet.onnx")
 

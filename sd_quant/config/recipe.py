@@ -144,7 +144,6 @@ class Quantize(Recipe):
         OF_PARTS,
         "other parts that are quantized, a preset for each; text_encoders: for all of those; fp16: not this one",
     ]
-    exclude_text: Annotated[bool, "keep layers that read the text alone, cross-attention's key and value, in fp16"]
     keep: Annotated[
         int | float,
         Called("keep"),

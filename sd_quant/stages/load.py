@@ -11,7 +11,7 @@ from sd_quant.config.recipe import TEXT_ENCODERS, part_recipe, patterns_of
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import check, near
 from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, in_place, roles_of_part
-from sd_quant.models.parts import Heads, SharedInput, exported, text_readers
+from sd_quant.models.parts import Heads, SharedInput, exported
 from sd_quant.quantization.budget import inputs_left_alone
 from sd_quant.quantization.recipe import Recipe, check_layers, check_selection, is_excluded, misfit, reason_kept
 from sd_quant.quantization.smoothing import SMOOTHINGS
@@ -84,17 +84,6 @@ class Loaded(Session):
         return None if offered is None else offered.own(name, self.roles[name], self.shapes[name])
 
 
-def read_the_text(checkpoint: Checkpoint, roles: Mapping[str, str]) -> list[str]:
-    """Return the names of linears that read only the text embeddings. Raises ConfigError if there are none."""
-    linears = [name for name, role in roles.items() if role != "conv"]
-    names = sorted(text_readers(checkpoint.family.shared_inputs(linears)))
-    if not names:
-        raise ConfigError(
-            "quantize.exclude_text is true, expected false, because no layer of this model reads the text alone"
-        )
-    return names
-
-
 def load(model: Model, infer: Infer, quantize: Quantize, needs: Callable[[Loaded], Needs], directory: Path) -> Loaded:
     """Open and check the checkpoint and its recipe. ``needs``: memory and disk that the job takes in ``directory``."""
     loaded = with_recipe(begin(model, infer, {"model": model, "infer": infer}), model, infer, quantize)
@@ -146,8 +135,6 @@ def with_denoiser(session: Session, model: Model, infer: Infer, recipe: Quantize
         exclude = [
             pattern for pattern in exclude if pattern not in patterns_of(recipe.format, "exclude").get(family, ())
         ]
-    if recipe.exclude_text:
-        exclude += read_the_text(checkpoint, roles)
     alone = frozenset(matched("weights_alone", recipe.weights_alone.get(family, ()), linears))
     offered = offered_in(recipe, family, linears, alone)
     if recipe.mixes:
@@ -296,7 +283,7 @@ def why_not_labelled(loaded: Loaded, name: str, label: str) -> str | None:
         return None
     reason = reason_kept(role, loaded.recipe.quant_level)
     if reason is None and is_excluded(name, loaded.exclude):
-        reason = "quantize.exclude matches it, or exclude_text"
+        reason = "quantize.exclude matches it"
     if reason is not None:
         return f"gives {name} {label}, expected fp16 or no line, because it is kept: {reason}"
     found = misfit(name, role, loaded.shapes[name], recipe)

@@ -7,7 +7,7 @@ and that this model still takes in a test's time.
 
 LONG = "x" * 300
 SWITCHES = (
-    *("memory_of_parts", "quantize.exclude_text", "quantize.shift", "quantize.per_token", "quantize.per_channel"),
+    *("memory_of_parts", "quantize.shift", "quantize.per_token", "quantize.per_channel"),
     *("quantize.shared_branch", "quantize.scale_search", "trt.static_batch", "infer.allow_untrusted_plan"),
 )
 ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # first what goes with most others
@@ -87,7 +87,7 @@ ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # f
     "hand_over": ["[]", "[openvino]", "[onnx,onnx]"],
 }
 DEPENDING = (  # knobs whose values a job may refuse when it knows the layers; a row has one of them at most
-    *("keep", "quantize.exclude", "quantize.exclude_text", "quantize.budget", "quantize.choices", "quantize.rank"),
+    *("keep", "quantize.exclude", "quantize.budget", "quantize.choices", "quantize.rank"),
     *("hand_over", "export.dtype"),
 )
 ELSEWHERE = {  # knobs that other names above set, that name a file, say what the model is, are of no job or too long

@@ -28,7 +28,7 @@ SMALL = ["calib_size=1", "quantize.n_steps=1", "infer.steps=1", "infer.prompts=[
 IN_THIS_PROCESS = {
     "quality": ["--images", "2", "--calib-size", "1", "--steps", "3",  # a percentile of 0.4 needs three
                 "--recipes", "the default", "quantize=nemo", "plain with alpha=auto observer=mse", "smoothing=none",
-                "percentile=0.4", "quant_level=4", "exclude=text", "fp8 collect_method=mean-max",
+                "percentile=0.4", "quant_level=4", "fp8 collect_method=mean-max",
                 "int8_per_tensor collect_method=default"],
     "four_bits": [*TWO_IMAGES, "--presets", "mxfp4", "svdquant_nvfp4", "--variants", "as it is", UNLIKE_PRESET],
     "four_bits, recipes": [*TWO_IMAGES, "--model", "sd3_mini", "--recipes", "int8", "mxfp4 quantize.rotation=64"],

@@ -88,8 +88,6 @@ def test_every_option_of_every_primary_is_a_job(primary, option):
     found = read(JOBS[primary], mapping)
     if group == "infer":
         assert choice in (found.infer.engine, "auto")
-    if group == "exclude":
-        assert found.quantize.exclude_text == (choice == "text")
     if group == "export_trt":
         assert found.trt.library == choice
     if hasattr(found, "model"):

@@ -1,4 +1,4 @@
-"""What ``exclude=text`` leaves out, what patterns of layers make of a recipe, and what is said of sizes."""
+"""What patterns of layers make of a recipe, and what is said of sizes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,21 +9,12 @@ from sd_quant.errors import ConfigError
 from sd_quant.models.checkpoint import empty_part, roles_of_part
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.stages.assign import assign_parts
-from sd_quant.stages.load import other_denoisers, presets_of_parts, read_the_text
+from sd_quant.stages.load import other_denoisers, presets_of_parts
 from tests.layers import drawn, statistics_of
 
-from .conftest import loaded, opened
+from .conftest import loaded
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]
-
-
-def test_exclude_text_leaves_out_key_and_value_of_cross_attention():
-    roles = loaded().roles
-    expected = {name for name in roles if name.endswith(("attn2.to_k", "attn2.to_v"))}
-    assert set(read_the_text(opened().checkpoint, roles)) == expected and len(expected) == 22
-    checkpoint = SimpleNamespace(family=SimpleNamespace(shared_inputs=lambda linears: []))
-    with pytest.raises(ConfigError, match="^quantize.exclude_text is true, expected false, because no layer"):
-        read_the_text(checkpoint, {"to_q": "qkv"})
 
 
 def test_layers_that_the_family_excludes_are_linears_when_they_are_included():
