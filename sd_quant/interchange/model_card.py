@@ -48,7 +48,7 @@ def model_card(figures: Mapping[str, Any], target: ForeignFormat) -> str:
         "",
         "## What it computes, against full precision",
         "",
-        *fidelity_lines(figures["fidelity"], figures["text"]),
+        *fidelity_lines(figures["fidelity"]),
         "",
         "## What of the recipe is not in it",
         "",
@@ -118,17 +118,16 @@ def serving(figures: Mapping[str, Any], target: ForeignFormat) -> list[str]:
     return lines
 
 
-def fidelity_lines(fidelity: Mapping | None, text: Mapping | None) -> list[str]:
-    """Return tables of mean scores with intervals: for quantization, and for the text padding of the consumer."""
-    if fidelity is None:
+def fidelity_lines(scores: Mapping[str, Mapping] | None) -> list[str]:
+    """Return a table of mean scores with intervals."""
+    if scores is None:
         return ["No images were made of it."]
-    own = "What quantization changes: images of this file, simulated in torch, from the text of full precision."
-    others = "What the consumer's text changes: images in full precision from the text without the zeros behind it."
-    return [own, "", *scores_table(fidelity), *(["", others, "", *scores_table(text)] if text else [])]
-
-
-def scores_table(scores: Mapping[str, Mapping]) -> list[str]:
-    lines = ["| score | mean of the images | 95 % interval |", "|---|---|---|"]
+    lines = [
+        "Images of this file, simulated in torch, from the text of full precision.",
+        "",
+        "| score | mean of the images | 95 % interval |",
+        "|---|---|---|",
+    ]
     for key, entry in scores.items():
         if interval := SCORES[key].mean(entry["values"]):
             ends = f"{interval.low:.4g} to {interval.high:.4g}" if interval.known else "unknown, of one image"

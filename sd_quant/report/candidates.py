@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sd_quant.report.readings import named_parts, psnr_text
+from sd_quant.report.readings import named_parts
 from sd_quant.report.recommendation import capped, closer, joined
 from sd_quant.report.record import CANDIDATE, DONE, Judged, JudgedPart, at
 from sd_quant.report.summary import Job, Sweep
@@ -25,12 +25,12 @@ CONTENTS = (
     "Bits are all stored bits of the denoiser, scales and layers in high precision included, per weight. Images come "
     "from our reading of each file, in torch and fp32. Where the library that the file is made for computes here, it "
     "has made them again, and their PSNR against ours says whether the file was understood. Speed is of this machine's "
-    "processor alone. The error of the network is that of one call's output, relative to its norm. PSNR by its text is "
-    "what the text as its tool passes it changes of full precision; files are judged with full precision's text."
+    "processor alone. The error of the network is that of one call's output, relative to its norm. Files are judged "
+    "with full precision's text."
 )
 CONTENTS_TITLES = [
     "candidate", "made by", "verdict", "bits a weight", "MiB", "layers quantized", "inputs", "error of the network",
-    "its own library", "agrees with our reading", "a call, ms", "over torch in full precision", "PSNR by its text",
+    "its own library", "agrees with our reading", "a call, ms", "over torch in full precision",
 ]  # fmt: skip
 HURTING_TITLES = ["candidate", "layer", "role", "format", "error of its output", "error of the network with it alone"]
 
@@ -107,9 +107,6 @@ def judgement(sweep: Sweep) -> str:
     if tied:
         count = counted(len(everyone[0].images), "image")
         sentences.append(f"On {count} not to be told apart from a smaller one: {joined(tied)}.")
-    texts = {psnr_text(job.record["judged"]["text"]) for job in sweep.jobs} - {DASH}
-    for text in sorted(texts):  # one, as full precision is one
-        sentences.append(f"All that is of quantization alone; the text as its tool passes it has {text} by itself.")
     return " ".join([*sentences, *lora_sentences(everyone, confidence)])
 
 
@@ -181,7 +178,6 @@ def contents_of(job: Job, entry: Judged, verdicts: Mapping[str, str]) -> list[st
         agrees,
         figure(runtime["ms"], "{:,.1f}"),
         figure(runtime["speedup"], "{:.2f}x" + between(low, high, "{:.2f}")),
-        psnr_text(entry["text"]),
     ]
 
 

@@ -241,9 +241,6 @@ class Executed(TypedDict):
     reason: Annotated[str | None, Doc("why nothing is known")]
 
 
-OF_TEXT = Doc("of full precision with the text as the file's tool passes it, by score; null where that is the same")
-
-
 class HandedPart(TypedDict):
     quantized: Annotated[Finite, Doc("layers that are quantized in the folder; 0: it is not, or as in the checkpoint")]
     of: Annotated[Finite, Doc("layers that the recipe quantizes")]
@@ -257,7 +254,6 @@ class HandedOver(HandedPart):
     inputs: Annotated[dict[str, str], Doc("how the tool computes inputs, by the format of weights")]
     parts: Annotated[dict[str, HandedPart], Doc("other parts that the recipe quantizes, by name")]
     fidelity: Annotated[dict[str, ImageScores] | None, Doc("what quantization changes, by score; null without images")]
-    text: Annotated[dict[str, ImageScores] | None, OF_TEXT]
     bytes: Annotated[dict[str, Count], Doc("bytes of the larger files, by name")]
 
 
@@ -299,7 +295,6 @@ class Judged(JudgedPart):
     network_error: Annotated[Finite | None, Doc("of the denoiser's output, relative to full precision's norm")]
     hurting: Annotated[list[Hurting], Doc("the layers with the largest errors, worst first")]
     parts: Annotated[dict[str, JudgedPart], Doc("other parts that it has quantized, by name")]
-    text: Annotated[dict[str, ImageScores] | None, OF_TEXT]
     runtime: Annotated[JudgedRuntime, Doc("the library that it is made for")]
 
 

@@ -32,7 +32,7 @@ from sd_quant.report.timing import occasions_of
 from sd_quant.report.warnings import warnings_of_run
 from sd_quant.text import printable
 
-HANDED_OVER = ["handed over", "layers", "PSNR by quantization", "PSNR by its text", "size"]
+HANDED_OVER = ["handed over", "layers", "PSNR", "size"]
 
 
 def run_table(found: Mapping[str, Any]) -> str:
@@ -238,8 +238,8 @@ def handed_over_table(entries: Mapping[str, HandedOver]) -> Table:
     for target, entry in named_parts(known).items():
         parts: dict[str, HandedPart] = {"": entry, **named_parts(entry["parts"])}
         layers = [f"{part} {each['quantized']} of {each['of']}".lstrip() for part, each in parts.items()]
-        psnr = [psnr_text(entry["fidelity"]), psnr_text(entry["text"])]
-        rows.append([target, ", ".join(layers), *psnr, _bytes(sum(filter(None, entry["bytes"].values())))])
+        size = sum(filter(None, entry["bytes"].values()))
+        rows.append([target, ", ".join(layers), psnr_text(entry["fidelity"]), _bytes(size)])
     return table_of_texts(HANDED_OVER, rows)
 
 

@@ -9,7 +9,6 @@ with no gain in speed. Alternative not taken: torchao, whose quantizers choose t
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -294,23 +293,6 @@ def with_native_layers(
         native = layer_of(unet.get_submodule(layer.name), layer, products or PRODUCTS[device.type])
         setattr(unet.get_submodule(parent), name, native)
     return unet
-
-
-def share_weights(network: nn.Module, other: nn.Module) -> None:
-    """Replace tensors of ``network`` by tensors of ``other`` with the same name and content, so that memory holds only
-    one copy."""
-
-    def tensors(of: nn.Module) -> dict[str, Tensor]:
-        named = chain(of.named_parameters(), of.named_buffers())
-        return {name.replace(".linear.", "."): tensor for name, tensor in named}
-
-    known = tensors(other)
-    for name, tensor in tensors(network).items():
-        same = known.get(name)
-        if same is not None and (same.nbytes, same.itemsize) == (tensor.nbytes, tensor.itemsize):
-            same = same.data.view(tensor.dtype).reshape(tensor.shape)
-            if torch.equal(same, tensor):
-                tensor.data = same
 
 
 def products_of_layers(network: nn.Module, assignment: Mapping[str, LayerAssignment]) -> dict[str, str]:

@@ -10,7 +10,6 @@ from sd_quant.engines.pool import Pool, Variant
 from sd_quant.models.checkpoint import denoisers_of
 from sd_quant.report.provenance import provenance
 from sd_quant.stages.compare import framework_images
-from sd_quant.stages.consumer import Scores
 from sd_quant.stages.open_parts import open_torch
 from sd_quant.stages.resources import Needs, by_torch, part_needs, workload_of
 from sd_quant.stages.session import Session, open_session
@@ -31,7 +30,6 @@ class Baseline:
     metrics: Metrics
     facts: dict  # of the full-precision model, from ``provenance``
     together: bool  # whether memory holds two denoisers
-    text: Scores | None = None  # from ``text_fidelity``, if some candidate's consumer cuts the text
 
     @property
     def prompts(self) -> list[str]:

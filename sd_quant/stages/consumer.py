@@ -4,10 +4,8 @@ Each exported file is read back by the reader of its format, and images are made
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-
-from torch import Tensor, nn
 
 from sd_quant.config import Infer
 from sd_quant.engines.pool import Variant
@@ -18,34 +16,31 @@ from sd_quant.interchange.denoiser import with_denoiser
 from sd_quant.metrics.fidelity import image_scores
 from sd_quant.metrics.images import Images
 from sd_quant.models.checkpoint import Checkpoint, denoiser_of, denoiser_part, in_place
-from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.report.record import ImageScores
 from sd_quant.stages.generate import generate, sampling_of
 from sd_quant.stages.open_parts import open_changed, open_torch
 from sd_quant.stages.resources import by_torch, workload_of
 from sd_quant.stages.session import Session
-from sd_quant.stages.targets import TEXT, Assignments, Rows, cuts_padding
+from sd_quant.stages.targets import Assignments, Rows
 
 Scores = dict[str, ImageScores]  # by name
-# (target, assignments, paths by part from ``write_folder``) -> (scores of quantization, scores of the cut text or None)
-Measure = Callable[[ForeignFormat, Assignments, Mapping[str, Path]], tuple[Scores, Scores | None]]
+# (target, assignments, paths by part from ``write_folder``) -> scores
+Measure = Callable[[ForeignFormat, Assignments, Mapping[str, Path]], Scores]
 
 
 def measured_by(loaded: Session, infer: Infer, reference: Images) -> Measure:
     """Return a function that scores an exported result against ``reference``, full-precision images of ``infer``.
 
-    The result is scored with the full text, as in ``judge``; if its consumer cuts the text, that loss is scored apart.
+    The result is scored with the full text, as in ``judge``, also if its consumer cuts the text.
     """
     checkpoint = loaded.checkpoint
-    text = cache(partial(text_fidelity, loaded, infer, reference))
 
-    def measure(target: ForeignFormat, held: Assignments, result: Mapping[str, Path]) -> tuple[Scores, Scores | None]:
+    def measure(target: ForeignFormat, held: Assignments, result: Mapping[str, Path]) -> Scores:
         opened = {
             part: partial(open_consumed, in_place(checkpoint, part), held[part], target, path)
             for part, path in result.items()
         }
-        fidelity = fidelity_of(loaded, infer, reference, opened, target.name)
-        return fidelity, text() if cuts_padding(target, checkpoint) else None
+        return fidelity_of(loaded, infer, reference, opened, target.name)
 
     return measure
 
@@ -66,17 +61,6 @@ def fidelity_of(
         pool.close()
 
 
-def text_fidelity(session: Session, infer: Infer, reference: Images) -> Scores:
-    """Score full-precision images made from text without NeMo's zero padding, as most consumers pass it."""
-
-    def open_denoiser() -> TorchEngine:
-        engine = open_torch(session.checkpoint, infer, session.denoiser)
-        engine.module.register_forward_pre_hook(without_padding, with_kwargs=True)
-        return engine
-
-    return fidelity_of(session, infer, reference, {session.denoiser: open_denoiser}, f"{CONTEXT_LENGTH} tokens")
-
-
 def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, result: Path) -> TorchEngine:
     """Open an exported denoiser, computed as by its consumer (a graph: simulated)."""
     if target.runtime is None:
@@ -86,8 +70,3 @@ def open_consumed(checkpoint: Checkpoint, rows: Rows, target: ForeignFormat, res
 
     weights = denoiser_part(checkpoint).contract.weights
     return open_changed(checkpoint, lambda module: simulate_graph(denoiser_of(checkpoint, module), rows, weights))
-
-
-def without_padding(module: nn.Module, arguments: tuple, inputs: Mapping[str, Tensor]) -> tuple:
-    """Cut text embeddings to CLIP's tokens (a forward pre-hook), because only NeMo pads them with zeros."""
-    return arguments, {name: x[:, :CONTEXT_LENGTH] if name in TEXT else x for name, x in inputs.items()}

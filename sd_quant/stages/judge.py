@@ -28,13 +28,11 @@ from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import FAILURE, LOCK, SWEEP, read_sweep, sweep_table
 from sd_quant.source import source_digest
 from sd_quant.stages.baseline import Baseline, baseline_of
-from sd_quant.stages.consumer import text_fidelity
 from sd_quant.stages.job_folder import check_own, finished, remove_leftovers, remove_unfinished
 from sd_quant.stages.judge_one import judge_one
 from sd_quant.stages.judged_run import run_subject
 from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.third_party import Subject, third_party
-from sd_quant.stages.variants import FRAMEWORK
 
 LOG = logging.getLogger(__name__)
 
@@ -117,9 +115,6 @@ def judge_all(subjects: Sequence[Subject], baseline: Baseline) -> None:
     if not left:
         return
     reference, failure = baseline.outputs(), None
-    if any(subject.cuts_text for subject in left):
-        text = text_fidelity(baseline.session, baseline.infer, reference.images[FRAMEWORK].images)
-        baseline = replace(baseline, text=text)
     for number, subject in enumerate(left, start=1):
         LOG.info("candidate %d of %d: %s, %s", number, len(left), subject.name, subject.denoiser.maker)
         folder = directory / subject.name

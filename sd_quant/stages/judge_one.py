@@ -98,7 +98,6 @@ def judged_entry(
         network_error=network_error,
         hurting=[cast(Hurting, {name: row[name] for name in get_type_hints(Hurting)}) for row in hurting[:HURTING]],
         parts=parts,
-        text=baseline.text if subject.cuts_text else None,
         runtime=runtime,
     )
 

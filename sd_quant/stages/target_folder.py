@@ -67,14 +67,13 @@ def write_target(
             if part != loaded.denoiser
         },
         "fidelity": None,
-        "text": None,
         "bytes": {},
     }
     with atomic_path(folder) as place:
         own = targets.sampled(checkpoint, loaded.model.family)
         result = write_folder(place, target, checkpoint, held, written_marks(own))
         if measure is not None:
-            written["fidelity"], written["text"] = measure(target, held, result)
+            written["fidelity"] = measure(target, held, result)
         files = sorted(file for file in place.rglob("*") if file.is_file())
         sizes = {str(file.relative_to(place)): file.stat().st_size for file in files}
         written["bytes"] = {name: size for name, size in sizes.items() if size > ROUGHLY}

@@ -11,7 +11,7 @@ from sd_quant.config import Infer
 from sd_quant.errors import ConfigError
 from sd_quant.inference.loading import pipeline_of
 from sd_quant.interchange import TARGETS, ForeignFormat
-from sd_quant.interchange.holding import adapted, check_bf16, check_served, groups_of, inputs_of
+from sd_quant.interchange.holding import adapted, check_bf16, check_served, inputs_of
 from sd_quant.interchange.other_parts import adapted_part
 from sd_quant.interchange.sampling import Sampled
 from sd_quant.models.checkpoint import Checkpoint, denoiser_part, denoisers_of, empty_modules
@@ -92,25 +92,12 @@ def widened(assignment: Rows, rows: Rows) -> list[str]:
     ]
 
 
-def stacked(target: ForeignFormat, rows: Rows) -> list[str]:
-    """Say in how many fused layers the low-rank branches are stacked to one branch of larger rank, which is slower."""
-    groups = [[rows[name].low_rank for name in group] for _, _, group in groups_of(rows, target.fused)]
-    downs = [[branch[1] for branch in group if branch is not None] for group in groups]
-    apart = [own for own in downs if not all(torch.equal(down, own[0]) for down in own)]
-    if not apart:
-        return []
-    return [
-        f"speed: query, key and value are one layer, in which their branches are stacked, {len(apart)} times; the rank "
-        "of the stack holds for the whole file. quantize.shared_branch=true has one branch for all three"
-    ]
-
-
 def left_out(target: ForeignFormat, checkpoint: Checkpoint, assignment: Rows, rows: Rows) -> list[str]:
     """Say what of the pipeline and of the recipe's ``assignment`` the target's files lack."""
     text = f"the zeros behind a text's {CONTEXT_LENGTH} tokens, with which the checkpoint was trained"
     nets = ["ControlNets, which are added to it as to any checkpoint"] * bool(getattr(checkpoint, "controlnets", ()))
     cut = [text] * cuts_padding(target, checkpoint)
-    return [*target.left_out, *cut, *nets, *widened(assignment, rows), *stacked(target, rows)]
+    return [*target.left_out, *cut, *nets, *widened(assignment, rows)]
 
 
 def cuts_padding(target: ForeignFormat, checkpoint: Checkpoint) -> bool:

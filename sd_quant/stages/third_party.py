@@ -12,7 +12,6 @@ from torch import Tensor
 from sd_quant.devices import CPU, best_device
 from sd_quant.engines.base import Engine, cast_inputs
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.interchange import FORMATS
 from sd_quant.interchange.beside import BESIDE, FUSED, adapted_of, holds_loras, with_loras
 from sd_quant.interchange.denoiser import QuantizedDenoiser, QuantizedLayer, with_denoiser
 from sd_quant.interchange.errors import plain_weight, unfolded
@@ -25,7 +24,7 @@ from sd_quant.report.candidates import HIGH_PRECISION
 from sd_quant.report.provenance import fingerprint
 from sd_quant.stages.baseline import Baseline
 from sd_quant.stages.open_parts import open_changed
-from sd_quant.stages.targets import cuts_padding, sampled
+from sd_quant.stages.targets import sampled
 
 WITHOUT_LORAS = "what its own library or runtime computes is without the LoRAs, which are beside it here"
 BITS = {torch.float32: 32.0, torch.float16: 16.0, torch.bfloat16: 16.0, torch.float64: 64.0}
@@ -66,7 +65,6 @@ class Subject:
     runtime: OwnLibrary | None = None
     no_runtime: str = "no library that opens it computes on this machine"  # why ``runtime`` is None
     loras: str | None = None  # where the model's LoRAs are: FUSED or BESIDE; None without LoRAs
-    cuts_text: bool = False  # whether its consumer passes text without the zero padding
 
     @property
     def denoiser(self) -> SubjectPart:
@@ -96,7 +94,7 @@ def third_party(name: str, path: Path, baseline: Baseline) -> Subject:
         {baseline.denoiser: subject_part(denoiser, checkpoint, rows)}
         | {part: other_part(read, in_place(checkpoint, part), part) for part, read in others.items()},
         layers, runtime_of(denoiser, checkpoint), WITHOUT_LORAS if loras == BESIDE else Subject.no_runtime,
-        loras, cuts_padding(FORMATS[denoiser.format], checkpoint),
+        loras,
     )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from sd_quant.inference.schedules import FULL, WEIGHTS_ALONE, engine_of_letter
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
 from sd_quant.quantization.assignment import LayerAssignment, weights_alone
-from sd_quant.simulation.native import share_weights
 from sd_quant.stages import open_parts
 from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded
@@ -113,13 +112,7 @@ def variants_of(
         keys[COMPILED_FRAMEWORK] = {part: Native(part, quantized=False, compiled=True) for part in loaded.denoisers}
     together = loaded.together(work, all_of_them, "all variants of the model")
 
-    def opened(key: str | Path | Native | Simulated) -> Engine:
-        engine = open_engine(loaded.checkpoint, infer, assignments, key)
-        if isinstance(key, Native) and key.weights_alone and together:
-            share_weights(open_parts.module_of(engine), open_parts.module_of(pool[replace(key, weights_alone=False)]))
-        return engine
-
-    pool = loaded.engines(opened, together)
+    pool = loaded.engines(partial(open_engine, loaded.checkpoint, infer, assignments), together)
     own, full = (keys[name][loaded.denoiser] for name in (QUANTIZED, FULL_PRECISION))
     keys[QUANTIZED] |= keys_of_letters(loaded.denoiser, own, full, infer.precise_letters)
     engines = {name: Variant(pool, parts) for name, parts in keys.items()}

@@ -85,7 +85,7 @@ def test_each_candidate_has_images_figures_and_a_table_of_its_layers(judged):
 
 
 def test_what_was_handed_over_is_read_as_it_was_written(judged):
-    """By layers and by figures: those of quantization, and of the text, which SDNQ's pipeline does not pad."""
+    """By layers and by figures."""
     folder, _ = judged
     (handed,) = (folder.parent / "handed").glob("*/hand_over.json")
     held, judgement = json_of(handed), record_of(folder / "diffusers_sdnq")
@@ -94,9 +94,6 @@ def test_what_was_handed_over_is_read_as_it_was_written(judged):
     assert len(errors) == held["quantized"] == judgement["layers"]["quantized"]
     for score, values in held["fidelity"].items():
         assert judgement["fidelity"][score]["values"] == pytest.approx(values["values"], rel=1e-6), score
-        text = judgement["judged"]["text"][score]["values"]
-        assert text == held["text"][score]["values"] != values["values"], score
-    assert record_of(folder / "run")["judged"]["text"] is None
     assert statistics.median(errors) < 1.5e-2 and max(errors) < 5e-2  # of INT8, though smoothing is folded
 
 

@@ -142,7 +142,6 @@ def test_what_is_handed_over_has_the_card_of_the_command(model, tmp_path, monkey
         return scores
 
     monkeypatch.setattr(consumer, "fidelity_of", fidelity_of)
-    monkeypatch.setattr(consumer, "text_fidelity", lambda *_: scores)
     for folder, prompts, figures in (("a", {}, None), ("b", {"prompts": "a rocket", "steps": 3}, scores)):
         (tmp_path / folder).mkdir()  # an empty one is filled
         assert made.hand_over("comfyui", tmp_path / folder, **prompts) == tmp_path / folder

@@ -48,9 +48,6 @@ def test_a_candidate_is_worth_its_bits_if_no_smaller_one_is_as_close(folder):
         "Worth their bits: small (30.0 dB at 4.50 bits a weight) and large (40.0 dB at 8.50 bits a weight). "
         "Beaten by one that is no larger: middle."
     )
-    change_record(sweep.directory / "small", {"judged.text": {"psnr": {"values": [20.0, 21.0]}}})
-    found = read_sweep(sweep.directory)
-    assert judgement(found).endswith(" 20.5 ± 6.4 dB by itself.") and "20.5 ± 6.4 dB" in str(candidate_tables(found)[0])
     (_, words) = verdicts(standings(sweep), 0.95)["middle"]
     assert words.startswith("beaten by small, which is no larger, by 1.0 dB (")
 

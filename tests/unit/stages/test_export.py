@@ -19,11 +19,10 @@ from sd_quant.errors import ResourceError
 from sd_quant.export import onnx_file
 from sd_quant.interchange import TARGETS
 from sd_quant.interchange.holding import adapted
-from sd_quant.models.clip_tokenizer import CONTEXT_LENGTH
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.record import parsed
 from sd_quant.report.table import write_csv
-from sd_quant.stages import choose, consumer, export_onnx, hand_over, session, target_folder, targets
+from sd_quant.stages import choose, export_onnx, hand_over, session, target_folder, targets
 from sd_quant.stages.export_onnx import REPORTED, assignment_digest, delivered_files, export_parts, files_of_a_run
 from sd_quant.stages.export_trt import build_plans, check_gpu, profile
 from tests.graphs import save_graph
@@ -180,21 +179,6 @@ def test_what_a_target_loses_widens_or_stacks_is_counted_by_its_reason():
     (words,) = targets.widened(rows, adapted(rows, TARGETS["comfyui"]))
     assert words.startswith("the ranges of 2 layers: query, key and value are one tensor")
     assert targets.widened(rows, rows) == []
-    up, downs = torch.zeros(4, 1), (torch.zeros(1, 4), torch.ones(1, 4))
-    names = [f"a.attn1.to_{each}" for each in "qkv"]
-    shared = {name: row(name, 4, 4, low_rank=(up, downs[0].clone())) for name in names}
-    apart = shared | {names[2]: replace(shared[names[2]], low_rank=(up, downs[1]))}
-    (words,) = targets.stacked(TARGETS["nunchaku"], apart)
-    assert "stacked, 1 times" in words and "quantize.shared_branch=true" in words
-    assert targets.stacked(TARGETS["nunchaku"], shared) == []
-    assert targets.stacked(TARGETS["diffusers_nunchaku_lite"], apart) == []
-    assert targets.stacked(TARGETS["nunchaku"], {names[0]: row(names[0], 4, 4)}) == []
-
-
-def test_no_consumer_but_a_graph_pads_text():
-    x, other = torch.ones(1, 80, 2), torch.ones(1, 90)
-    arguments, inputs = consumer.without_padding(None, (), {"context": x, "y": other})
-    assert inputs["context"].shape == (1, CONTEXT_LENGTH, 2) and inputs["y"] is other and arguments == ()
 
 
 def test_every_column_decides_but_those_of_errors(tmp_path):

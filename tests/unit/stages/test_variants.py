@@ -97,19 +97,6 @@ def test_torch_quantizes_no_inputs_in_a_precise_step(monkeypatch):
         assert opened == [layer, replace(layer, activation_format=None)]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_torch_shares_the_weights_of_a_precise_step_if_both_networks_are_open(monkeypatch, together):
-    joined, opened = [], Opened(None)
-    monkeypatch.setattr(Opened, "infer", job("infer=torch_native", "infer.precise_steps=last1").infer)
-    monkeypatch.setattr(session, "fits", lambda *sizes: together)
-    monkeypatch.setattr(variants, "open_engine", lambda checkpoint, infer, assignments, key: key)
-    monkeypatch.setattr(open_parts, "module_of", lambda engine: engine)
-    monkeypatch.setattr(variants, "share_weights", lambda *networks: joined.append(networks))
-    shared = SimpleNamespace(directory=RUN)
-    precise = variants.variants_of(opened, {"unet": {}}, shared, None).engines["quantized"]["unet/h"]
-    assert precise.weights_alone and joined == [(precise, CODES["unet"])] * together
-
-
 def infer(
     engine: str = "torch_native", precision: str = "auto", cuda_graph: bool = False, vae_tile: int | None = None
 ) -> SimpleNamespace:
