@@ -144,12 +144,12 @@ class Table:
         subject, found = self.subject, {}
         for label in self.formats:
             assignment = self.derived(dict.fromkeys(subject.names, label))
-            found[label] = measure_sensitivity(subject.model.checkpoint, assignment, self.statistics, 0, GUIDANCE)
+            found[label] = measure_sensitivity(subject.model.checkpoint, assignment, self.statistics, GUIDANCE)
         units = []
         for name in subject.names:
             shape, role = tuple(subject.model.modules["unet"].get_submodule(name).weight.shape), subject.roles[name]
             unit = {
-                label: Choice(stored_bytes(shape, role, each.recipe), found[label].network_error[name] ** 2)
+                label: Choice(stored_bytes(shape, role, each.recipe), found[label][name] ** 2)
                 for label, each in self.formats.items()
             }
             units.append(unit | {KEPT: Choice(stored_bytes(shape, role, None), 0.0)})

@@ -77,7 +77,7 @@ def rows_of_preset(subject, reference, saving: str, preset: str, options) -> dic
     prompts = read_prompts(options.choice)[:CHOOSING]
     sampling = replace(reference.sampling, seed=1)
     products = torch.tensor(products_of_steps(checkpoint, reference.parts, recipe, prompts, sampling)).double()
-    ranked = measure_sensitivity(checkpoint, assignment, statistics, 0, GUIDANCE).network_error
+    ranked = measure_sensitivity(checkpoint, assignment, statistics, GUIDANCE)
     network = denoiser_of(checkpoint, simulated.module)
     call = {name: each.values[0] for name, each in statistics.calls.items()}
     sizes = multiplications(network, ranked, lambda: simulated(**call))

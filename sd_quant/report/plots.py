@@ -253,24 +253,18 @@ def read_layers(job: Job) -> list[tuple[str, str, float]]:
     return [layer for layer in layers if math.isfinite(layer[2])]
 
 
-def plot_sensitivity(rows: Sequence[Mapping], curve: Sequence[Mapping], path: Path) -> None:
-    """Draw the error by layer (``rows``) and by number of layers kept in fp16 (``curve``) into a 1600 x 600 PNG."""
-    figure = Figure(figsize=(16, 6), dpi=100, layout="constrained")
-    layers, budget = figure.subplots(1, 2)
+def plot_sensitivity(rows: Sequence[Mapping], path: Path) -> None:
+    """Draw the error by layer (``rows``) into an 800 x 600 PNG."""
+    figure = Figure(figsize=(8, 6), dpi=100, layout="constrained")
+    layers = figure.subplots()
     for role, colour in COLOURS.items():
         ranks, errors = ([row[key] for row in rows if row["role"] == role] for key in ("rank", "network_error"))
         layers.bar(ranks, errors, 1, color=colour, label=role)
     if kept := sum(row["kept"] for row in rows):
         layers.axvline(kept + 0.5, color="black", linestyle=":", label=f"{kept} kept in fp16")
-    error = "relative error of the denoiser's output"
-    layers.set(yscale="log", xlabel="layers, most sensitive first", ylabel=error, title="one layer quantized at a time")
-    counts, measured, predicted = ([point[key] for point in curve] for key in ("kept", "relative_error", "predicted"))
-    budget.plot(counts, measured, "o-", label="measured")
-    budget.plot(counts, predicted, "--", label="root of the sum of squares")
-    budget.set(xscale="symlog", ylim=(0, None), ylabel=error, title="all others quantized")
-    budget.set(xlabel="most sensitive layers kept in fp16")
-    for axes in (layers, budget):
-        axes.legend()
+    layers.set(yscale="log", xlabel="layers, most sensitive first", ylabel="relative error of the denoiser's output")
+    layers.set(title="one layer quantized at a time")
+    layers.legend()
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png")
 

@@ -419,7 +419,7 @@ class Record(AnyRecord, total=False):
     peaks: Annotated[dict[str, LargestActivation], Doc("largest activations, by part; empty if not known")]
     executed: Annotated[Executed, Doc("how the engine multiplies")]
     smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]
-    sensitivity: Annotated[dict[str, Any], Doc("basis of the choice of layers by `keep`, `quantize.budget` or `fit`")]
+    sensitivity: Annotated[dict[str, Any], Doc("basis of the choice of formats by `quantize.budget` or `fit`")]
     hand_over: Annotated[dict[str, HandedOver], Doc("exports to other tools, by target")]
     levers: Annotated[Levers | None, Doc("other calls of the denoiser than the reference's; null: bits alone")]
 

@@ -2,13 +2,11 @@
 
 A layer's sensitivity is the relative error of the whole network's output, after guidance, when only that layer is
 quantized, on network inputs sampled during calibration. Squared errors of single layers are assumed to add up, as small
-independent errors do; then the best n layers to keep are the n most sensitive ones. A curve of the measured error over
-the number of kept layers tests this. Alternative not taken: an integer program over pairs of layers, which requires
-quadratically many passes.
+independent errors do; then the best n layers to keep are the n most sensitive ones. Alternative not taken: an integer
+program over pairs of layers, which requires quadratically many passes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,16 +15,6 @@ from torch import Tensor, nn
 from sd_quant.errors import ConfigError
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
-
-
-@dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """Output errors of the network: with one layer quantized, and with all but the most sensitive layers quantized."""
-
-    network_error: dict[str, float]  # relative error of the network's output by the one layer quantized, largest first
-    # For several numbers of kept layers: {"kept", "relative_error", "predicted"}, predicted as the sum of squared
-    # errors of the other layers, which are quantized.
-    curve: list[dict[str, float]]
 
 
 def layers_to_keep(keep: int | float, quantized: int) -> int:
@@ -41,12 +29,6 @@ def layers_to_keep(keep: int | float, quantized: int) -> int:
             f"keep at most {max(0, quantized - 1)}"
         )
     return kept
-
-
-def curve_points(kept: int, quantized: int) -> list[int]:
-    """Return the numbers of kept layers to measure, ascending: 0, powers of two below ``quantized``, and ``kept``."""
-    powers = [2**power for power in range(quantized.bit_length()) if 2**power < quantized]
-    return sorted({0, *powers, kept})
 
 
 def guided(output: Tensor, guidance_scale: float) -> Tensor:
@@ -95,42 +77,10 @@ class Switched:
         return relative_error(self.expected, self.output(quantized))
 
 
-# ``measure(choices, error)`` returns by name the ``error`` with each of the choices of layers quantized.
-Measure = Callable[[Mapping[str, Collection[str]], Callable[[Collection[str]], float]], dict[str, float]]
-
-
-def one_by_one(choices: Mapping[str, Collection[str]], error: Callable[[Collection[str]], float]) -> dict[str, float]:
-    """Measure ``error`` for each choice (the layers to quantize), one by one in this process; return it by name."""
-    return {name: error(quantized) for name, quantized in choices.items()}
-
-
-def sensitivity_of(
-    error: Callable[[Collection[str]], float], layers: Sequence[str], kept: int, measure: Measure = one_by_one
-) -> Sensitivity:
-    """Measure the sensitivity of ``layers``: each layer quantized alone, then the curve of several layers kept.
-
-    ``error`` returns the network's error with the given layers quantized. ``measure`` is called twice, with the single
-    layers and with the curve's points. ``kept`` is one of the points.
-    """
-    errors = measure({name: [name] for name in layers}, error)
-    ranked = dict(sorted(errors.items(), key=lambda item: -item[1]))
-    rest = {str(count): list(ranked)[count:] for count in curve_points(kept, len(layers))}
-    measured = measure(rest, error)
-    curve = [
-        {
-            "kept": int(count),
-            "relative_error": measured[count],
-            "predicted": sum(ranked[name] ** 2 for name in quantized) ** 0.5,
-        }
-        for count, quantized in rest.items()
-    ]
-    return Sensitivity(ranked, curve)
-
-
 def sensitivity_rows(
-    sensitivity: Sensitivity, assignment: Mapping[str, LayerAssignment], kept: int
+    errors: Mapping[str, float], assignment: Mapping[str, LayerAssignment], kept: int
 ) -> list[dict[str, object]]:
-    """Return the rows of ``sensitivity.csv``, most sensitive first; in ``assignment`` all layers are quantized."""
+    """Return the rows of ``sensitivity.csv`` for ``errors``, most sensitive first; ``assignment`` quantizes all."""
     return [
         {
             "rank": rank,
@@ -140,5 +90,5 @@ def sensitivity_rows(
             "network_error": error,
             "kept": rank <= kept,
         }
-        for rank, (name, error) in enumerate(sensitivity.network_error.items(), start=1)
+        for rank, (name, error) in enumerate(errors.items(), start=1)
     ]

@@ -17,15 +17,7 @@ from sd_quant.quantization.derivation import derive, derive_nearest
 from sd_quant.quantization.recipe import Recipe, excluded
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.table import write_csv
-from sd_quant.simulation.sensitivity import (
-    Sensitivity,
-    Switched,
-    curve_points,
-    guided,
-    one_by_one,
-    sensitivity_of,
-    sensitivity_rows,
-)
+from sd_quant.simulation.sensitivity import Switched, guided, sensitivity_rows
 from sd_quant.stages.load import Loaded
 from sd_quant.stages.open_parts import open_simulated
 from sd_quant.stages.shared import Shared
@@ -120,33 +112,30 @@ def most_sensitive(
     directory: Path,
     shared: Shared | None = None,
     end: str = "",
-) -> tuple[Sensitivity, list[str]]:
-    """Measure the sensitivity of all layers; return it and the names of the ``loaded.kept`` most sensitive layers.
+) -> list[str]:
+    """Measure the sensitivity of all layers; return the names of the ``loaded.kept`` most sensitive layers.
 
     Write ``sensitivity<end>.csv`` and its plot to ``directory``. ``shared``: the cache that other jobs use too.
     """
-    sensitivity = measure_sensitivity(
-        loaded.checkpoint, assignment, statistics, loaded.kept, loaded.guidance_scale, shared
-    )
+    errors = measure_sensitivity(loaded.checkpoint, assignment, statistics, loaded.guidance_scale, shared)
     from sd_quant.report.plots import plot_sensitivity  # which imports matplotlib
 
-    table = sensitivity_rows(sensitivity, assignment, loaded.kept)
+    table = sensitivity_rows(errors, assignment, loaded.kept)
     write_csv(table, directory / f"sensitivity{end}.csv")
-    plot_sensitivity(table, sensitivity.curve, directory / f"sensitivity{end}.png")
-    return sensitivity, list(sensitivity.network_error)[: loaded.kept]
+    plot_sensitivity(table, directory / f"sensitivity{end}.png")
+    return list(errors)[: loaded.kept]
 
 
 def measure_sensitivity(
     checkpoint: Checkpoint,
     assignment: dict[str, LayerAssignment],
     statistics: Statistics,
-    kept: int,
     guidance_scale: float,
     shared: Shared | None = None,
-) -> Sensitivity:
+) -> dict[str, float]:
     """Measure each layer's sensitivity: the error of the denoiser's output when this layer alone is quantized.
 
-    Inputs: ``statistics.calls``. ``kept``: a point of the curve of layers kept in fp16. ``shared``: cache of all jobs.
+    Inputs: ``statistics.calls``. ``shared``: cache of all jobs. Returns the errors by layer, the largest first.
     """
     layers = [layer.name for layer in assignment.values() if layer.format]
     calls = {name: sample.values for name, sample in statistics.calls.items()}
@@ -162,12 +151,15 @@ def measure_sensitivity(
             layers,
         )
 
-    measure = one_by_one if shared is None else shared.measure_of(assignment, calls, guidance_scale)
-    with progress(len(layers) + len(curve_points(kept, len(layers))), "sensitivity") as advance:
+    with progress(len(layers), "sensitivity") as advance:
 
-        def error(quantized: Collection[str]) -> float:
-            found = switched().error(quantized)
+        def error(name: str) -> float:
+            found = switched().error([name])
             advance()
             return found
 
-        return sensitivity_of(error, layers, kept, measure)
+        if shared is None:
+            errors = {name: error(name) for name in layers}
+        else:
+            errors = shared.sensitivities(assignment, calls, guidance_scale, layers, error)
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))

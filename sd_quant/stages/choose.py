@@ -15,7 +15,6 @@ from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.quantization.statistics import Statistics
 from sd_quant.report.record import Record, parsed, read_record, weights_sha256, why
 from sd_quant.report.table import write_csv
-from sd_quant.simulation.sensitivity import Sensitivity
 from sd_quant.stages.assign import assign, assign_parts, most_sensitive
 from sd_quant.stages.calibrate import statistics_of
 from sd_quant.stages.fit import Fitted, assign_chosen, fit, limit_of, measure_presets
@@ -31,7 +30,6 @@ class Chosen:
     """The assignments of a run, and the measurements by which they were chosen."""
 
     assignments: Assignments
-    sensitivity: Sensitivity | None = None  # with quantize.keep
     fitted: Fitted | None = None  # with quantize.budget or quantize.fit
     given: bool = False  # with the knob ``assignment``: a file gave every layer's preset
 
@@ -57,7 +55,7 @@ def choose(
 
     ``step`` times a named stage. Writes ``assignment.yaml``, ``layers.csv`` and the measurements.
     """
-    denoiser, fitted, sensitivity = loaded.denoiser, None, None
+    denoiser, fitted = loaded.denoiser, None
     if loaded.labels is not None:
         with step("assign"):
             assignments = {denoiser: assign_chosen(loaded, statistics, loaded.labels)}
@@ -73,9 +71,9 @@ def choose(
         with step("sensitivity"):
             for part, own in {denoiser: loaded, **loaded.others}.items():
                 seen, end = (statistics, "") if own is loaded else (statistics.parts[part], f"_{part}")
-                found, kept = most_sensitive(own, seen, assignments[part], directory, shared, end)
-                assignments[part], sensitivity = assign(own, seen, kept), sensitivity or found
-    return written(loaded, Chosen(assignments, sensitivity, fitted), directory)
+                kept = most_sensitive(own, seen, assignments[part], directory, shared, end)
+                assignments[part] = assign(own, seen, kept)
+    return written(loaded, Chosen(assignments, fitted), directory)
 
 
 def labels_of(loaded: Loaded, chosen: Chosen) -> dict[str, str]:

@@ -318,8 +318,7 @@ def measure_presets(
             offers[part].named(label),
         )
         if part == loaded.denoiser:
-            found = measure_sensitivity(loaded.checkpoint, made[part], statistics, 0, scale, shared)
-            errors[part][label] = found.network_error
+            errors[part][label] = measure_sensitivity(loaded.checkpoint, made[part], statistics, scale, shared)
         else:
             errors[part][label] = errors_alone(loaded, part, made[part], calls.get(part, ()))
         uniform[named] = squared_error_of(made, f"all in {named}") ** 0.5

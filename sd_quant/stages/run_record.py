@@ -115,12 +115,10 @@ def part_entry(results: Results, part: str, preset: str) -> QuantizedPart:
 
 
 def sensitivity_entry(chosen: Chosen) -> dict[str, Any]:
-    """Return the record's ``sensitivity``: the measurements by which layers or presets were chosen."""
-    if chosen.sensitivity:
-        return {"curve": chosen.sensitivity.curve}
+    """Return the record's ``sensitivity``: the measurements by which presets were chosen."""
     if chosen.fitted:
-        return {"curve": None, "reason": "a limit chose the presets", "limit": chosen.fitted.entry()}
-    return {"curve": None, "reason": "assignment decides" if chosen.given else "keep is 0"}
+        return {"limit": chosen.fitted.entry()}
+    return {"limit": None, "reason": "assignment decides" if chosen.given else "there is no budget or fit"}
 
 
 def sizes(parts: Mapping[str, Part], parameters: dict[str, int], directory: Path) -> dict[str, Sizes]:

@@ -4,7 +4,7 @@ Jobs that need the same results at the same time divide the work.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from pathlib import Path
@@ -18,14 +18,13 @@ from sd_quant.cache import Cache
 from sd_quant.calibration.store import content_digest
 from sd_quant.config import CacheFolder, Infer
 from sd_quant.engines import RUNTIMES
-from sd_quant.files import digest, read_regular, sha256, temporary_folder
+from sd_quant.files import read_regular, sha256, temporary_folder
 from sd_quant.inference.parity import Outputs
 from sd_quant.inference.pipeline import ByBatch, Generated, Sampling, Tensors
 from sd_quant.models.checkpoint import Checkpoint, key_of
 from sd_quant.places import output_path
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.report.record import weights_sha256
-from sd_quant.simulation.sensitivity import Measure
 from sd_quant.source import source_digest
 from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.generate import sampling_of
@@ -101,33 +100,25 @@ class Shared:
             self.cache.provide_all(kind, origins, Path(temporary), write)
             return {name: json.loads(read_regular(Path(temporary) / name / FOUND))["found"] for name in origins}
 
-    def measure_of(
-        self, assignment: Mapping[str, LayerAssignment], calls: Mapping[str, Tensor], guidance_scale: float
-    ) -> Measure:
-        """Return the method ``measured`` with the cache key of errors by ``assignment`` on the inputs ``calls``."""
+    def sensitivities(
+        self,
+        assignment: Mapping[str, LayerAssignment],
+        calls: Mapping[str, Tensor],
+        guidance_scale: float,
+        layers: Sequence[str],
+        error: Callable[[str], float],
+    ) -> dict[str, float]:
+        """Return each layer's ``error`` by ``assignment`` on the inputs ``calls``, from the cache or computed."""
         origin = self.made_of("simulation.sensitivity", "stages.open_parts") | {
             "modelopt": self.facts["versions"].get("nvidia-modelopt"),
             "assignment": assignment_digest(assignment),
             "calls": content_digest("", "", calls),
             "guidance_scale": guidance_scale,
         }
-        return partial(self.measured, origin)
-
-    def measured(
-        self,
-        origin: Mapping[str, Any],
-        choices: Mapping[str, Collection[str]],
-        error: Callable[[Collection[str]], float],
-    ) -> dict[str, float]:
-        """Return the ``error`` of each set of quantized layers in ``choices``, by name, from the cache or computed."""
-        names, size = list(choices), min(TOGETHER, max(1, len(choices) // TOGETHER))
-        parts = {str(first): names[first : first + size] for first in range(0, len(names), size)}
-        origins = {
-            part: {**origin, "quantized": {each: digest(*choices[each]) for each in own}} for part, own in parts.items()
-        }
-        found = self.all_found(
-            "sensitivities", origins, lambda part: {each: error(choices[each]) for each in parts[part]}
-        )
+        size = min(TOGETHER, max(1, len(layers) // TOGETHER))
+        parts = {str(first): layers[first : first + size] for first in range(0, len(layers), size)}
+        origins = {part: {**origin, "quantized": own} for part, own in parts.items()}
+        found = self.all_found("sensitivities", origins, lambda part: {name: error(name) for name in parts[part]})
         return {name: value for part in parts for name, value in found[part].items()}
 
     def provide(

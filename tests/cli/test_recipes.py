@@ -47,9 +47,6 @@ def test_another_recipe_takes_its_statistics_from_the_cache_and_keeps_what_is_mo
     errors = [float(row["network_error"]) for row in ranked]
     assert len(ranked) == 2 + record["layers"]["quantized"] and errors == sorted(errors, reverse=True)
     assert (run / "sensitivity.png").stat().st_size
-    curve = record["sensitivity"]["curve"]
-    assert [point["kept"] for point in curve][:3] == [0, 1, 2]
-    assert curve[2]["relative_error"] < curve[0]["relative_error"]
     kept = {row["name"] for row in layers if row["reason"] == "among the most sensitive layers"}
     assert kept == {row["name"] for row in ranked[:2]} == {row["name"] for row in ranked if row["kept"] == "True"}
     searched = [row for row in layers if row["alpha"]]

@@ -185,13 +185,12 @@ def test_the_plot_has_its_size_and_the_colours_of_the_roles_that_there_are(tmp_p
         {"rank": rank, "name": f"{rank}", "role": role, "network_error": 0.5 / rank * (rank < 30), "kept": rank < 4}
         for rank, role in enumerate(10 * ["conv", "ffn", "linear"], 1)
     ]
-    curve = [{"kept": kept, "relative_error": 0.3 / (1 + kept), "predicted": 0.25 / (1 + kept)} for kept in range(5)]
     path = tmp_path / "plots" / "sensitivity.png"
-    plots.plot_sensitivity(rows, curve, path)
+    plots.plot_sensitivity(rows, path)
     assert [file.name for file in path.parent.iterdir()] == ["sensitivity.png"]
     with Image.open(path) as image:
-        assert (image.format, image.size) == ("PNG", (1600, 600))
-        bars = np.asarray(image.convert("RGB"))[:, :700]  # the left plot, without its legend at the right
+        assert (image.format, image.size) == ("PNG", (800, 600))
+        bars = np.asarray(image.convert("RGB"))[:, :600]  # without the legend at the right
     for role, colour in drawing.COLOURS.items():
         painted = (abs(bars - np.multiply(to_rgb(colour), 255)) < 2).all(axis=-1).sum()
         assert (painted > 500) == (role != "qkv"), role

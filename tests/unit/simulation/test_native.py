@@ -31,15 +31,7 @@ from sd_quant.simulation.native import (
     layer_of,
     with_native_layers,
 )
-from sd_quant.simulation.sensitivity import (
-    Sensitivity,
-    Switched,
-    curve_points,
-    guided,
-    layers_to_keep,
-    sensitivity_of,
-    sensitivity_rows,
-)
+from sd_quant.simulation.sensitivity import Switched, guided, layers_to_keep, sensitivity_rows
 from tests.layers import drawn, static_layer, statistics_of, turned
 
 pytestmark = pytest.mark.commit
@@ -341,43 +333,25 @@ def error_by_hand(quantized: Collection[str]) -> float:
     return relative_error(NETWORK(X), by_hand(quantized))
 
 
-@pytest.fixture(scope="module")
-def sensitivity() -> Sensitivity:
+def test_the_error_of_a_layer_is_that_of_the_network_with_it_alone_quantized():
     simulated = simulate(copy.deepcopy(NETWORK), ASSIGNMENT)
-    switched, asked = Switched(simulated, lambda: simulated(X), NAMES), []
-    found = sensitivity_of(lambda quantized: asked.append(None) or switched.error(quantized), NAMES, 2)
-    assert len(asked) == len(NAMES) + len(curve_points(2, len(NAMES)))
+    switched = Switched(simulated, lambda: simulated(X), NAMES)
+    for quantized in (["0"], ["2"], ["4"], ["0", "4"], []):
+        assert switched.error(quantized) == pytest.approx(error_by_hand(quantized), rel=1e-3)
     torch.testing.assert_close(simulated(X), by_hand(NAMES))
-    return found
 
 
-def test_the_error_of_a_layer_is_that_of_the_network_with_it_alone_quantized(sensitivity):
-    found = sensitivity.network_error
-    assert found == pytest.approx({name: error_by_hand([name]) for name in NAMES}, rel=1e-3)
-    assert list(found) == sorted(NAMES, key=lambda name: -error_by_hand([name])) and next(iter(found)) == "2"
-
-
-def test_the_curve_keeps_the_worst_layers_first(sensitivity):
-    order = list(sensitivity.network_error)
-    assert [point["kept"] for point in sensitivity.curve] == [0, 1, 2]
-    for point in sensitivity.curve:
-        rest = order[point["kept"] :]
-        assert point["relative_error"] == pytest.approx(error_by_hand(rest), rel=1e-3)
-        assert point["predicted"] == pytest.approx(sum(error_by_hand([name]) ** 2 for name in rest) ** 0.5, rel=1e-3)
-    errors = [point["relative_error"] for point in sensitivity.curve]
-    assert errors[0] > 2 * errors[1] > 2 * errors[2] > 0
-    table = sensitivity_rows(sensitivity, ASSIGNMENT, kept=2)
-    for rank, (row, (name, error)) in enumerate(zip(table, sensitivity.network_error.items(), strict=True), 1):
-        assert (row["name"], row["network_error"], row["rank"]) == (name, error, rank)
-        assert (row["kept"], row["role"]) == (rank <= 2, "ffn")
+def test_the_table_has_the_most_sensitive_layer_first():
+    table = sensitivity_rows({"2": 0.5, "0": 0.4, "4": 0.3}, ASSIGNMENT, kept=2)
+    found = [(row["name"], row["network_error"], row["rank"], row["kept"]) for row in table]
+    assert found == [("2", 0.5, 1, True), ("0", 0.4, 2, True), ("4", 0.3, 3, False)]
+    assert {row["role"] for row in table} == {"ffn"}
 
 
 def test_layers_that_are_not_named_stay_as_they_are():
     simulated = simulate(copy.deepcopy(NETWORK), ASSIGNMENT)
-    found = sensitivity_of(Switched(simulated, lambda: simulated(X), ["0", "4"]).error, ["0", "4"], 0)
-    assert found.network_error.keys() == {"0", "4"}
-    expected = relative_error(by_hand(["2"]), by_hand(["2", "4"]))
-    assert found.network_error["4"] == pytest.approx(expected, rel=1e-3)
+    found = Switched(simulated, lambda: simulated(X), ["0", "4"]).error(["4"])
+    assert found == pytest.approx(relative_error(by_hand(["2"]), by_hand(["2", "4"])), rel=1e-3)
 
 
 @pytest.mark.parametrize("keep, kept", [(0, 0), (9, 9), (0.0, 0), (0.3, 3), (0.01, 0), (10, None), (0.99, None)])
@@ -387,7 +361,6 @@ def test_a_budget_is_a_number_of_layers_or_a_fraction_and_does_not_keep_everythi
         return
     with pytest.raises(ConfigError, match=f"keep is {keep}, which keeps all 10 layers .* keep at most 9"):
         layers_to_keep(keep, 10)
-    assert [curve_points(*each) for each in ((0, 1), (2, 3), (7, 16))] == [[0], [0, 1, 2], [0, 1, 2, 4, 7, 8]]
 
 
 def test_an_error_that_both_halves_have_counts_once():

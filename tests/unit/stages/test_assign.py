@@ -24,7 +24,7 @@ pytestmark = pytest.mark.commit
 
 
 def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, answering, tmp_path):
-    """Than the same assignment, calls and guidance, which is applied; how many layers are kept is nothing else."""
+    """Than the same assignment, calls and guidance, which is applied."""
     asked, outputs = [], []
 
     def switched(simulated, run, layers):
@@ -37,19 +37,18 @@ def test_sensitivities_are_measured_again_for_anything_else(monkeypatch, answeri
     shared = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9))
     one, other = ({name: LayerAssignment(name, "ffn", (4, 4), each) for name in "ab"} for each in ("int8", "fp8"))
 
-    def measured(assignment=one, call=0.0, scale=5.0, kept=0) -> int:
+    def measured(assignment=one, call=0.0, scale=5.0) -> int:
         asked.clear()
         calls = torch.arange(12.0).reshape(3, 2, 2) + call
         statistics = Statistics({}, {"x": Sample(calls, torch.arange(3))})
-        found = stage.measure_sensitivity(None, assignment, statistics, kept, scale, shared)
-        assert found.network_error == {"a": 0.5, "b": 0.5}
+        found = stage.measure_sensitivity(None, assignment, statistics, scale, shared)
+        assert found == {"a": 0.5, "b": 0.5}
         return len(asked)
 
-    everything = 2 + 2  # each layer, and the curve's points of none and one that is kept
-    assert [measured(), measured(), measured(kept=1)] == [everything, 0, 0]
+    assert [measured(), measured()] == [2, 0]
     expected = [guided(3 * call, 5.0) for call in torch.arange(12.0).reshape(3, 2, 2)]
     assert torch.equal(outputs[0], torch.cat(expected))
-    assert [measured(other), measured(call=1.0), measured(scale=7.5), measured()] == [everything] * 3 + [0]
+    assert [measured(other), measured(call=1.0), measured(scale=7.5), measured()] == [2] * 3 + [0]
 
 
 def test_a_derivation_reads_weights_and_biases_by_the_layers_name(monkeypatch, answering):

@@ -233,24 +233,23 @@ def test_the_calls_of_an_image_are_counted(monkeypatch):
 
 
 def test_errors_are_measured_once_whoever_asks(tmp_path):
-    """What is found is JSON, and a choice is known by its layers: the curve of another recipe has the same names."""
+    """What is found is JSON."""
     facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
     jobs, asked = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9)), []
-    choices = {f"layer{number}": [f"layer{number}"] for number in range(40)}
+    layers = [f"layer{number}" for number in range(40)]
 
-    def error(quantized):
-        asked.append(tuple(quantized))
+    def error(name):
+        asked.append(name)
         return 1 / (3 + len(asked))  # no round number
 
-    first = jobs.measured({"of": "one"}, choices, error)
-    assert asked == [(name,) for name in choices] and list(first) == list(choices)
+    first = jobs.sensitivities({}, {}, 5.0, layers, error)
+    assert asked == layers and list(first) == layers
     assert list(first.values()) == [1 / (4 + number) for number in range(40)], "to the bit"
     entries = len(list((tmp_path / "cache" / "sensitivities").glob("[!.]*")))
     assert TOGETHER <= entries <= 2 * TOGETHER, "enough for several processes, and not an entry each"
-    assert jobs.measured({"of": "one"}, choices, error) == first and len(asked) == 40
-    jobs.measured({"of": "another"}, choices, error)
+    assert jobs.sensitivities({}, {}, 5.0, layers, error) == first and len(asked) == 40
+    jobs.sensitivities({}, {}, 7.5, layers, error)
     assert len(asked) == 80
-    assert [jobs.measured({}, {"1": layers}, len) for layers in (["a", "b"], ["a"])] == [{"1": 2}, {"1": 1}]
     made = {"products": [[1.5, None]], "schedule": "cre"}
     assert jobs.found("schedules", {"a": 1}, lambda: made) == made
     assert jobs.found("schedules", {"a": 1}, lambda: pytest.fail("it is in the cache")) == made
