@@ -97,7 +97,6 @@ class Command:
     task: Callable[[Any, Path], object]  # does a job in a folder; a sweeper of Hydra's gets what it returns
     # Called with a single job, its folder and the names of the knobs that were given, before anything is written.
     before_run: Callable[[Any, Path, list[str]], object] = check_no_run
-    before_sweep: Callable[[Any], object] = lambda job: None  # called with the first job of a sweep, before any begins
     after_sweep: Callable[[Path], object] = lambda folder: None  # called with the folder of a sweep, before its report
 
     def __call__(self) -> None:
@@ -194,7 +193,6 @@ def run_sweep(command: Command, main: Callable[[], object], overrides: list[str]
     directory = begun or output_path(given or f"{SWEEPS}/{sweep.dated(name)}")
     plan["command"] = ["sd-quant", command.name, *sys.argv[1:]]
     check_writable(directory, "hydra.sweep.dir")
-    command.before_sweep(jobs[0])
     launchers.prepare(hydra.launcher, directory)
     with sweep.opened(directory, plan):
         if begun is not None:

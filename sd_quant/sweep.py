@@ -44,7 +44,7 @@ from sd_quant.report.summary import FAILED, FAILURE, RECOMMENDATION, SWEEP, UNFI
 from sd_quant.text import counted, one_line
 
 LOG = logging.getLogger(__name__)
-STATED = ("judge", "timing", "verdict")  # sections that apply to a sweep as a whole
+STATED = ("timing", "verdict")  # sections that apply to a sweep as a whole
 TEXTS = {  # knobs with texts for networks, and a pattern of the values that are references to other knobs nevertheless
     "prompts": r"\$\{[\w.]*prompts\}",
     "infer.prompts": r"\$\{(oc\.select:prompts,\$\{)?[\w.]*prompts\}+",
@@ -149,17 +149,12 @@ def plan_of(
         entries.append({"name": name, "varied": values, "overrides": overrides})
         if (done := first_of.setdefault(result_of(job), name)) != name:
             entries[-1]["same_as"] = done
-    identity, candidates = digest(*(json.dumps(deciding(job), sort_keys=True) for job in jobs)), candidates_of(jobs)
-    if taken := {each["name"] for each in candidates} & by_name.keys():
-        raise ConfigError(
-            f"the candidate {min(taken)} would have the folder of the job of that name; give it by another name, "
-            "such as that of a link to it"
-        )
+    identity = digest(*(json.dumps(deciding(job), sort_keys=True) for job in jobs))
     experiments = [text.partition("=")[2] for text in arguments if text.startswith(("experiment=", "+experiment="))]
     label = (experiments or [""])[-1] or "-".join(name.rpartition(".")[2] for name in varied) or "one"
     plan = {
         "schema_version": 1, "command": list(arguments), "varied": varied, "jobs": entries, "identity": identity,
-        "published": published, "candidates": candidates,
+        "published": published,
         **{name: dataclasses.asdict(getattr(jobs[-1], name)) for name in STATED if hasattr(jobs[-1], name)},
     }  # fmt: skip
     return plan, f"{folder_name(label)[:60]}_{identity[:8]}", jobs
@@ -172,20 +167,6 @@ def dated(name: str) -> str:
 def begun(folder: Path, name: str) -> Path | None:
     """Return the newest folder below ``folder`` of a sweep called ``name``; None if there is none."""
     return max((path.parent for path in folder.glob(f"*_{glob.escape(name)}/{SWEEP}")), default=None)
-
-
-def candidates_of(jobs: Sequence[Any]) -> list[dict]:
-    """Return the sweep's entries of third-party checkpoints. Raises ConfigError if jobs differ in model or images."""
-    if not hasattr(jobs[0], "judge"):
-        return []
-    planned = [job.judge.planned() for job in jobs]
-    made = [json.dumps([dataclasses.asdict(part) for part in (job.model, job.infer)], sort_keys=True) for job in jobs]
-    if any(planned) and len({*map(json.dumps, planned)} | {*made}) > 2:
-        raise ConfigError(
-            "candidates are judged beside recipes for one model and the same images, and the jobs of this sweep differ "
-            "in model, infer or candidates; vary the recipe alone"
-        )
-    return planned[0]
 
 
 def result_of(job: Any) -> str:

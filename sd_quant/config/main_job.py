@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from sd_quant.calibration.call_tables import Row
 from sd_quant.calibration.prompts import draw_prompts, is_data_set
-from sd_quant.config.comparison import CacheFolder, Judge, Metrics, Timing
+from sd_quant.config.comparison import CacheFolder, Metrics, Timing
 from sd_quant.config.images import Infer, engines
 from sd_quant.config.model import CALIBRATION_TABLE, Model, prompts_of
 from sd_quant.config.plans import NO_FP32, Trt, check_batch, check_dtype, check_plan_size, engine_for, targets_for
@@ -24,7 +24,7 @@ from sd_quant.report.rule import Rule
 from sd_quant.trackers import TRACKERS
 
 # Sections, and single knobs of other sections, that change no result of a job.
-SHOWN_ALONE = ("cache", "judge", "overwrite", "published", "timing", "trackers", "verdict")
+SHOWN_ALONE = ("cache", "overwrite", "published", "timing", "trackers", "verdict")
 DECIDE_NOTHING = (("infer", "chosen_because"), ("model", "observed"), ("trt", "timing_cache"))
 
 
@@ -81,7 +81,6 @@ class RecipeJob:
 class QuantizeJob(RecipeJob):
     infer: Annotated[Infer, engines(lambda runtime: runtime.quantized)]
     trt: Trt
-    judge: Judge
     timing: Timing
     verdict: Rule
     metrics: Metrics
@@ -150,7 +149,6 @@ class QuantizeJob(RecipeJob):
             expected = "a statistics file or a folder of them, as a run logs"  # the job checks whether they fit
             existing("calibration", self.quantize.calibration, expected)
         self.infer.check_files()
-        self.judge.check_files()
         self.metrics.check_files()
         if self.published is not None:
             existing_file("published", self.published)
@@ -180,8 +178,6 @@ def check_heeded(job: QuantizeJob, given: Iterable[str]) -> None:
             because = "infer.table has the prompts of the images"
         elif name == "model.calibration_prompts" and job.model.calibration_table is not None:
             because = "model.calibration_table has the prompts of calibration"
-        elif name.startswith("judge.") and not job.judge.candidates:
-            because = "there are no candidates"
         else:
             continue
         raise ConfigError(f"{name} was given and changes nothing, because {because}; leave it out")

@@ -37,7 +37,7 @@ HURTING_TITLES = ["candidate", "layer", "role", "format", "error of its output",
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """Size and PSNR of the images of one candidate, a job or a third-party checkpoint."""
+    """Size and PSNR of the images of one candidate."""
 
     name: str
     bits: float
@@ -63,7 +63,7 @@ def rule(sweep: Sweep) -> str:
 
 
 def standings(sweep: Sweep) -> list[Standing]:
-    """Return the Standing of each finished job and checkpoint that has images and a size, the smallest first."""
+    """Return the Standing of each candidate that is judged and has images and a size, the smallest first."""
     found = []
     for job, row in zip(sweep.jobs, sweep.rows, strict=True):
         images, judged = capped(job.record["fidelity"], IDENTICAL_DB), job.record["judged"]
@@ -133,7 +133,6 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     judged = {job.name: (job, job.record["judged"]) for job in sweep.jobs if job.record["judged"]}
     if not judged:
         return []
-    verdict = [f"{judgement(sweep)} ({rule(sweep)}.)"] if sweep.own else []  # else the page begins with it
     said = {name: words for name, (_, words) in verdicts(standings(sweep), confidence_of(sweep)).items()}
     hurting = [
         [name_of(job), *map(str, (layer["name"], layer["role"], layer["format"])),
@@ -145,7 +144,7 @@ def candidate_tables(sweep: Sweep) -> list[Table]:
     return [
         table_of_texts(
             CONTENTS_TITLES, [contents_of(*each, said) for each in judged.values()], "What is in each candidate",
-            " ".join([*verdict, CONTENTS]),
+            CONTENTS,
         ),
         table_of_texts(
             HURTING_TITLES, hurting, "Which layers hurt", f"{layers}layers.csv of the candidate's folder."

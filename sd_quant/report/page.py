@@ -108,11 +108,11 @@ def figures_in_words(advice: Recommendation, sweep: Sweep) -> str:
 
 
 def kind_of_folder(sweep: Sweep) -> str:
-    own, judged = len(sweep.names), len(sweep.jobs) - len(sweep.own)
-    jobs = f"sweep of {own} jobs" if own > 1 else "one job" if own else ""
-    jobs += f", {len(sweep.own)} of them different" if len(sweep.own) < own else ""
-    candidates = f"{judged} candidates" if judged > 1 else "one candidate" if judged else ""
-    return " and ".join(filter(None, [jobs, candidates]))
+    own, jobs = len(sweep.names), len(sweep.jobs)
+    if not sweep.own:
+        return f"{jobs} candidates" if jobs > 1 else "one candidate" if jobs else ""
+    different = f", {jobs} of them different" if jobs < own else ""
+    return f"sweep of {own} jobs{different}" if own > 1 else "one job"
 
 
 def source(path: Path) -> str:

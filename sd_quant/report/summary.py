@@ -64,7 +64,7 @@ class SweepPlan(TypedDict):
     command: list[Any]
     varied: list[str]
     jobs: list[PlannedJob]
-    candidates: list[PlannedJob]  # third-party checkpoints that are judged beside the jobs
+    candidates: list[PlannedJob]  # third-party checkpoints, in a folder of ``judge.py``
     judge: dict[str, Any]  # the knobs of the same name
     published: dict[str, Any]  # figures to show beside ours, see ``sd_quant.report.published``
     verdict: dict[str, Any]  # the knobs of the same name, see ``sd_quant.report.rule``
@@ -98,7 +98,7 @@ class Sweep:
     directory: Path
     command: list[str]
     varied: list[str]
-    jobs: list[Job]  # each assignment once, and the candidates that are judged beside them
+    jobs: list[Job]  # each assignment once, or the candidates of ``judge.py``
     published: Mapping[str, Any] | None = None  # figures to show beside ours, see sd_quant.report.published
     verdict: Mapping[str, Any] | None = None  # by which a recipe is recommended, see sd_quant.report.recommendation
     judge: Mapping[str, Any] | None = None  # by which candidates are told apart, see sd_quant.report.candidates

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sd_quant.config import CacheFolder, Infer, Judge, JudgeJob, Metrics, Model, QuantizeJob, Timing
+from sd_quant.config import CacheFolder, Infer, Judge, JudgeJob, Metrics, Model, Timing
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.models.checkpoint import denoisers_of
@@ -61,7 +61,7 @@ class Baseline:
             pool.close()
 
 
-def baseline_of(job: JudgeJob | QuantizeJob, directory: Path) -> Baseline:
+def baseline_of(job: JudgeJob, directory: Path) -> Baseline:
     """Open and check the full-precision model; ``directory`` is the folder of the results."""
     work = by_torch(workload_of(job.infer))
     session = open_session(job.model, job.infer, lambda session: part_needs(session.parameters, work), directory)

@@ -10,20 +10,17 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from sd_quant.cache import locked
-from sd_quant.config import Judge, JudgeJob, Model, is_run, run_job
+from sd_quant.config import Judge, JudgeJob, is_run
 from sd_quant.devices import threads
 from sd_quant.errors import ConfigError, SdQuantError, of_the_machine
 from sd_quant.files import digest, write_json
-from sd_quant.interchange.other_parts import read_parts
-from sd_quant.knobs import read
 from sd_quant.report.rebuild import rebuild
-from sd_quant.report.record import DONE, at, read_object
+from sd_quant.report.record import at, read_object
 from sd_quant.report.shipped import last_words
 from sd_quant.report.summary import FAILURE, LOCK, SWEEP, read_sweep, sweep_table
 from sd_quant.source import source_digest
@@ -31,7 +28,6 @@ from sd_quant.stages.baseline import Baseline, baseline_of
 from sd_quant.stages.job_folder import check_own, finished, remove_leftovers, remove_unfinished
 from sd_quant.stages.judge_one import judge_one
 from sd_quant.stages.judged_run import run_subject
-from sd_quant.stages.session import open_unchecked
 from sd_quant.stages.third_party import Subject, third_party
 
 LOG = logging.getLogger(__name__)
@@ -70,25 +66,6 @@ def plan_of(judge: Judge) -> dict:
         "candidates": judge.planned(),
         "judge": dataclasses.asdict(judge),
     }
-
-
-def check_candidates(model: Model, judge: Judge) -> None:
-    """Raise SdQuantError for the first third-party candidate that cannot be read; runs are not checked."""
-    checkpoint = open_unchecked(model).checkpoint
-    for path in judge.named().values():
-        if not is_run(path):
-            read_parts(path, checkpoint)
-
-
-def judge_sweep(directory: Path) -> None:
-    """Judge the candidates of a sweep in its folder, with the model and image knobs of its first finished job."""
-    stated = at(read_object(directory / SWEEP), "judge")
-    done = [job for job in read_sweep(directory).own if job.status == DONE]
-    if not done or not at(stated, "candidates"):
-        return
-    judge = read(Judge, stated, "judge.")  # from the sweep: a job done earlier does not list later candidates
-    baseline = replace(baseline_of(run_job(str(done[0].directory)), directory), judge=judge)
-    judge_all(subjects_of(judge, baseline), baseline)
 
 
 def subjects_of(judge: Judge, baseline: Baseline) -> list[Subject]:

@@ -46,7 +46,7 @@ CHOSEN = [  # of each page the command that is most likely to rot, by its start,
     ("from_images", "python quantize.py quant_level=3 infer.image=<folder> infer.mask=<file or folder>", IMAGES),
     ("gate", "sd-quant gate run=<folder> baseline=<folder>", RUNS),
     ("gpu", "python -m benchmarks.gpu.table --list", {}),
-    ("judge", "python quantize.py -m quant_level=1,3 alpha=0.5,auto 'candidates=[a.gguf,b.safetensors]'", {}),
+    ("judge", "python judge.py model=sdxl model.path=<folder> 'candidates=[a.gguf,b.safetensors,<folder>", RUNS),
     ("knobs", "python quantize.py model=sdxl_mini quantize=fp8 quant_level=3 infer.steps=10", {}),
     ("launchers", "python quantize.py quant_level=3 alpha=0.8 hydra.run.dir=outputs/one_run", {}),
     ("levers", "python quantize.py -m quant_level=0,3 infer.reuse=null,0.2,0.3,0.4", {}),
@@ -80,7 +80,7 @@ def line_of(page: str, start: str) -> str:
 def settings(words: list[str]) -> list[str]:
     """What makes a command small."""
     ours = words[0] == "quantize.py"
-    many = ours and "-m" in words and not any(word.startswith("candidates=") for word in words)
+    many = ours and "-m" in words
     own = ours and any(word.startswith("model.path=") for word in words)
     behind = next((SMALL[word] for word in words[:2] if word in SMALL), ())
     reused = any(word.startswith("infer.reuse=") for word in words)

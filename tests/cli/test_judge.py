@@ -1,4 +1,4 @@
-"""Quantized checkpoints of anybody, judged by the command: alone, and beside a sweep's recipes."""
+"""Quantized checkpoints of anybody, judged by the command."""
 
 import shutil
 import statistics
@@ -14,7 +14,7 @@ from sd_quant.checkpoints.nemo import open_nemo
 from sd_quant.names.sgm import sgm_names
 
 from ..preference_networks import small_dino
-from .shared import JOBS, PROMPTS, SAMPLING, images_in, json_of, record_of, rows_of
+from .shared import PROMPTS, SAMPLING, images_in, json_of, record_of, rows_of
 
 pytestmark = pytest.mark.commit
 
@@ -113,33 +113,6 @@ def test_a_candidate_of_another_size_is_refused_before_anything_is_computed(refu
     said = refused("judge.py", f"candidates=[{path}]", f"hydra.run.dir={tmp_path}/judged", code=3)
     assert "of another size than the full-precision model" in said
     assert not (tmp_path / "judged/sweep.json").exists()
-
-
-@pytest.mark.nightly
-def test_beside_the_recipes_of_a_sweep_candidates_stand_in_its_table(
-    refused, done, tiny, unbroken_sweep, sweep_arguments, tmp_path
-):
-    """Of a sweep whose jobs are done; here of what one of them has handed over, under two names."""
-    first, second, sweep = tmp_path / "first", tmp_path / "second", tmp_path / "sweep"
-    where = f"cache.dir={tiny.cache}", f"hydra.run.dir={tmp_path}/handed"
-    done("hand_over.py", f"run={tiny.run}", "to=diffusers_modelopt", "images=false", *where)
-    for folder in (first, second):
-        shutil.copytree(tmp_path / "handed/diffusers_modelopt", folder)
-    alone = "quantize.py", *tiny.knobs, f"candidates=[{first}]", f"hydra.run.dir={tmp_path}/run"
-    assert "candidates are judged beside the recipes of a sweep" in refused(*alone)
-    given = sweep_arguments(unbroken_sweep, "judge.runtimes=false", f"candidates=[{first}]", f"hydra.sweep.dir={sweep}")
-    assert "the jobs of this sweep differ in model, infer" in refused(*given, "infer.seed=1,2")
-    assert "README.md is of no kind that is known here" in refused(*given, "candidates=[README.md]")
-    assert not sweep.exists()  # before hours of work, not behind them
-    shutil.copytree(unbroken_sweep / "kept", sweep)
-    for candidates in ([first], [first, second]):
-        assert ": 3 done before" in done(*given, f"candidates=[{','.join(map(str, candidates))}]").stdout
-        rows = rows_of(sweep / "summary.csv")
-        assert [row["job"] for row in rows] == [*JOBS, *(folder.name for folder in candidates)]
-        assert all(row["status"] == "done" for row in rows)
-    assert rows[-1]["psnr_db"] == rows[-2]["psnr_db"]
-    page = (sweep / "report.html").read_text()
-    assert "sweep of 3 jobs and 2 candidates" in page and "<h1>Ship " in page
 
 
 def test_a_candidate_decides_neither_where_is_written_nor_what_is_removed(command, done, tiny, tmp_path):

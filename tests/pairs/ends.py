@@ -105,5 +105,4 @@ ELSEWHERE = {  # knobs that other names above set, that name a file, say what th
     *("model.calibration_table", "infer.table"),
     *("overwrite", "infer.image", "infer.mask", "infer.strength", "infer.engine", "infer.chosen_because"),
     *("infer.reuse", "infer.schedule", "infer.precise_steps"),  # whose values depend on the number of steps
-    *("judge.candidates", "judge.confidence", "judge.layers", "judge.runtimes", "judge.trust_runs"),  # of a sweep
 }

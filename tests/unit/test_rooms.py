@@ -190,7 +190,7 @@ def test_only_the_session_opens_a_model_checks_it_and_makes_its_pool():
 
 
 # Files of Hydra, of the package, of a sweep's folder, and of a folder of hand_over, which has a list of its own.
-ELSEWHERE = {"overrides.yaml", "_judge.yaml", "published.md", "README.md", "page.html"}
+ELSEWHERE = {"overrides.yaml", "_comparison.yaml", "published.md", "README.md", "page.html"}
 
 
 def test_each_room_declares_the_files_that_it_writes_into_a_jobs_folder():

@@ -168,15 +168,6 @@ def test_every_job_of_a_shipped_experiment_has_its_prompts(experiment):
         assert job.quantize.attention is None or job.quantize.quant_level == 4.0, "with attention and without"
 
 
-def test_a_candidate_with_the_name_of_a_job_is_refused(tmp_path):
-    """Its results would be written over the job's; a link has another name."""
-    (tmp_path / "quant_level=1").mkdir()
-    (tmp_path / "other").symlink_to(tmp_path / "quant_level=1")
-    with pytest.raises(ConfigError, match=r"the candidate quant_level=1 would have the folder of the job of that name"):
-        plan("quant_level=1,2", f"candidates=['{tmp_path}/quant_level=1']")
-    assert plan("quant_level=1,2", f"candidates=['{tmp_path}/other']")[0]["candidates"][0]["name"] == "other"
-
-
 def test_jobs_of_the_same_assignment_are_done_once():
     """At level 1 nothing is smoothed, so alpha says nothing; at level 2 it does."""
     jobs = {job["name"]: job.get("same_as") for job in plan("quant_level=1,2", "alpha=0.5,auto")[0]["jobs"]}

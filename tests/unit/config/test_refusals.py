@@ -281,13 +281,12 @@ def test_what_does_not_go_together_is_refused(which, knobs, refusal):
     ("alpha", {"quant_level": 1.0}, "quant_level=1 quantizes no linear"),
     ("quantize.rank", {"quant_level": 1.0}, "quant_level=1 quantizes no linear"),
     ("trt.max_batch_size", {"trt.library": "none"}, "export_trt=none builds no plan"),
-    ("judge.layers", {}, "there are no candidates"),
 ])  # fmt: skip
 def test_a_knob_that_changes_nothing_is_refused_where_it_is_given(given, knobs, because):
     check_heeded(job("int8", knobs), ["quant_level", "calib_size"])
     with pytest.raises(ConfigError, match=f"{given} was given and changes nothing, because {because}"):
         check_heeded(job("int8", knobs), ["quant_level", given])
-    check_heeded(job("int8", {"judge.candidates": ["a.gguf"], "trt.library": "tensorrt_rtx"}), [given])
+    check_heeded(job("int8", {"trt.library": "tensorrt_rtx"}), [given])
 
 
 @pytest.mark.parametrize("primary", JOBS)

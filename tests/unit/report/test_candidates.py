@@ -26,17 +26,13 @@ JUDGED = {
 def folder(tmp_path):
     """``folder(a=(decibels, bits, more))``: candidates as ``judge.py`` leaves them."""
 
-    def write(jobs: int = 0, **candidates):
+    def write(**candidates):
         for name, (decibels, bits, *more) in candidates.items():
             entry = JUDGED | {"bits": bits} | (more[0] if more else {})
             path = write_job(tmp_path / name, decibels, prompts=PROMPTS)
             change_record(path, {"latency": {}, "sizes_bytes": {}, "judged": entry})
-        for number in range(jobs):
-            write_job(tmp_path / f"level={number}", 35 + number, prompts=PROMPTS)
         return write_plan(
-            tmp_path,
-            {f"level={number}": {"level": number} for number in range(jobs)},
-            candidates=[{"name": name, "varied": {"candidate": name}} for name in candidates],
+            tmp_path, {}, candidates=[{"name": name, "varied": {"candidate": name}} for name in candidates]
         )
 
     return write
@@ -92,12 +88,3 @@ def test_a_folder_of_candidates_has_no_recipe_to_recommend_and_shows_all_the_res
     assert "bits a weight" in table and "4.50" in table
     contents, hurting = candidate_tables(sweep)
     assert [line[0] for line in contents.rows] == ["a", "b"] and hurting.rows[0][-1] == "10 %"
-
-
-def test_beside_recipes_candidates_stand_in_the_same_table_and_change_no_recommendation(folder, without_plots):
-    sweep = folder(2, theirs=(45.0, 4.5))
-    assert [job.name for job in sweep.own] == ["level=0", "level=1"] and sweep.names == ("level=0", "level=1")
-    assert [row["candidate"] or row["level"] for row in sweep.rows] == [0, 1, "theirs"]
-    page = rebuild(sweep.directory).read_text()
-    assert "sweep of 2 jobs and one candidate" in page and "<h1>Ship level=1 <" in page and "theirs" in page
-    assert "Worth its bits: theirs (45.0 dB at 4.50 bits a weight)" in page

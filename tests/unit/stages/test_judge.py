@@ -145,15 +145,16 @@ def test_the_command_of_a_folder_is_what_was_given(monkeypatch):
 def test_what_decides_a_verdict_decides_whether_it_is_found_again():
     """Which others stand in the list does not; a library that was installed since does."""
     made, facts = job(), {"inputs": {"checkpoint": {"sha256": "c"}}, "versions": {"torch": "2"}}
-    usual = {"model": made.model, "infer": made.infer, "judge": made.judge, "metrics": made.metrics, "facts": facts}
+    knobs = Judge(["a.gguf"], 20, True, False, 0.95)
+    usual = {"model": made.model, "infer": made.infer, "judge": knobs, "metrics": made.metrics, "facts": facts}
 
     def mark(sha256: str = "f", runtime: OwnLibrary | None = None, **changes) -> str:
         candidate = replace(subject(runtime=runtime), file={"sha256": sha256})
         return judge.mark_of(candidate, baseline(**usual | changes))
 
     others = [mark("g"), mark(runtime=OwnLibrary("SDNQ", None)), mark(prompts=["a cat"])]
-    others += [mark(judge=replace(made.judge, layers=4)), mark(metrics=replace(made.metrics, ocr=True))]
-    assert mark() == mark(judge=replace(made.judge, candidates=["b.gguf"])) and len({mark(), *others}) == 6
+    others += [mark(judge=replace(knobs, layers=4)), mark(metrics=replace(made.metrics, ocr=True))]
+    assert mark() == mark(judge=replace(knobs, candidates=["b.gguf"])) and len({mark(), *others}) == 6
 
 
 @pytest.fixture
