@@ -14,8 +14,8 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,26 +30,17 @@ MANIFEST = "manifest.json"
 READ_ONLY = 0o444  # runs link to the same files
 
 
-def locked(path: Path, waiting: str = "") -> AbstractContextManager[int]:
-    """Hold the lock file ``path`` in the block. A wait is logged with the text ``waiting``, then with its duration."""
-    return first_free([path], waiting)
-
-
 @contextmanager
-def first_free(paths: Sequence[Path], waiting: str = "") -> Iterator[int]:
-    """Lock the first free file of ``paths``, or log ``waiting`` and wait for ``paths[0]``; yield the file's index."""
-    for number, path in enumerate(paths):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open_lock(path) as file:
-            if try_lock(file):
-                yield number
-                return
-    with open_lock(paths[0]) as file:
-        LOG.info("%s", waiting or f"waiting for another process that holds {paths[0]}")
-        start = time.monotonic()
-        fcntl.flock(file, fcntl.LOCK_EX)
-        LOG.info("waited %.0f s for it", time.monotonic() - start)
-        yield 0
+def locked(path: Path, waiting: str = "") -> Iterator[None]:
+    """Hold the lock file ``path`` in the block. A wait is logged with the text ``waiting``, then with its duration."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_lock(path) as file:
+        if not try_lock(file):
+            LOG.info("%s", waiting or f"waiting for another process that holds {path}")
+            start = time.monotonic()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            LOG.info("waited %.0f s for it", time.monotonic() - start)
+        yield
 
 
 def open_lock(path: Path) -> IO[str]:
@@ -94,10 +85,6 @@ class Cache:
         assert self.directory is not None
         return self.directory / kind / digest(json.dumps(origin, sort_keys=True))[:32]
 
-    def holds(self, kind: str, origin: Mapping[str, object]) -> bool:
-        """Return whether the cache has an entry, perhaps a damaged one, of this ``kind`` and ``origin``."""
-        return self.directory is not None and os.path.exists(self.entry(kind, origin) / MANIFEST)
-
     def provide(self, kind: str, origin: Mapping[str, object], target: Path, make: Callable[[Path], object]) -> None:
         """Put the files that ``make(folder)`` writes for ``origin`` into ``target``, from the cache if it has them.
 
@@ -110,8 +97,8 @@ class Cache:
     ) -> None:
         """Put the files that ``make(name, folder)`` writes into ``target/<name>``, for each name in ``origins``.
 
-        Processes that need the same entries, on one machine or on several that share the cache, divide the work: each
-        makes entries that no other makes, and waits only if none is left. If one dies, its unfinished entry is lost.
+        Of processes that need the same entry, on one machine or on several that share the cache, one makes it and the
+        others wait. If it dies, its unfinished entry is lost.
         """
         left = list(origins)
         for name in left:
@@ -120,24 +107,23 @@ class Cache:
             for name in left:
                 make(name, target / name)
             return
-        entries, found = {name: self.entry(kind, origins[name]) for name in left}, 0
+        found = 0
         try:
-            while left:
-                locks = [lock_of(entries[name]) for name in left]
-                with first_free(locks, f"another process makes the same {kind}: waiting for it") as number:
-                    name = left[number]
-                    found += put(entries[name], origins[name], target / name, partial(make, name))
-                    left.pop(number)
+            for name, origin in origins.items():
+                entry = self.entry(kind, origin)
+                with locked(lock_of(entry), f"another process makes the same {kind}: waiting for it"):
+                    found += put(entry, origin, target / name, partial(make, name))
+                    left.remove(name)
         except OSError as error:
             self.leave_out(error)
             for name in left:
                 make(name, target / name)
         if found:
-            part = origins[name].get("part")
+            part = origin.get("part")
             alone = f"{kind} of {part}" if part else kind
             LOG.info("from the cache: %s", f"{found} of {len(origins)} {kind}" if len(origins) > 1 else alone)
         if found < len(origins):
-            self.trim(spared=entries[name])
+            self.trim(spared=entry)
 
     def leave_out(self, error: OSError) -> None:
         """Warn that the cache is not used because of ``error``; raise ``error`` if its file is outside the cache."""

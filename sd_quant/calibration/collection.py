@@ -57,10 +57,9 @@ def origin(checkpoint_sha256: str, names: Iterable[str], sampling: Sampling, dev
     }
 
 
-def segments_of(start: int, stop: int, snapshots: Iterable[int]) -> list[range]:
-    """Divide the prompt numbers ``start`` to ``stop`` at the ``snapshots`` between them."""
-    ends = sorted({stop, *(size for size in snapshots if start < size < stop)})
-    return [range(first, last) for first, last in zip([start, *ends], ends, strict=False)]
+def segment_of(start: int, stop: int, snapshots: Iterable[int]) -> range:
+    """Return the prompt numbers from ``start`` to the first of the ``snapshots`` behind it, at most to ``stop``."""
+    return range(start, min([stop, *(size for size in snapshots if size > start)]))
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,10 @@ def calibrate(
             segment, statistics = entry
             LOG.info("from the cache: statistics of prompts %d to %d", segment.start + 1, segment.stop)
         else:
-            missing = segments_of(done, len(prompts), snapshots)
+            segment = segment_of(done, len(prompts), snapshots)
             entries = entries if entries and lockable(entries.folder) else None
-            with entries.claimed(missing) if entries else nullcontext(missing[0]) as segment:
-                if segment is None:  # another process has made the first of them, or has died
+            with entries.claimed(segment) if entries else nullcontext(True) as is_left:
+                if not is_left:  # another process has made it
                     continue
                 if not announced:
                     announce(fabric.device.type, len(prompts) - done)
@@ -118,8 +117,6 @@ def calibrate(
                 statistics = collect_all(fabric, wanted, segment, on_latent=on_latent)
                 if entries:
                     entries.write(segment, statistics)
-            if segment.start != done:  # others make those before it
-                continue
         merged = merge([merged, statistics])
         done = segment.stop
     reached = merged.layers.keys() | {f"{part}:{name}" for part, own in merged.parts.items() for name in own.layers}

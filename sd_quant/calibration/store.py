@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from sd_quant.cache import first_free
+from sd_quant.cache import locked
 from sd_quant.errors import SdQuantError
 from sd_quant.files import digest
 from sd_quant.files.archive import whole_file
@@ -68,18 +68,10 @@ class Entries:
         return unpack(tensors)
 
     @contextmanager
-    def claimed(self, segments: Sequence[range]) -> Iterator[range | None]:
-        """Lock, in the ``with`` block, the first of ``segments`` without an entry that no other process calibrates.
-
-        Yields that segment; None if another process has finished it meanwhile. Waits if all segments are locked.
-        """
-        absent = [segment for segment in segments if segment == segments[0] or not self.path(segment).exists()]
-        locks = [self.lock(segment) for segment in absent]
-        with first_free(locks, "waiting for another process, which calibrates the same") as number:
-            segment = absent[number]
-            first = number == 0  # whose entry may be there and damaged
-            made = self.longest(segment.start, segment.stop) if first else self.path(segment).exists()
-            yield None if made else segment
+    def claimed(self, segment: range) -> Iterator[bool]:
+        """Lock ``segment`` in the ``with`` block, maybe after another process; yield whether it has no entry yet."""
+        with locked(self.lock(segment), "waiting for another process, which calibrates the same"):
+            yield self.longest(segment.start, segment.stop) is None
 
     def lock(self, segment: range) -> Path:
         return self.folder / f".{self.path(segment).stem}.lock"

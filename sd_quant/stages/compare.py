@@ -74,7 +74,7 @@ def quantized_images(variants: Variants, infer: Infer) -> tuple[Generated, Calls
             watched.count |= dict.fromkeys(names, 0)
             return make(place) | {COUNTED: torch.tensor([watched.count[name] for name in names])}
 
-        found = shared.divided(origin, batches, made)
+        found = shared.batches(origin, batches, made)
         counts.extend(tensors.pop(COUNTED) for tensors in found)
         return found
 

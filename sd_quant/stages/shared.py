@@ -1,7 +1,4 @@
-"""Results that jobs of one model share through the cache: measurements, images and outputs of parts.
-
-Jobs that need the same results at the same time divide the work.
-"""
+"""Results that jobs of one model share through the cache: measurements, images and outputs of parts."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +27,6 @@ from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.generate import sampling_of
 
 FOUND, BATCH = "found.json", "batch.safetensors"
-TOGETHER = 16  # cache entries among which measurements are divided; also the most measurements of one entry
 
 
 @dataclass(frozen=True)
@@ -86,19 +82,13 @@ class Shared:
 
     def found(self, kind: str, origin: Mapping[str, Any], make: Callable[[], Any]) -> Any:
         """Return the result for key ``origin`` from the cache, or else from ``make`` (a value that JSON can hold)."""
-        return self.all_found(kind, {"one": origin}, lambda name: make())["one"]
 
-    def all_found(
-        self, kind: str, origins: Mapping[str, Mapping[str, Any]], make: Callable[[str], Any]
-    ) -> dict[str, Any]:
-        """Return results by name, for the cache keys ``origins``, from the cache or else from ``make(name)``."""
-
-        def write(name: str, made: Path) -> None:
-            (made / FOUND).write_text(json.dumps({"found": make(name)}), encoding="utf-8")
+        def write(folder: Path) -> None:
+            (folder / FOUND).write_text(json.dumps({"found": make()}), encoding="utf-8")
 
         with temporary_folder(self.directory) as temporary:
-            self.cache.provide_all(kind, origins, Path(temporary), write)
-            return {name: json.loads(read_regular(Path(temporary) / name / FOUND))["found"] for name in origins}
+            self.cache.provide(kind, origin, Path(temporary), write)
+            return json.loads(read_regular(Path(temporary) / FOUND))["found"]
 
     def sensitivities(
         self,
@@ -114,12 +104,9 @@ class Shared:
             "assignment": assignment_digest(assignment),
             "calls": content_digest("", "", calls),
             "guidance_scale": guidance_scale,
+            "quantized": list(layers),
         }
-        size = min(TOGETHER, max(1, len(layers) // TOGETHER))
-        parts = {str(first): layers[first : first + size] for first in range(0, len(layers), size)}
-        origins = {part: {**origin, "quantized": own} for part, own in parts.items()}
-        found = self.all_found("sensitivities", origins, lambda part: {name: error(name) for name in parts[part]})
-        return {name: value for part in parts for name, value in found[part].items()}
+        return self.found("sensitivities", origin, lambda: {name: error(name) for name in layers})
 
     def provide(
         self,
@@ -131,17 +118,13 @@ class Shared:
     ) -> VariantOutputs:
         """Return ``make``'s images, or the cache's for the same model, machine, ``sampling`` and ``engine``."""
         origin = self.origin(checkpoint, infer.prompt_list(), infer, engine, sampling or sampling_of(infer))
-        made = cache(lambda: make(partial(self.divided, origin)))
-        if not self.cache.holds("images", origin):
-            made()  # without the lock, so that other jobs can make batches too
+        made = cache(lambda: pack(make(partial(self.batches, origin))))
         with temporary_folder(self.directory) as temporary:
             path = Path(temporary) / "images.safetensors"
-            self.cache.provide(
-                "images", origin, path.parent, lambda folder: save_file(pack(made()), folder / path.name)
-            )
+            self.cache.provide("images", origin, path.parent, lambda folder: save_file(made(), folder / path.name))
             return unpack(load_file(path))
 
-    def divided(
+    def batches(
         self,
         origin: Mapping[str, Any],
         batches: Sequence[Sequence[int]],

@@ -1,7 +1,5 @@
 """Which calls of the denoiser engines are compared on, and what jobs share: in entries that know what they are of."""
 
-import threading
-import time
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ from sd_quant.errors import ConfigError
 from sd_quant.inference.pipeline import Generated, Sampling
 from sd_quant.models.parts import Contract
 from sd_quant.stages import compare, export_onnx, export_trt, shared
-from sd_quant.stages.shared import TOGETHER, Shared
+from sd_quant.stages.shared import Shared
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED
 
 pytestmark = pytest.mark.commit
@@ -133,37 +131,6 @@ def test_a_job_of_more_images_makes_those_that_are_missing(tmp_path):
     assert made[3:] == [["a", "b"]]
 
 
-def test_jobs_that_want_the_same_images_at_once_divide_them(tmp_path):
-    """Two, of which each sees the other begin before it makes an image."""
-    cache, made, both = Cache(tmp_path / "cache", 1e9), [], threading.Barrier(2, timeout=30)
-
-    def job(number: int) -> None:
-        (folder := tmp_path / str(number)).mkdir()
-
-        def make(by_batch):
-            both.wait()
-
-            def denoise(place):
-                made.append((place, number))
-                time.sleep(0.2)
-                return {"steps": torch.tensor([float(place)])}
-
-            steps = torch.cat([each["steps"] for each in by_batch([[0], [1], [2], [3]], denoise, ())])
-            return shared.VariantOutputs({"it": Generated(np.zeros((4, 2, 2, 3), np.uint8), steps)}, {}, {}, {})
-
-        outputs = Kept({}, folder, cache).provide(None, of(list("abcd")), make, sampling=object())
-        results.append(outputs.images["it"].latents.tolist())
-
-    results: list[list] = []
-    threads = [threading.Thread(target=job, args=[number]) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results == [[0, 1, 2, 3]] * 2
-    assert sorted(place for place, _ in made) == [0, 1, 2, 3] and {number for _, number in made} == {0, 1}
-
-
 def test_quantized_images_are_those_of_the_jobs_own_recipe(monkeypatch, tmp_path):
     """They come from the cache for the same assignment alone, with the number of calls by which they were made."""
     checkpoint, engines = faked(monkeypatch)
@@ -232,27 +199,15 @@ def test_the_calls_of_an_image_are_counted(monkeypatch):
     assert (found.number, found.in_a_step, found.precise) == (6, 2, {"h": 1})
 
 
-def test_errors_are_measured_once_whoever_asks(tmp_path):
-    """What is found is JSON."""
+def test_what_is_found_is_json_and_found_once(tmp_path):
     facts = {"inputs": {}, "versions": {}, "machine": {"cpu": "a processor", "usable_cores": 2, "gpus": []}}
-    jobs, asked = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9)), []
-    layers = [f"layer{number}" for number in range(40)]
-
-    def error(name):
-        asked.append(name)
-        return 1 / (3 + len(asked))  # no round number
-
-    first = jobs.sensitivities({}, {}, 5.0, layers, error)
-    assert asked == layers and list(first) == layers
-    assert list(first.values()) == [1 / (4 + number) for number in range(40)], "to the bit"
-    entries = len(list((tmp_path / "cache" / "sensitivities").glob("[!.]*")))
-    assert TOGETHER <= entries <= 2 * TOGETHER, "enough for several processes, and not an entry each"
-    assert jobs.sensitivities({}, {}, 5.0, layers, error) == first and len(asked) == 40
-    jobs.sensitivities({}, {}, 7.5, layers, error)
-    assert len(asked) == 80
-    made = {"products": [[1.5, None]], "schedule": "cre"}
+    jobs, made = Shared(facts, tmp_path, Cache(tmp_path / "cache", 1e9)), {"products": [[1.5, None]], "schedule": "cre"}
     assert jobs.found("schedules", {"a": 1}, lambda: made) == made
     assert jobs.found("schedules", {"a": 1}, lambda: pytest.fail("it is in the cache")) == made
+    values = iter([1 / 3, 1 / 7])  # no round numbers
+    first = jobs.sensitivities({}, {}, 5.0, ["b", "a"], lambda name: next(values))
+    again = jobs.sensitivities({}, {}, 5.0, ["b", "a"], lambda name: pytest.fail("it is in the cache"))
+    assert list(first.items()) == list(again.items()) == [("b", 1 / 3), ("a", 1 / 7)], "to the bit"
 
 
 class Asked(Exception):
