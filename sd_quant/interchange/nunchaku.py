@@ -18,10 +18,10 @@ so the old ones are written; both are read.
 | norm1(_context).linear, norm.linear|                     | W4A16, six chunks           | W4A16, three chunks        |
 
 All of these are quantized in every block: a result with one in high precision is refused. Other tensors are as in
-diffusers. All branches have one rank; q, k and v share ``smooth`` and ``lora_down``: with ``shared_branch`` one
-``down``, else all stacked, which is exact and triples the rank. Modulations of Flux are rounded to nearest, 1 is added
-to biases of scales. Inputs of Flux's ``mlp_fc2`` are shifted in INT4. nunchaku takes the precision from the GPU, not
-from the file. Its loader of Flux wants bfloat16, SDXL's has no ``wtscale``: ``wcscales`` hold NVFP4's common scales.
+diffusers. All branches have one rank; q, k and v share ``smooth`` and ``lora_down``, which has theirs stacked: that is
+exact and triples the rank. Modulations of Flux are rounded to nearest, 1 is added to biases of scales. Inputs of Flux's
+``mlp_fc2`` are shifted in INT4. nunchaku takes the precision from the GPU, not from the file. Its loader of Flux wants
+bfloat16, SDXL's has no ``wtscale``: ``wcscales`` hold NVFP4's common scales.
 
 Sources: nunchaku 1.3.0dev (92e4695), ``models/unets/unet_sdxl.py``, ``models/transformers/transformer_flux_v2.py``.
 Alternative not taken: decomposing the stacked weights anew, as their codes were chosen together with their branches.
@@ -337,12 +337,10 @@ def joined(linears: Sequence[svdquant.Written]) -> svdquant.Written:
 
 
 def joined_branch(branches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """Return the low-rank branch of stacked linears, exactly: with one ``down`` if all are equal, else with all."""
+    """Return the low-rank branch of stacked linears, exactly."""
     if not branches:
         return None
     ups, downs = zip(*branches, strict=True)
-    if all(torch.equal(down, downs[0]) for down in downs):
-        return torch.cat(ups), downs[0]
     return torch.block_diag(*ups), torch.cat(downs)
 
 

@@ -3,7 +3,7 @@
 Statistics do not depend on ranges or formats, so another quant_level, alpha or format needs no further calibration.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from sd_quant.quantization.convolutions import assign_convolution
 from sd_quant.quantization.linears import assign_linears
 from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Recipe, reason_kept
-from sd_quant.quantization.rounding import with_refined_branches, with_rounded_weight
+from sd_quant.quantization.rounding import with_refined_branch, with_rounded_weight
 from sd_quant.quantization.row_chunks import with_output_error
 from sd_quant.quantization.smoothing import SMOOTHINGS
 from sd_quant.quantization.statistics import LayerStatistics
@@ -84,14 +84,13 @@ def derive(
             "raise quant_level or lower keep"
         )
     searched = [
-        layers for layers in by_branch(assignment.values())
-        if layers[0].format and recipe_of(layers[0].name).chooses_codes(layers[0].format)
+        layer for layer in assignment.values()
+        if layer.format and recipe_of(layer.name).chooses_codes(layer.format)
     ]  # fmt: skip
-    for layers in working_on(searched, "choose codes"):
-        common, seen = recipe_of(layers[0].name), statistics[layers[0].name]
-        for layer in with_refined_branches(layers, [weight_of(each.name) for each in layers], seen, common):
-            layer = with_rounded_weight(layer, weight_of(layer.name), statistics[layer.name], common)
-            assignment[layer.name] = with_output_error(layer, weight_of(layer.name), statistics[layer.name])
+    for layer in working_on(searched, "choose codes"):
+        chosen, seen, weight = recipe_of(layer.name), statistics[layer.name], weight_of(layer.name)
+        layer = with_rounded_weight(with_refined_branch(layer, weight, seen, chosen), weight, seen, chosen)
+        assignment[layer.name] = with_output_error(layer, weight, seen)
     if recipe.enable.attention is not None:
         text = text_readers(inputs)
         for name, heads in attentions.items():
@@ -116,11 +115,3 @@ def derive_nearest(
             layer = replace(with_ranges(layer, weight, InputRange(0.0), recipes[name]), activation_amax=None)
         assignment[name] = layer
     return assignment
-
-
-def by_branch(layers: Iterable[LayerAssignment]) -> list[list[LayerAssignment]]:
-    """Group layers whose low-rank branches share one ``down`` (the same object); any other layer is a group."""
-    groups: dict[str | int, list[LayerAssignment]] = {}
-    for layer in layers:
-        groups.setdefault(layer.name if layer.low_rank is None else id(layer.low_rank[1]), []).append(layer)
-    return list(groups.values())

@@ -5,8 +5,7 @@
 SVDQuant's branch (Li et al. 2024) has the largest singular components, into which smoothing has moved the outliers of
 the input ``x``; the residual has small, even numbers. A branch can be refitted to the error E of rounding the residual.
 The error of the output, E X^T for inputs X, has the norm of E L with L L^T = X^T X, so the refitted branch is the
-truncated SVD of E L, times the inverse of L (Zhang et al. 2024, "LQER", with a diagonal L). Query, key and value of one
-input may share ``down``, for a kernel that computes the three at once.
+truncated SVD of E L, times the inverse of L (Zhang et al. 2024, "LQER", with a diagonal L).
 
 torch's randomized SVD (Halko et al. 2009) takes a hundredth of the time of a full SVD for a 10240x1280 weight at rank
 32. With four power iterations the norm of its residual is within 1 % of the smallest possible (tested).
@@ -17,7 +16,6 @@ subtracts the branch from weights with the LoRA fused: so the weight without the
 rounding the two factors to fp16. In layers in high precision the LoRA is fused into the weight.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -43,12 +41,6 @@ def low_rank(weight: Tensor, rank: int, factor: Tensor | None = None) -> tuple[T
     if factor is not None:
         down = torch.linalg.solve_triangular(factor, down, upper=False, left=False)
     return up.half(), down.half()
-
-
-def low_rank_of(weights: Sequence[Tensor], rank: int, factor: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Stack several weights [out, in] to compute their low-rank branches (up, down) with one common ``down``."""
-    up, down = low_rank(torch.cat(list(weights)), rank, factor)
-    return [(part, down) for part in up.split([len(weight) for weight in weights])]
 
 
 def with_adapter(layer: LayerAssignment, up: Tensor, down: Tensor) -> LayerAssignment:

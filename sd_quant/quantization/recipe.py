@@ -134,9 +134,6 @@ class Recipe:
     branch_rounds: Annotated[
         int, FROM_0, "how many times a low-rank branch is fitted again, to what rounding has left of the outputs"
     ] = 0
-    shared_branch: Annotated[
-        bool, "query, key and value that read one tensor share the down of their branches, as nunchaku runs them"
-    ] = False
     rounding: Annotated[
         str,
         one_of(ROUNDINGS),
@@ -215,7 +212,7 @@ def unheeded_knobs(recipe: Recipe) -> dict[str, None]:
         return dict.fromkeys(each.name for each in fields(Recipe) if each.name != "quant_level")
     if recipe.quant_level > 1:
         return {}
-    return dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "shared_branch", "per_token", "rotation"))
+    return dict.fromkeys(("alpha", "smoothing", "rank", "branch_rounds", "per_token", "rotation"))
 
 
 def check_layers(

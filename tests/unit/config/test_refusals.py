@@ -86,7 +86,6 @@ REFUSED = {  # how begins what was expected, of which knob, instead of which val
     "false, because int8 has 8 bits for a weight": {"quantize.scale_search": [True]},
     "0, because the ranges of rotated inputs were not calibrated": {"quantize.rotation": [64]},
     "0, because with quantize.rank=0 there is no low-rank branch to fit": {"quantize.branch_rounds": [3]},
-    "false, because with quantize.rank=0 there is no low-rank branch to share": {"quantize.shared_branch": [True]},
     "from trt.min_batch_size=1 to trt.max_batch_size=8": {"infer.batch_size": [9]},
 }  # fmt: skip
 

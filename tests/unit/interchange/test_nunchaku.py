@@ -238,25 +238,6 @@ def test_the_bias_takes_back_what_kernels_add(made):
     assert torch.equal(stored["single_transformer_blocks.0.out_proj.bias"].float(), torch.zeros(128))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_branches_with_one_down_are_not_stacked(made, tiny, tmp_path, family):
-    """Those of a recipe with ``shared_branch``, which a reader finds again: thrice 13 would become 48."""
-    case, _, path = made(family)
-    assert json.loads(metadata_of(path)["quantization_config"])["rank"] == 48
-    shared = case.assignment(recipe_of("int4", **FAMILIES[family], shared_branch=True), NAME)
-    written = case.written(shared, NAME, tmp_path)
-    assert json.loads(metadata_of(written)["quantization_config"])["rank"] == 16
-    found = case.read(written, NAME)
-    for name, row in shared.items():
-        if row.format and row.role == "qkv":
-            up, down = (each.read() for each in found.layers[name].branch)
-            product = row.low_rank[0].float() @ row.low_rank[1].float()
-            assert relative_error(product, up @ down) < 0.01, name
-    assert case.error(case.network(found), case.denoiser()) < 0.25
-
-
 def own(tensors: Mapping[str, Tensor]) -> LayerTensors:
     return LayerTensors(Path("a"), "norm", {name: lazy(each) for name, each in tensors.items()})
 

@@ -304,22 +304,6 @@ def test_a_weight_is_worked_on_row_by_row_with_what_belongs_to_each_row(monkeypa
     assert whole["up"].output_error > 0
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_query_and_key_of_one_input_share_the_down_of_their_branch(shared):
-    rows = drawn(64, 64, seed=1)
-    roles = {"to_q": "qkv", "ff": "ffn", "to_k": "qkv", "alone": "qkv"}
-    weights = {name: drawn(32, 64, seed=seed) for seed, name in enumerate(roles)}
-    statistics = {name: seen("linear", [rows.abs().amax(0).tolist()], rows) for name in roles}
-    inputs = [SharedInput(("to_q", "ff", "to_k")), SharedInput(("alone",))]
-    recipe = replace(INT4, quant_level=3.0, alpha=0.5, rank=4, shared_branch=shared)
-    for fitted in (recipe, replace(recipe, branch_rounds=1)):
-        found = derive(roles, weights.__getitem__, statistics, fitted, inputs)
-        downs = {name: layer.low_rank[1] for name, layer in found.items()}
-        assert (downs["to_q"] is downs["to_k"]) == shared
-        assert not any(torch.equal(downs["to_q"], downs[name]) for name in ("ff", "alone"))
-        assert all(layer.low_rank[0].shape == (32, 4) for layer in found.values())
-
-
 def test_each_layer_by_its_own_recipe_with_codes_that_err_less_where_the_recipe_chooses_them():
     rows = drawn(64, 8) @ drawn(8, 64, seed=1)
     weights = {"first": drawn(32, 64, seed=2), "second": drawn(32, 64, seed=3)}

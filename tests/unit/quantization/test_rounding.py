@@ -12,7 +12,7 @@ from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment, rewritten
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.low_rank import low_rank, low_rank_of
+from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.ranges import with_weight_range
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
 from sd_quant.quantization.rotation import rotated
@@ -20,7 +20,7 @@ from sd_quant.quantization.rounding import (
     DAMPING,
     FEWEST_ROWS,
     damped_hessian,
-    with_refined_branches,
+    with_refined_branch,
     with_rounded_weight,
 )
 from sd_quant.quantization.row_chunks import layer_of_rows
@@ -64,7 +64,7 @@ def rounded(
     enable = Enable(pair, pair, None)
     recipe = Recipe(3.0, None, enable=enable, rounding=rounding, scale_search=scale_search, **given)
     statistics = statistics_of(rows)
-    (layer,) = with_refined_branches([layer], [weight], statistics, recipe)
+    layer = with_refined_branch(layer, weight, statistics, recipe)
     return with_rounded_weight(layer, weight, statistics, recipe)
 
 
@@ -151,23 +151,19 @@ def test_smoothed_and_split_weights_are_rounded_for_the_smoothed_input(fmt):
 
 
 @pytest.mark.parametrize("fmt", BLOCKED)
-def test_a_shared_branch_is_fitted_to_what_rounding_has_left_of_all_its_layers(fmt):
-    """By the exact decomposition of the errors on top of each other, within one percent, with one ``down``."""
-    weights, rows = [drawn(OUTPUTS, INPUTS), 0.3 * drawn(8, INPUTS, seed=4)], inputs(128)
-    branches = low_rank_of(weights, 4)
-    before = [with_weight_range(replace(row(w, fmt), low_rank=b), w) for w, b in zip(weights, branches, strict=True)]
-    pair = Pair(fmt, None)
+def test_a_branch_is_fitted_to_what_rounding_has_left(fmt):
+    """By the exact decomposition of the error, within one percent."""
+    weight, rows, pair = drawn(OUTPUTS, INPUTS), inputs(128), Pair(fmt, None)
+    before = with_weight_range(replace(row(weight, fmt), low_rank=low_rank(weight, 4)), weight)
     recipe = Recipe(3.0, None, enable=Enable(pair, pair, None), rank=4, branch_rounds=1)
-    after = with_refined_branches(before, weights, statistics_of(rows), recipe)
-    assert after[0].low_rank[1] is after[1].low_rank[1] and after[0].low_rank[1].shape == (4, INPUTS)
-    rounded_residuals = [each.rounded_weight(rewritten(w, each)) for each, w in zip(before, weights, strict=True)]
-    errors = torch.cat([w - rounded for w, rounded in zip(weights, rounded_residuals, strict=True)])
-    fitted = torch.cat([each.low_rank[0].float() @ each.low_rank[1].float() for each in after])
+    after = with_refined_branch(before, weight, statistics_of(rows), recipe)
+    up, down = after.low_rank
+    assert down.shape == (4, INPUTS)
+    error = weight - before.rounded_weight(rewritten(weight, before))
     factor = torch.linalg.cholesky(damped_hessian(rows))
-    best = torch.linalg.svdvals(errors @ factor)[4:].norm()
-    assert 0.999 < ((errors - fitted) @ factor).norm() / best < 1.01
-    for each, weight in zip(after, weights, strict=True):
-        assert torch.equal(each.weight_amax, rewritten(weight, each).abs().amax().view(1))
+    best = torch.linalg.svdvals(error @ factor)[4:].norm()
+    assert 0.999 < ((error - up.float() @ down.float()) @ factor).norm() / best < 1.01
+    assert torch.equal(after.weight_amax, rewritten(weight, after).abs().amax().view(1))
 
 
 def test_inputs_that_are_always_zero_compensate_nothing():
@@ -230,16 +226,6 @@ def test_with_a_factor_it_is_the_product_that_the_branch_is_nearest_to():
     branches = (low_rank(weight, 16, factor), low_rank(weight, 16))
     left, of_the_weight = (((weight - up.float() @ down.float()) @ factor).norm() / best for up, down in branches)
     assert 0.999 < left < 1.01 and of_the_weight > 1.1
-
-
-def test_a_shared_branch_is_that_of_the_weights_on_top_of_each_other():
-    """Whose residual is within one percent of the smallest, and for one weight it is the weight's own."""
-    weights = [with_spectrum((96, 128), "1 / i"), 3 * drawn(64, 128, seed=1) / 16, drawn(32, 128, seed=2) / 16]
-    branches = low_rank_of(weights, 16)
-    assert all(down is branches[0][1] for _, down in branches)
-    left = torch.cat([w - up.float() @ down.float() for w, (up, down) in zip(weights, branches, strict=True)])
-    assert 0.999 < left.norm() / torch.linalg.svdvals(torch.cat(weights))[16:].norm() < 1.01
-    assert all(map(torch.equal, low_rank_of(weights[:1], 16)[0], low_rank(weights[0], 16)))
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e4])

@@ -17,7 +17,7 @@ from sd_quant.quantization.formats import FORMATS
 from sd_quant.quantization.low_rank import low_rank
 from sd_quant.quantization.ranges import InputRange, with_ranges
 from sd_quant.quantization.recipe import Enable, Pair, Recipe
-from sd_quant.quantization.rounding import with_refined_branches, with_rounded_weight
+from sd_quant.quantization.rounding import with_refined_branch, with_rounded_weight
 from sd_quant.simulation import native
 from sd_quant.simulation.modelopt import between_roundings, simulate
 from sd_quant.simulation.native import (
@@ -200,7 +200,7 @@ def row_of(fmt: str, smoothed: bool = False, rank: int = 0, **given) -> LayerAss
     row = with_ranges(row, weight, InputRange(1.0 if recipe.per_token else 100.0), recipe)
     if given.get("rounding") == "gptq":
         statistics = statistics_of(tokens().flatten(0, 1))
-        (row,) = with_refined_branches([row], [weight], statistics, recipe)
+        row = with_refined_branch(row, weight, statistics, recipe)
         row = with_rounded_weight(row, weight, statistics, recipe)
     return row
 
