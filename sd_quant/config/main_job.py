@@ -92,7 +92,6 @@ class QuantizeJob(RecipeJob):
     ]
     published: Annotated[str | None, "file of published latencies to show beside a sweep's"]
     compiled_baseline: Annotated[bool, "whether torch.compile's unquantized denoiser is timed in the engines' rounds"]
-    memory_of_parts: Annotated[bool, "whether each part's engines are opened once more, to measure their memory"]
     hand_over: Annotated[list[str], one_of(TARGETS, each=True), "tools that the result is exported to, as by hand_over"]
 
     def __post_init__(self):

@@ -5,22 +5,15 @@ sweep share a process. The fallback ``getrusage`` cannot be reset and is inherit
 
 Child processes of a stage count too. The kernel keeps no common peak of several processes, so their sum is sampled ten
 times a second; the larger of this and the process's own peak is reported. Shared pages count once for each process.
-
-``memory_taken`` compares the resident memory before an engine is opened with the peak while it is opened and called
-once, with the memory that it then holds, and with the peak of another call. The heap's free memory is first returned to
-the system, otherwise the engine would use it unnoticed; fragments remain, so a small engine may seem smaller. On a GPU,
-memory outside of torch's allocator, such as a TensorRT plan's, is only seen if it is still held after a call.
 """
 
-import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
@@ -85,61 +78,6 @@ def available_cuda_memory_bytes() -> int | None:
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-def reset_peaks() -> bool:
-    """Reset the peaks of the process and of torch on the current GPU; whether the process's can be reset."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    return reset_peak()
-
-
-class MemoryTaken(NamedTuple):
-    """Memory of an engine, in bytes more than before it was opened."""
-
-    opened_bytes: int  # after opening and one call
-    opening_peak_bytes: int  # while opening and calling once
-    call_peak_bytes: int  # while calling again
-
-
-def memory_taken(
-    opened: Callable[[], Callable[[], object]], on_gpu: bool, restart: Callable[[], object] = reset_peaks
-) -> MemoryTaken:
-    """Measure the memory, of the current GPU or of this process, that an engine takes.
-
-    ``opened`` opens the engine and returns a function that calls it; ``restart`` resets the peaks.
-    """
-    now, peak = (cuda_bytes, cuda_peak_bytes) if on_gpu else (lambda: resident_bytes(os.getpid()), peak_memory_bytes)
-    give_back()
-    before = now()
-    restart()
-    call = opened()
-    call()
-    opening = peak()
-    give_back()
-    held = now()
-    restart()
-    call()
-    return MemoryTaken(*(max(0, figure - before) for figure in (held, opening, peak())))
-
-
-def give_back() -> None:
-    """Return freed memory to the system: the heap's by glibc's ``malloc_trim``, and torch's cache on the GPU."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def cuda_bytes() -> int:
-    """Return the bytes in use on the current GPU: torch's allocations without its cache, and all other memory."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
-
-
-def cuda_peak_bytes() -> int:
-    """Return ``cuda_bytes`` with the peak of torch's allocations instead of the present ones."""
-    return cuda_bytes() - torch.cuda.memory_allocated() + torch.cuda.max_memory_allocated()
-
-
 def used() -> str:
     """Return the process's and the GPU's peak memory so far, as part of a sentence."""
     peak, cuda = peak_memory_bytes() / 1e9, peak_cuda_memory_bytes()
@@ -155,8 +93,9 @@ class StageTimer:
     def __init__(self) -> None:
         self.started = perf_counter()
         self.stages: dict[str, dict[str, float | int]] = {}  # seconds and peak_memory_bytes of each
-        self.highest = self.highest_on_gpu = 0  # bytes before the last reset, of the running stage and of the job
-        self.resets = reset_peaks()
+        self.resets = reset_peak()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
 
     @property
     def seconds(self) -> float:
@@ -170,17 +109,10 @@ class StageTimer:
         reason = "of the process since its start: /proc/self/clear_refs cannot be written"
         return value if self.resets else {"value": value, "reason": reason}
 
-    @property
-    def peak_on_gpu(self) -> int | None:
-        """The record's ``peak_cuda_memory_bytes``, the maximum of the job; None without a GPU."""
-        latest = peak_cuda_memory_bytes()
-        return None if latest is None else max(self.highest_on_gpu, latest)
-
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         LOG.info("%s ...", name)
         start = perf_counter()
-        self.highest = 0
         reset_peak()
         family = FamilyPeak()
         try:
@@ -190,16 +122,10 @@ class StageTimer:
             error.add_note(f"the stage {name}, with up to {used()}")
             raise
         finally:
-            seconds, peak = perf_counter() - start, max(self.highest, peak_memory_bytes(), family.peak_bytes)
+            seconds, peak = perf_counter() - start, max(peak_memory_bytes(), family.peak_bytes)
             earlier = self.stages.get(name, {"seconds": 0, "peak_memory_bytes": 0})
             self.stages[name] = {
                 "seconds": earlier["seconds"] + seconds,
                 "peak_memory_bytes": max(earlier["peak_memory_bytes"], peak),
             }
             LOG.info("%s: %.1f s, peak %.2f GiB", name, seconds, peak / 2**30)
-
-    def restart_peak(self) -> None:
-        """Reset the peaks during a stage; those of the stage and of the job's GPU so far are kept."""
-        self.highest = max(self.highest, peak_memory_bytes())
-        self.highest_on_gpu = self.peak_on_gpu or 0
-        reset_peaks()

@@ -9,11 +9,10 @@ from sd_quant.engines import RUNTIMES
 from sd_quant.engines.gpu import better_format
 from sd_quant.metrics import SCORES, Against, Score
 from sd_quant.metrics.intervals import Interval, recorded
-from sd_quant.report.record import ABSENT, VARIANTS, Fidelity, ImageScores, PartMemories, Record, at
+from sd_quant.report.record import ABSENT, VARIANTS, Fidelity, ImageScores, Record, at
 from sd_quant.report.table import DASH, plus_minus
 
 IDENTICAL_SSIM = 1 - 1e-6
-WORKING = "opening or calling one"
 P = TypeVar("P")
 
 
@@ -84,36 +83,6 @@ def slower(speedup: float | None) -> str | None:
     """Return ``takes 1.25 times as long quantized as unquantized`` if the speed-up rounds below 1.00, else None."""
     slow = speedup is not None and round(speedup, 2) < 1
     return f"takes {1 / speedup:.2f} times as long quantized as unquantized" if slow else None
-
-
-class PartBytes(NamedTuple):
-    """Bytes of memory that the engine of one part takes when it is the only open engine."""
-
-    opened: float  # that it holds
-    peak: float  # while it was opened or called
-
-
-def memory_of(memory: Mapping[str, PartMemories], variant: str) -> dict[str, PartBytes | None]:
-    """Return engine memory by part in ``variant``, None if unknown; an unquantized part's is equal in both variants."""
-    found: dict[str, PartBytes | None] = {}
-    for part in named_parts(memory):
-        whole, own = memory[part]["full_precision"], memory[part]["quantized"]
-        entry = own if variant == VARIANTS[1] and variant in memory[part] else whole
-        figures = [entry["opened_bytes"], entry["opening_peak_bytes"], entry["call_peak_bytes"]]
-        found[part] = None if None in figures else PartBytes(figures[0], max(figures))
-    return found
-
-
-def held(memory: Mapping[str, PartMemories], variant: str) -> dict[str, float]:
-    """Return bytes by part with all engines open, and under WORKING the most that opening or calling one adds.
-
-    Derived from measurements of each part alone, without the process and its libraries; empty if a part is unknown.
-    """
-    parts = memory_of(memory, variant)
-    if not parts or None in parts.values():
-        return {}
-    beyond = max(each.peak - each.opened for each in parts.values())
-    return {part: each.opened for part, each in parts.items()} | {WORKING: beyond}
 
 
 class Scored(NamedTuple):

@@ -298,21 +298,6 @@ class Judged(JudgedPart):
     runtime: Annotated[JudgedRuntime, Doc("the library that it is made for")]
 
 
-class PartMemory(TypedDict, total=False):
-    """Memory that the engine of a part takes, opened alone: see ``sd_quant.metrics.memory``."""
-
-    opened_bytes: Annotated[Finite, Doc("held after opening and one call")]
-    opening_peak_bytes: Annotated[Finite, Doc("the most while it was opened and called once")]
-    call_peak_bytes: Annotated[Finite, Doc("the most during another call")]
-    device: Annotated[str, Doc('"gpu" where it is the GPU\'s memory, else "cpu"')]
-    reason: Annotated[str, Doc("why nothing is known")]
-
-
-class PartMemories(TypedDict, total=False):
-    full_precision: Annotated[PartMemory, Doc("the unquantized part")]
-    quantized: Annotated[PartMemory, Doc("the same part quantized; absent for parts that are not")]
-
-
 class Stage(TypedDict):
     seconds: Annotated[Finite, Doc("wall time")]
     peak_memory_bytes: Annotated[Finite, Doc("of the stage, of those that it overlaps and of their processes")]
@@ -415,7 +400,6 @@ class Record(AnyRecord, total=False):
     fidelity_unquantized_engine: Annotated[Fidelity, Doc("the same of the unquantized engine, without scores of sets")]
     parity: Annotated[dict[str, Any], Doc("relative error and tolerance, by what was compared")]
     parts: Annotated[dict[str, QuantizedPart], Doc("other quantized parts than the denoiser, by name")]
-    memory: Annotated[dict[str, PartMemories], Doc("of the engines, by part; empty with a reason if not measured")]
     peaks: Annotated[dict[str, LargestActivation], Doc("largest activations, by part; empty if not known")]
     executed: Annotated[Executed, Doc("how the engine multiplies")]
     smoothing: Annotated[dict[str, Count], Doc("smoothed layers, folded layers and the graph's multiplications")]

@@ -4,7 +4,7 @@ A number that does not exist is a dash, with its reason below the tables.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,8 @@ from sd_quant.metrics.intervals import recorded
 from sd_quant.report.levers import TITLES, lever_cells
 from sd_quant.report.readings import (
     Number,
-    held,
     interval_of,
     latency_of,
-    memory_of,
     named_parts,
     number_at,
     psnr_text,
@@ -44,7 +42,6 @@ def run_table(found: Mapping[str, Any]) -> str:
         _heading(record),
         warnings_of_run(record, engines, baselines_of(record)),
         _sizes(record, reasons),
-        _memory(record),
         *(_parts(record, engine, reasons) for engine in engines),
         *(_image(record, engine, reasons) for engine in engines or [TORCH]),
         _intervals(record),
@@ -87,23 +84,6 @@ def _sizes(record: Record, reasons: list[str]) -> Table:
         rows.append([part, *cells, *([_cell(plan, _bytes, reasons)] if plans else [])])
     titles = ["size", "ONNX full precision", "ONNX quantized", "smaller", *(["plan"] if plans else [])]
     return table_of_texts(titles, rows)
-
-
-def _memory(record: Record) -> Table:
-    """Build the table of engine memory by part, and of the memory that follows for all parts open and one at a time."""
-    memory = record["memory"]
-    known = [memory_of(memory, variant) for variant in VARIANTS]
-    peaks = [[each and each.peak for each in parts.values()] for parts in known]
-    figures: dict[str, Sequence[float | None]] = dict(zip(known[0], zip(*peaks, strict=True), strict=True))
-    if figures:
-        figures["all parts open at once, derived"] = [sum(held(memory, each).values()) or None for each in VARIANTS]
-        figures["one at a time, derived"] = [None if None in each else max(each) for each in peaks]
-    rows = [
-        [title, *(DASH if each is None else _bytes(each) for each in both),
-         "" if None in both or not both[1] else _times(both[0] / both[1])]
-        for title, both in figures.items()
-    ]  # fmt: skip
-    return table_of_texts(["peak memory of a part's engine", "full precision", "quantized", "smaller"], rows)
 
 
 def _parts(record: Record, engine: str, reasons: list[str]) -> Table:

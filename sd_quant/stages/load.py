@@ -10,7 +10,7 @@ from sd_quant.config.images import LEVERS
 from sd_quant.config.recipe import TEXT_ENCODERS, part_recipe, patterns_of
 from sd_quant.errors import ConfigError
 from sd_quant.knobs import check, near
-from sd_quant.models.checkpoint import Checkpoint, empty_denoiser, empty_part, in_place, roles_of_part
+from sd_quant.models.checkpoint import empty_denoiser, empty_part, in_place, roles_of_part
 from sd_quant.models.parts import Heads, SharedInput, exported
 from sd_quant.quantization.budget import inputs_left_alone
 from sd_quant.quantization.recipe import Recipe, check_layers, check_selection, is_excluded, misfit, reason_kept

@@ -20,7 +20,7 @@ from sd_quant.metrics.degenerate import degenerate
 from sd_quant.metrics.fidelity import fidelity
 from sd_quant.metrics.images import Images
 from sd_quant.metrics.intervals import Interval, paired_interval
-from sd_quant.metrics.memory import StageTimer
+from sd_quant.metrics.memory import StageTimer, peak_cuda_memory_bytes
 from sd_quant.metrics.video import video_scores
 from sd_quant.models.checkpoint import Checkpoint, samples_per_image
 from sd_quant.places import input_path
@@ -54,7 +54,7 @@ def shared_entries(
         },
         "prompts": prompts,
         "peak_memory_bytes": step.peak,
-        "peak_cuda_memory_bytes": explained(step.peak_on_gpu, "no NVIDIA GPU"),
+        "peak_cuda_memory_bytes": explained(peak_cuda_memory_bytes(), "no NVIDIA GPU"),
         "seconds": step.seconds,
         "stages": step.stages,
         "environment": {"versions": facts["versions"], "machine": facts["machine"]},

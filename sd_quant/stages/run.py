@@ -18,7 +18,7 @@ from sd_quant.stages.opening import opened
 from sd_quant.stages.run_record import Results, written_record
 from sd_quant.stages.shared import Shared
 from sd_quant.stages.variants import FRAMEWORK, variants_of, why_simulated
-from sd_quant.stages.verify import executed_layers, memory_of_run, verify
+from sd_quant.stages.verify import executed_layers, verify
 
 
 def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
@@ -54,9 +54,8 @@ def run(job: QuantizeJob, shared: Shared, fingerprint: str) -> Record:
         latency = latency_of_run(variants, job, infer, comparison.of_an_image, fingerprint)
     with step("levers") if infer.pulls_levers else nullcontext():
         levers = compared(variants, comparison, infer, latency, schedules)
-    memory = memory_of_run(variants, job.memory_of_parts, step)
     variants.pool.close()
     results = Results(
-        variants, chosen, statistics.peaks, plans, comparison, latency, parity, executed, handed_over, memory, levers
+        variants, chosen, statistics.peaks, plans, comparison, latency, parity, executed, handed_over, levers
     )
     return written_record(job, results, step, fingerprint)

@@ -53,7 +53,6 @@ class Results:
     parity: dict
     executed: dict  # the numeric types in which quantized layers multiply
     handed_over: dict[str, HandedOver]  # by target
-    memory: dict  # by part
     levers: Levers | None  # settings other than quantization that save time
 
 
@@ -97,7 +96,6 @@ def record_of(job: QuantizeJob, results: Results, step: StageTimer, fingerprint:
             part: part_entry(results, part, preset)
             for part, preset in (loaded.part_presets or dict.fromkeys(others, "fit")).items()
         },
-        "memory": results.memory,
         "peaks": {part: dataclasses.asdict(peak) for part, peak in results.peaks.items()},
         "smoothing": count_smoothing(variants.assignment, artifact(directory, "onnx", loaded.denoiser)),
         "sensitivity": sensitivity_entry(results.chosen),

@@ -5,11 +5,7 @@ of a pipeline, with all parts open or one at a time, is derived from these figur
 for each engine, whose libraries alone take several hundred times the memory of a small engine.
 """
 
-import gc
-from collections.abc import Callable
 from dataclasses import replace
-
-import torch
 
 from sd_quant.config import artifact
 from sd_quant.engines import RUNTIMES, products_of
@@ -24,17 +20,11 @@ from sd_quant.inference.parity import (
     rounded_inputs,
     run_simulation,
 )
-from sd_quant.inference.timed_calls import part_call, samples_per_call
-from sd_quant.metrics.memory import StageTimer, memory_taken
 from sd_quant.models.checkpoint import contracts_of
 from sd_quant.models.parts import network_in
-from sd_quant.progress import progress
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.report.record import PartMemory
 from sd_quant.simulation.modelopt import restorable, save_quantized
 from sd_quant.simulation.native import products_of_layers
-from sd_quant.stages.generate import sampling_of
-from sd_quant.stages.job_folder import in_sweep
 from sd_quant.stages.open_parts import module_of
 from sd_quant.stages.shared import VariantOutputs
 from sd_quant.stages.variants import FRAMEWORK, FULL_PRECISION, QUANTIZED, Variants
@@ -103,47 +93,3 @@ def executed_layers(variants: Variants) -> dict:
         types |= {begin + name: each for name, each in found.items()}
         every |= {begin + name: replace(row, name=begin + row.name) for name, row in assignment.items()}
     return executed_entry(variants.engine, types, every)
-
-
-def memory_of_run(variants: Variants, wanted: bool, step: StageTimer) -> dict:
-    """Measure the record's ``memory`` as a timed ``step``, or return the reason if not ``wanted`` or not possible."""
-    reason = None if step.resets else "/proc/self/clear_refs cannot be written"
-    if in_sweep(variants.directory):
-        reason = "a sweep opens no engine once more for each job; a run alone measures it"
-    if not wanted:
-        reason = "memory_of_parts is false"
-    if reason is not None:
-        return {"reason": reason}
-    with step("memory"):
-        return memory_of_parts(variants, step.restart_peak)
-
-
-def memory_of_parts(variants: Variants, restart: Callable[[], object]) -> dict[str, dict[str, PartMemory]]:
-    """Measure memory by part and variant, in one call (and one of each precise step's engine). Closes all engines."""
-    checkpoint = variants.loaded.checkpoint
-    contracts, sampling = contracts_of(checkpoint), sampling_of(variants.loaded.infer)
-    on_gpu = torch.cuda.is_available() and RUNTIMES[variants.engine].device != "cpu"
-
-    def of(name: str, part: str) -> PartMemory:
-        if part in variants.loaded.denoisers and name == QUANTIZED and variants.simulated is not None:
-            return {"reason": f"simulated: {variants.simulated}"}
-
-        def opened() -> Callable[[], object]:
-            samples, engines = samples_per_call(checkpoint, part, sampling), variants.engines[name]
-            precise = [each for each in engines if each.startswith(f"{part}/")] if variants.together else []
-            calls = [part_call(engines[each], contracts[part], samples, sampling) for each in (part, *precise)]
-            return lambda: [call() for call in calls]
-
-        variants.pool.close()
-        found = memory_taken(opened, on_gpu, restart)
-        return {**found._asdict(), "device": "gpu" if on_gpu else "cpu"}  # type: ignore[typeddict-item]
-
-    gc.collect()  # else freed garbage would hide memory of an engine; engines leave no garbage
-    memory = dict[str, dict[str, PartMemory]]()
-    with progress(len(contracts), "memory") as advance:
-        for part in contracts:
-            names = (FULL_PRECISION, QUANTIZED) if part in variants.assignments else (FULL_PRECISION,)
-            memory[part] = {name: of(name, part) for name in names}
-            advance()
-    variants.pool.close()
-    return memory

@@ -15,7 +15,7 @@ from PIL import Image
 
 QUICK = (
     "calib_size=2", "quantize.n_steps=2", "infer.steps=2", "infer.prompts=[a rocket]", "infer.num_timed_runs=1",
-    "infer.num_warmup_runs=0", "timing.budget_s=0", "memory_of_parts=false", "export_trt=none",
+    "infer.num_warmup_runs=0", "timing.budget_s=0", "export_trt=none",
 )  # fmt: skip
 PROMPTS = ["a glossy icon of a rocket", "a glossy icon of a teapot"]
 SAMPLING = ("infer.steps=5", "infer.num_timed_runs=3", "infer.num_warmup_runs=1")  # of those prompts, by the main job

@@ -178,7 +178,6 @@ def test_the_record_is_complete_and_follows_its_schema(record, main_job, checkpo
     assert record["environment"]["versions"]["torch"] == torch.__version__
     assert record["peak_memory_bytes"] > 2**28 and record["degenerate"] == []
     assert set(record["sizes_bytes"]) == set(PART_NAMES) == set(record["plans"])
-    assert set(record["memory"]) == set(PART_NAMES) and record["memory"]["unet_xl"]["quantized"]["opened_bytes"] > 2**20
     for name in ("sizes_bytes", "latency", "fidelity", "fidelity_unquantized_engine", "parity", "layers", "stages"):
         assert record[name] and not nulls_without_reason(record[name]), name
     validator = jsonschema.Draft202012Validator(record_schema())

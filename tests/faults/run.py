@@ -41,7 +41,7 @@ STAGE_LINE = re.compile(rf"^[\d:]{{8}} ({'|'.join(STAGES)}) \.\.\.$")
 FAST = (
     "quant_level=3", "alpha=0.8", "calib_size=2", "quantize.n_steps=2", "quantize.snapshots=[1]", "infer.steps=2",
     "infer.prompts=[a rocket]", "infer.num_timed_runs=1", "infer.num_warmup_runs=0", "timing.budget_s=0",
-    "memory_of_parts=false", "trt.optimization_level=0", "trt.targets=[SM89]",
+    "trt.optimization_level=0", "trt.targets=[SM89]",
 )  # fmt: skip
 MOST = 600  # seconds that a command may take
 PLAN = ".plan"

@@ -42,7 +42,7 @@ from sd_quant.report.summary import markdown, read_sweep
 
 from ..presets import model_of
 from ..unit.calibration import some_statistics
-from ..unit.report.sweeps import LAYERS, MEMORY, QUIET, record_of, timing
+from ..unit.report.sweeps import LAYERS, QUIET, record_of, timing
 from .harness import Reader
 from .mutations import LARGE, Files, byte_edits, damages, digest, edited, header_of, to_json, to_yaml, ways, with_header
 
@@ -287,7 +287,7 @@ def a_record(decibels: float, speedup: float) -> dict:
         "denoiser": {"part": "unet_xl", "samples_per_image": 2}, "simulated": False, "simulated_because": None,
         "plans": {"unet_xl": {"targets": ["SM89", "SM120"]}}, "layers": {"quantized": 7, "high_precision": 2},
         "degenerate": [{"index": 1, "reason": "black"}],
-        "parity": {"unet_xl": {"relative_error": 0.0, "tolerance": 0.01}}, "memory": MEMORY,
+        "parity": {"unet_xl": {"relative_error": 0.0, "tolerance": 0.01}},
     }  # fmt: skip
 
 

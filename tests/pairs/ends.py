@@ -7,7 +7,7 @@ and that this model still takes in a test's time.
 
 LONG = "x" * 300
 SWITCHES = (
-    *("memory_of_parts", "quantize.shift", "quantize.per_token", "quantize.per_channel"),
+    *("quantize.shift", "quantize.per_token", "quantize.per_channel"),
     *("quantize.scale_search", "trt.static_batch", "infer.allow_untrusted_plan"),
 )
 ENDS: dict[str, list[str]] = dict.fromkeys(SWITCHES, ["false", "true"]) | {  # first what goes with most others

@@ -34,7 +34,7 @@ from .rows import REPOSITORY, Row, python_of
 
 TARGETS = ("openvino", "onnx")
 LEAST_PSNR = 33.0
-KNOBS = ("quant_level=3", "alpha=0.8", "export_trt=none", "timing.budget_s=0", "memory_of_parts=false")
+KNOBS = ("quant_level=3", "alpha=0.8", "export_trt=none", "timing.budget_s=0")
 QUICK = ("calib_size=8", "quantize.n_steps=8", "infer.steps=8")
 
 

@@ -22,13 +22,6 @@ up_blocks.0.resnets.0.conv1,conv,int8,0.01
 mid_block.resnets.0.conv1,conv,int8,0.05
 """
 PROMPTS = ("a red apple", "a pear")
-MEMORY = {  # of a denoiser that is quantized and a decoder that is not
-    "unet_xl": {
-        "full_precision": {"opened_bytes": 90e6, "opening_peak_bytes": 110e6, "call_peak_bytes": 95e6},
-        "quantized": {"opened_bytes": 40e6, "opening_peak_bytes": 50e6, "call_peak_bytes": 45e6},
-    },
-    "vae": {"full_precision": {"opened_bytes": 10e6, "opening_peak_bytes": 12e6, "call_peak_bytes": 25e6}},
-}
 QUIET = {"together": True, "stopped": "narrow", "others": 0.0, "steal": 0.0, "reference_spread": 0.05}
 NOT_QUANTIZED = {"p50_ms": None, "reason": "not quantized"}
 

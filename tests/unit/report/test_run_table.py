@@ -14,7 +14,7 @@ from sd_quant.report.summary import sweep_table
 from sd_quant.report.table import as_text, table_of_texts
 from tests.nested import with_values
 
-from .sweeps import MEMORY, latency_of, record_of
+from .sweeps import latency_of, record_of
 
 pytestmark = pytest.mark.commit
 
@@ -55,18 +55,6 @@ def test_every_number_stands_in_its_place():
         changes["latency.openvino.unet_xl.2.speedup_interval"] = ends
         table = run_table(with_values(record(), changes))
         assert cell in table and "plan" not in table
-
-
-def test_memory_of_parts_is_added_up_only_where_all_of_it_is_known():
-    table, title = run_table(record() | {"memory": MEMORY}), "peak memory of a part's engine"
-    assert " ".join(row(table, "unet_xl", title)) == "104.9 MiB 47.7 MiB 2.20x"
-    assert " ".join(row(table, "vae", title)) == "23.8 MiB 23.8 MiB 1.00x"
-    assert " ".join(row(table, "all parts open at once, derived")) == "114.4 MiB 62.0 MiB 1.85x"  # 90+10+20, 40+10+15
-    assert " ".join(row(table, "one at a time, derived")) == "104.9 MiB 47.7 MiB 2.20x"
-    simulated = with_values(MEMORY, {"unet_xl.quantized": {"reason": "simulated: no kernels"}})
-    unknown = run_table(record() | {"memory": simulated})
-    assert row(unknown, "all parts open at once, derived") == ["114.4", "MiB", "–"]
-    assert title not in run_table(record() | {"memory": {"reason": "memory_of_parts is false"}})
 
 
 def test_the_compiled_framework_is_a_second_baseline():

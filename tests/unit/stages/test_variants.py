@@ -8,13 +8,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.replayed import Replayed
 from sd_quant.engines.torch import TorchEngine
 from sd_quant.errors import ResourceError
-from sd_quant.metrics.memory import MemoryTaken
 from sd_quant.quantization.assignment import LayerAssignment
-from sd_quant.stages import open_parts, session, variants, verify
+from sd_quant.stages import open_parts, session, variants
 from sd_quant.stages.session import Session
 from sd_quant.stages.variants import Native, Simulated, keys_of, keys_of_letters
 from tests.presets import job
@@ -160,48 +158,3 @@ def test_a_runtime_is_told_of_what_it_has_and_the_part_needs(monkeypatch, part, 
     open_parts.open_file(Path(f"{part}.onnx"), infer(**knobs))
     given = {name: load.call_args.kwargs.get(name) for name in ("precision", "kept")}
     assert given == {"precision": None, "kept": None} | told
-
-
-def measured(monkeypatch, simulated: str | None = None, **beside: str):
-    """The record's entry, and the keys that were opened in their order, with how many engines were open then."""
-    opened = []
-
-    def open_engine(key):
-        opened.append((key, len(pool.engines)))
-        return SimpleNamespace(inputs={"x": torch.float32}, device=torch.device("cpu"), close=lambda: None)
-
-    def taken(opened, on_gpu, restart):
-        opened()
-        return MemoryTaken(1, 3, 2)
-
-    pool = Pool(open_engine)
-    full = {part: f"full {part}" for part in OPENED}
-    quantized = Variant(pool, full | {"clip1": "int8 clip1"} | beside)
-    contract = SimpleNamespace(shapes_for=lambda *size: {"x": (1,)}, dtypes={"x": torch.float32})
-    monkeypatch.setattr(verify, "contracts_of", lambda checkpoint: dict.fromkeys(OPENED, contract))
-    monkeypatch.setattr(verify, "samples_per_call", lambda *call: 1)
-    monkeypatch.setattr(verify, "memory_taken", taken)
-    variants = SimpleNamespace(
-        loaded=SimpleNamespace(checkpoint=None, denoisers=["unet_xl"], infer=INFER), engine=INFER.engine,
-        assignments={"unet_xl": {}, "clip1": {}},
-        engines={"full_precision": Variant(pool, full), "quantized": quantized}, pool=pool, simulated=simulated,
-        together=True,
-    )  # fmt: skip
-    pool["left open"]
-    found = verify.memory_of_parts(variants, lambda: None)
-    assert not pool.engines
-    return found, opened[1:]
-
-
-def test_each_engine_is_opened_alone_and_precise_steps_have_one_beside_it(monkeypatch):
-    """A simulated denoiser is no engine."""
-    found, opened = measured(monkeypatch)
-    assert {part: list(both) for part, both in found.items()} == {
-        "unet_xl": ["full_precision", "quantized"], "clip1": ["full_precision", "quantized"], "vae": ["full_precision"],
-    }  # fmt: skip
-    assert found["clip1"]["quantized"] == MemoryTaken(1, 3, 2)._asdict() | {"device": "cpu"}
-    assert opened == [(f"full {OPENED[0]}", 0)] * 2 + [("full clip1", 0), ("int8 clip1", 0), ("full vae", 0)]
-    found, opened = measured(monkeypatch, simulated="no kernels")
-    assert found["unet_xl"]["quantized"] == {"reason": "simulated: no kernels"} and len(opened) == 4
-    _, opened = measured(monkeypatch, **{"unet_xl/h": "weights alone"})
-    assert opened[1:3] == [("full unet_xl", 0), ("weights alone", 1)]
