@@ -22,26 +22,22 @@ from sd_quant.models.roles import attention_heads as attentions
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.assignment import LayerAssignment
 from sd_quant.simulation.modelopt import simulate
-from tests.graphs import exposing, producers, readers, run, stored_in
+from tests.graphs import producers, run, stored_in
 
 from ...joint_attention import MADE, Joint, calibrated
-from .conftest import PREFIX, Exported, at_highest_level, exported, inputs
+from .conftest import at_highest_level, exported, inputs
 
 pytestmark = [pytest.mark.commit, pytest.mark.slow]  # the tracing
 
 JOINT = "transformer."
 
 
-@pytest.fixture(scope="module")
-def in_fp8(network, tmp_path_factory) -> Exported:
+def test_attention_has_four_pairs_where_heads_are_a_multiple_of_16_wide(network, tmp_path):
     """At level 4, where the attentions of the middle are said to have narrow heads."""
     recipe = at_highest_level("fp8")
     heads = {name: Heads(24) if name.startswith("mid") else each for name, each in attentions(network.unet).items()}
     assert set(heads.values()) == {Heads(24), Heads(32)}
-    return exported(network, recipe, tmp_path_factory.mktemp("attention") / "unet.onnx", heads=heads)
-
-
-def test_attention_has_four_pairs_where_heads_are_a_multiple_of_16_wide(in_fp8):
+    in_fp8 = exported(network, recipe, tmp_path / "unet.onnx", heads=heads)
     made, stored = producers(in_fp8.path), stored_in(in_fp8.path)
     assert len(in_fp8.attentions) == 6  # down, up and up, attn1 and attn2
     narrow = [row for row in in_fp8.assignment.values() if row.role == "attention" and row.name.startswith("mid")]
@@ -54,48 +50,6 @@ def test_attention_has_four_pairs_where_heads_are_a_multiple_of_16_wide(in_fp8):
         for pair in (("query", "key"), ("softmax", "value")):
             operands = [f"{name}.{what}_dequantized" for what in pair]
             assert [node.op_type for node in made.values() if list(node.input) == operands] == ["MatMul"]
-
-
-@torch.no_grad()
-def test_ranges_of_attention_are_those_of_what_is_multiplied(in_fp8):
-    """Unquantized, on what calibration saw: within twice the largest of its sample, and not much less than that."""
-    part, seen = in_fp8.network.part(), {}
-    names = [f"{name}.to_{letter}" for name in in_fp8.attentions for letter in "qkv"]
-    for name in names:
-        part.unet.get_submodule(name).register_forward_hook(
-            lambda layer, given, output, name=name: seen.setdefault(name, []).append(output.abs().max().item())
-        )
-    for call in range(2):
-        part(**inputs(2, seed=call))
-    for name, layer in in_fp8.attentions.items():
-        for letter, amax in zip("qkv", layer.attention_amax, strict=True):
-            largest = max(seen[f"{name}.to_{letter}"]) * (1 if letter == "v" else 32**-0.25)
-            assert largest < amax.item() <= 2.01 * largest  # rows of the sample are fp16
-
-
-@torch.no_grad()
-def test_attention_in_fp8_computes_what_the_simulation_does(in_fp8, tmp_path):
-    """With its projections: what flips in one is rounded again behind it, where FP8 is coarse, so the two drift apart.
-
-    Measured up to 0.037, where FP8 itself costs 0.044 to 0.095; and it is no further from the original.
-    """
-    made, consumers, reads, outputs = producers(in_fp8.path), readers(in_fp8.path), {}, {}
-    for name in in_fp8.attentions:
-        weights = [f"{PREFIX}{name}.{layer}.weight.dequantized" for layer in ("to_q", "to_k", "to_out.0")]
-        *products, last = [consumers[weight][0] for weight in weights]
-        reads[name] = [made[made[product.input[0]].input[0]].input[0] for product in products]
-        outputs[name] = consumers[last.output[0]][0].output[0]  # with the bias
-    exposed = [*(value for pair in reads.values() for value in pair), *outputs.values()]
-    path, given = exposing(in_fp8.path, exposed, tmp_path / "unet.onnx"), inputs(1, seed=7)
-    original = in_fp8.network.unet
-    for engine in in_fp8.engines():
-        found = given | run(engine, path, given)
-        for name in in_fp8.attentions:
-            hidden, text = (found[value].half().float() for value in reads[name])
-            exact, expected = (unet.get_submodule(name)(hidden, text) for unet in (original, in_fp8.simulated.unet))
-            cost = relative_error(exact, expected)
-            assert relative_error(expected, found[outputs[name]]) < 0.06 and 0.02 < cost < 0.2, (engine, name)
-            assert relative_error(exact, found[outputs[name]]) == pytest.approx(cost, rel=0.15), (engine, name)
 
 
 @pytest.mark.parametrize("runtime", ["openvino", "onnxruntime"])
@@ -182,10 +136,9 @@ def parity(joint: Joint, path: Path, rows: Mapping[str, LayerAssignment], runtim
 
 
 @pytest.mark.parametrize("name, fmt, runtime, count", [
-    ("sd35", "int8", "onnxruntime", 3), ("flux", "fp8", "onnxruntime", 2),
+    ("sd35", "int8", "onnxruntime", 3), ("flux", "fp8", "onnxruntime", 2), ("pixart", "fp8", "onnxruntime", 4),
     *(pytest.param(*case, marks=pytest.mark.nightly) for case in (
-        ("sd35", "int8", "openvino", 3), ("sd35", "fp8", "onnxruntime", 3),
-        ("pixart", "fp8", "onnxruntime", 4), ("pixart", "int8", "openvino", 2),
+        ("sd35", "int8", "openvino", 3), ("sd35", "fp8", "onnxruntime", 3), ("pixart", "int8", "openvino", 2),
     )),
 ])  # fmt: skip
 def test_a_runtime_computes_what_the_simulation_does(write, name, fmt, runtime, count):

@@ -245,38 +245,29 @@ CASES = [  # format, whether there are factors of smoothing, whether there is a 
 
 
 @pytest.mark.parametrize("fmt, smoothed, has_bias, given", CASES)
-def test_the_simulation_is_a_formula_in_double_precision(fmt, smoothed, has_bias, given):
+def test_the_simulation_is_a_formula_in_double_precision_and_torchs_own_products(fmt, smoothed, has_bias, given):
     """But for numbers so near to halfway between two codes that fp32 and double precision decide differently.
 
     Each token by itself, so that the small ones count. Without rotation, or scales per token, it is off by more.
+    Torch's own products, of scales per token, are also off by the order of sums, and in fp16 by what that rounds.
     """
     row, network, x = row_of(fmt, smoothed, **given), module(has_bias), tokens()
     wanted = expected(row, network, x)
-    found = simulate(copy.deepcopy(network), {"layer": row})["layer"](x).double()
+    simulated = simulate(copy.deepcopy(network), {"layer": row})["layer"](x)
+    found = simulated.double()
     bias = 0 if not has_bias else network["layer"].bias.double()
     errors = (found - wanted).norm(dim=-1) / (wanted - bias).norm(dim=-1)
     assert errors.max() < 2e-2 and errors.median() < 1e-4
     exact = network["layer"](x).double()
     assert 3e-3 < ((wanted - exact).norm(dim=-1) / (exact - bias).norm(dim=-1)).median() < 0.3  # rounded, not broken
-
-
-@pytest.mark.parametrize(
-    "fmt, rotation, smoothed, has_bias",
-    [("int8", 0, True, True), ("int8", 16, False, False), ("fp8", 0, False, False), ("fp8", 16, True, True)],
-)
-def test_torchs_own_products_are_the_simulation(fmt, rotation, smoothed, has_bias):
-    """In fp32 up to the order of sums and what lies halfway between two codes; in fp16 up to what that rounds."""
-    row, network, x = row_of(fmt, smoothed, per_token=True, rotation=rotation), module(has_bias), tokens()
-    native = with_native_layers(copy.deepcopy(network), {"layer": row})["layer"]
-    assert isinstance(native, PerTokenLinear) and native.linear.bias is None
-    simulated = simulate(copy.deepcopy(network), {"layer": row})["layer"](x)
-    found = native(x)
-    bias = 0 if not has_bias else network["layer"].bias
-    errors = (found - simulated).norm(dim=-1) / (simulated - bias).norm(dim=-1)
-    assert errors.max() < 2e-2 and errors.median() < 1e-5
-    assert torch.equal(native(torch.zeros(1, 3, INPUTS))[0, 0], torch.zeros(OUTPUTS) + bias)
-    half = with_native_layers(copy.deepcopy(network).half(), {"layer": row})["layer"](x.half())
-    assert half.dtype == torch.float16 and relative_error(simulated, half.float()) < 1e-2
+    if row.per_token and row.low_rank is None:
+        native = with_native_layers(copy.deepcopy(network), {"layer": row})["layer"]
+        assert isinstance(native, PerTokenLinear) and native.linear.bias is None
+        errors = (native(x) - simulated).norm(dim=-1) / (simulated - bias).norm(dim=-1)
+        assert errors.max() < 2e-2 and errors.median() < 1e-5
+        assert torch.equal(native(torch.zeros(1, 3, INPUTS))[0, 0], torch.zeros(OUTPUTS) + bias)
+        half = with_native_layers(copy.deepcopy(network).half(), {"layer": row})["layer"](x.half())
+        assert half.dtype == torch.float16 and relative_error(simulated, half.float()) < 1e-2
 
 
 @pytest.mark.parametrize(
