@@ -43,7 +43,6 @@ OBSERVED = "model=diffusers", "model.path=checkpoints/sd3_mini"
 
 
 @pytest.mark.parametrize(("script", "arguments", "code", "words"), [
-    ("quantize.py", ["quant_levle=3"], 2, "there is no knob quant_levle; did you mean quant_level"),
     ("quantize.py", ["quant_level"], 2, "the argument quant_level has no value, expected quant_level=<value>"),
     ("quantize.py", ["-quant_level=3"], 2, "is no option; a knob is given without dashes: quant_level=3"),
     ("quantize.py", ["alpha=0.5,0.8"], 2, "--multirun"),
@@ -98,11 +97,8 @@ def test_without_addresses_for_the_libraries_a_job_is_refused_before_they_are_lo
 
 @pytest.mark.parametrize(("script", "arguments", "code", "sentence"), [
     ("quantize.py", [CHECKPOINT_GIVEN], 3, ".*empty.nemo holds no model_config.yaml but nothing.*"),
-    ("quantize.py", ["model.path=checkpoints/sdxl_mini.nemo", "quant_level=1", "keep=26"], 2,
-     "keep is 26, which keeps all 26 layers that quant_level selects and quantizes nothing; keep at most 25"),
     ("quantize.py", [*FOLDER, "model=pixart", "infer.image={files}/image.png"], 2,
      "infer.image is .*, expected null, because only sd15, sd21, sdxl begin with images here.*"),
-    ("judge.py", ["candidates=[README.md]"], 2, ".*README.md is of no kind that is known here, expected .*: .*GGUF.*"),
     ("judge.py", ["candidates=[conf]"], 2, ".*conf is of no kind that is known here.*"),
 ])  # fmt: skip
 def test_what_a_begun_job_finds_is_one_sentence_before_calibration_and_leaves_only_its_log(

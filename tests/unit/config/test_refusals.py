@@ -144,7 +144,6 @@ def test_every_number_of_things_has_a_limit():
     ("quantize", {"verdict.speedup": 2, "verdict.image_ms": 900},
      "null, because verdict.speedup is the target already"),
     ("quantize", {"quantize.smoothing": "none"}, "alpha is auto, expected null, because int8 smooths nothing"),
-    ("quantize", {"quantize.quant_levle": 3}, "there is no knob quantize.quant_levle; did you mean quant_level?"),
     ("quantize", {"trt.xyzzy": 1}, "there is no knob trt.xyzzy; known are library, max_batch_size, min_batch_size, "
      "optimization_level, sizes, static_batch, targets, timing_cache, workspace_gib"),
     ("quantize", {"modle": {}}, "there is no knob modle; did you mean model?"),
