@@ -47,16 +47,10 @@ def schema_says(record: dict) -> list[str]:
     ("way", "value"),
     [
         ("status", 1),
-        ("prompts", "a cat"),
         ("prompts", ["a cat", None]),
-        ("latency", []),
         ("latency.openvino.vae.1.quantized.p50_ms", 0),  # something is divided by it
-        ("latency.openvino.vae.1.speedup", {"value": "1"}),
-        ("fidelity.psnr.values", [30.0, "x"]),
         ("fidelity.latent_sqnr_db", {"value": 1.0}),
         ("fidelity_unquantized_engine.ssim.mean", True),
-        ("stages.export", 3),
-        ("knobs.infer", "openvino"),
         *(("peak_memory_bytes", value) for value in (1e18, 10**400)),
     ],
 )
@@ -77,16 +71,6 @@ def test_nulls_with_reasons_and_what_others_know_are_read(tmp_path):
     }  # fmt: skip
     write_json(tmp_path / RECORD, record)
     assert read_record(tmp_path) == parsed(record)
-
-
-def test_no_record_is_a_value_error_and_what_is_quoted_is_one_short_line(tmp_path):
-    for text in ("{", "[]", "[" * 100_000, '{"peak_memory_bytes": NaN}'):
-        (tmp_path / RECORD).write_text(text)
-        with pytest.raises(ValueError):
-            read_record(tmp_path)
-    with pytest.raises(ValueError) as refused:
-        records.check_shape({"a\x1b": ["x\n" * 1000]}, dict[str, dict[str, int]], "it")
-    assert len(str(refused.value)) < 120 and "\n" not in str(refused.value)
 
 
 def test_a_reader_finds_none_or_an_empty_part_where_a_record_has_nothing(tmp_path):

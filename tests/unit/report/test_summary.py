@@ -83,7 +83,8 @@ def test_the_two_files_agree(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("\udcff", ""), ('{"status": "done", "sizes_bytes": {"vae": 7}}', "sizes_bytes.vae is 7")]
+    ("text", "why"),
+    [("\udcff", ""), ("[" * 10**5, ""), ('{"status": "done", "sizes_bytes": {"vae": 7}}', "sizes_bytes.vae is 7")],
 )
 def test_a_damaged_record_is_an_unfinished_job(folder, text, why):
     (folder / "alpha=0.5" / RECORD).write_text(text, errors="surrogateescape")
