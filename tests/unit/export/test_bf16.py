@@ -3,11 +3,8 @@
 ``fp32`` differs from fp16 by its types alone. All presets were written so once; those here have all forms of layers.
 """
 
-import copy
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 
 import onnx
 import onnx.parser
@@ -31,7 +28,7 @@ from sd_quant.models.sdxl_nemo import unet_config
 from sd_quant.numbers import relative_error
 from sd_quant.quantization.derivation import derive
 from sd_quant.quantization.formats import FORMATS
-from sd_quant.quantization.recipe import Recipe, formats_used
+from sd_quant.quantization.recipe import formats_used
 from sd_quant.simulation.modelopt import simulate
 from tests.graphs import stored_in
 from tests.layers import drawn, static_layer
@@ -153,48 +150,34 @@ class Projection(nn.Module):
         return self.one(z.mean((2, 3)))
 
 
-def in_fp32(make: Callable[[], nn.Module], recipe: Recipe, z: Tensor, path: Path) -> tuple[Tensor, Tensor, dict]:
-    """What a network answers to ``z``, what its simulation does, and its assignment, whose graph is written."""
+@pytest.mark.slow
+@pytest.mark.parametrize("preset, make", [
+    *((preset, Decoder) for preset in ("int8", "int8_dynamic", "fp8", "convrot_w4a4", "mxfp8")),
+    *(pytest.param(name, Decoder, marks=pytest.mark.nightly) for name in ("svdquant_nvfp4", "q4_k_weight_only")),
+    *((preset, partial(Projection, bias)) for preset in ("int8_weight_only", "int8_dynamic") for bias in (True, False)),
+])  # fmt: skip
+def test_a_part_in_fp32_computes_what_the_simulation_does(preset, make, tmp_path):
+    """As decoders and T5: codes are the same, and all that is no code is fp32. A linear may end the graph."""
+    recipe, path = recipe_of(preset, "quant_level=3"), tmp_path / "vae.onnx"
+    z = nn.functional.silu(drawn(2, WIDTH, 4, 4, seed=1))
     torch.manual_seed(0)
     network = make().eval().requires_grad_(False)
     roles = roles_of(network, ())
     layers = {name: network.get_submodule(name) for name in roles}
     with collect(network, layers, [0, 1], 1, lambda: (0, [0, 1]), draw(layers, [0, 1], 1, 0)) as statistics:
         full = network(z=z)
-    alone = [SharedInput((name,)) for name in roles if name != "conv"]
     assignment = derive(
-        roles, lambda name: layers[name].weight, statistics.layers, recipe, alone,
-        bias_of=lambda name: layers[name].bias,
+        roles, lambda name: layers[name].weight, statistics.layers, recipe,
+        [SharedInput((name,)) for name in roles if name != "conv"], bias_of=lambda name: layers[name].bias,
     )  # fmt: skip
     write_onnx(trace(make, CONTRACT), path, inputs=1, read=network.state_dict().__getitem__, assignment=assignment)
     onnx.checker.check_model(path, full_check=True)
-    return full, simulate(copy.deepcopy(network), assignment)(z), assignment
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("preset", ["int8_weight_only", "int8_dynamic"])
-def test_a_linear_may_end_the_graph(bias, preset, tmp_path):
-    z, path = drawn(2, WIDTH, 4, 4), tmp_path / "text.onnx"
-    _, simulated, _ = in_fp32(lambda: Projection(bias), recipe_of(preset, "quant_level=3"), z, path)
-    found = load_engine("onnxruntime", path)(z=z)
-    assert list(found) == [value.name for value in onnx.load(path).graph.output] == ["dec"]
-    assert relative_error(simulated, found["dec"]) < 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", [
-    "int8", "int8_dynamic", "fp8", "convrot_w4a4", "mxfp8",
-    *(pytest.param(f"{name}", marks=pytest.mark.nightly) for name in ("svdquant_nvfp4", "q4_k_weight_only")),
-])  # fmt: skip
-def test_a_part_in_fp32_computes_what_the_simulation_does(preset, tmp_path):
-    """As decoders and T5: codes are the same, and all that is no code is fp32."""
-    recipe, path = recipe_of(preset, "quant_level=3"), tmp_path / "vae.onnx"
-    z = nn.functional.silu(drawn(2, WIDTH, 4, 4, seed=1))
-    full, simulated, assignment = in_fp32(Decoder, recipe, z, path)
+    simulated = simulate(network, assignment)(z)
     if why_not("onnxruntime", formats_used(recipe.enable, 3.0)):
         return
-    found = load_engine("onnxruntime", path)(z=z)["dec"]
+    found = load_engine("onnxruntime", path)(z=z)
+    assert list(found) == ["dec"]
     # weights in blocks are decoded in fp16, by which a few codes of the next input round the other way
     blocks = any(FORMATS[layer.format].block for layer in assignment.values())
-    assert relative_error(simulated, found) < (0.25 * relative_error(full, simulated) if blocks else 1e-3)
+    error = relative_error(simulated, found["dec"])
+    assert error < (0.25 * relative_error(full, simulated) if blocks else 1e-3)
