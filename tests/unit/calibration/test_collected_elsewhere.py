@@ -181,13 +181,10 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize(("key", "change", "words"), [
     *((key, change, "is of another UNet") for key, change in (
         ("linear|down.to_q|amax", lambda amax: amax.double()),
-        ("conv|down.conv1|amax", lambda amax: amax[:1]),
         ("conv|down.conv1|rows", lambda rows: rows[:0]),
         ("conv|down.conv1|rows", lambda rows: rows.repeat(43, 1)),  # 129
-        ("conv|down.conv1|priority", lambda priority: priority.float()),
         ("call|x|rows", lambda rows: rows[..., :-1].contiguous()),
         ("call|y|rows", lambda rows: rows.repeat(5, 1, 1)),  # 10
-        ("call|z|rows", lambda rows: torch.zeros(1)),
     )),
     *((key, ending_with(value), f"negative or infinite values in {key!r}") for key, value in IMPOSSIBLE.items()),
 ])  # fmt: skip
@@ -208,25 +205,13 @@ def test_an_altered_description(entry):
     assert f"{entry} has form '\\n', expected {VERSION}; collect it again" in refusal(ArtifactError, entry)
 
 
-DEEP = "[" * 100_000
-NOTHING_SAMPLED = [None, 3, {"steps": 2}]
-CHANGES = [{"steps": 2.0}, {"guidance_scale": torch.nan}, {"height": "64"}, {"height": 8}, {"width": torch.inf}]
-PROMPTS_OF_NOTHING = [(0, 1, ["a cat"]), (1, -1, []), (0, 1e3, ["a cat", "a dog"]), (0, 10**23, ["a cat", "a dog"])]
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        *({"origin": text} for text in (DEEP, "{", "[]", json.dumps({"form": VERSION}))),
-        {"origin": json.dumps({"form": VERSION, **ORIGIN, "checkpoint": None})},
-        {"origin": json.dumps({"form": VERSION, "sampling": ORIGIN["sampling"]})},
-        *({"origin": json.dumps({"form": VERSION, **ORIGIN, "sampling": each})} for each in NOTHING_SAMPLED),
-        *({"origin": json.dumps({"form": VERSION, **with_sampling(**change)})} for change in CHANGES),
-        *({"prompts": text} for text in (DEEP, "null", '{"first": 0, "last": 1}')),
-        *({"prompts": json.dumps({"first": a, "last": b, "texts": each})} for a, b, each in PROMPTS_OF_NOTHING),
-    ],
-    ids=lambda metadata: str(metadata)[-60:],
-)
+@pytest.mark.parametrize("metadata", [
+    {"origin": "[" * 100_000},
+    *({"origin": json.dumps({"form": VERSION, **with_sampling(**change)})} for change in (
+        {"steps": 2.0}, {"guidance_scale": torch.nan}, {"height": 8}, {"width": torch.inf},
+    )),
+    *({"prompts": json.dumps({"first": 0, "last": last, "texts": ["a cat"]})} for last in (1, 10**23)),
+])  # fmt: skip
 def test_a_description_that_is_none(entry, metadata):
     """Whatever else it can be is tried by the fuzzing of this reader."""
     forge(entry, **metadata)
