@@ -7,8 +7,9 @@ Here a network has two blocks and two heads or more, heads of 8 or more, and no 
 the output (see `enliven`).
 
 `build` makes one by the name of its class, and after a comma of a variant where a class is here more than once.
-`write` saves one as a folder, `CASES` says how to call it, `LEFT_OUT` says of every other class why it is not here.
-`takes_a_prompt_alone` and `takes_images` find those classes, so a test can hold both against the installed diffusers.
+`write` saves one as a folder, `CASES` says how to call it. `takes_a_prompt_alone` and `takes_images` find such classes,
+so that a test can count what is not here: what is deprecated, one of several stages, makes sound, text or depth, has
+only another guidance or another class's control network, or needs a size or a package that no test can have.
 """
 
 import contextlib
@@ -23,10 +24,9 @@ import torch
 
 from . import from_images, images, videos
 from .cases import Case, enliven
-from .left_out import LEFT_OUT
 
 __all__ = [
-    "CASES", "LEFT_OUT", "Case", "build", "call", "first_call", "makes_video", "takes_a_prompt_alone",
+    "CASES", "Case", "build", "call", "first_call", "makes_video", "takes_a_prompt_alone",
     "takes_images", "write",
 ]  # fmt: skip
 
