@@ -213,16 +213,15 @@ def test_a_sweep_compares_bits_calls_and_both(done, tiny, with_graphs, tmp_path)
     done("quantize.py", "-m", *knobs, *drawn, "quant_level=0,3", "infer.reuse=null,0.33", *where)
     records = {path.parent.name: record_of(path.parent) for path in sweep.glob("*/metrics.json")}
     assert len(records) == 4
-    levers = {name: record["levers"] for name, record in records.items()}
+    levers = {name: record["levers"] for name, record in records.items() if record["levers"]}
     both, alone = levers["quant_level=3,reuse=0.33"], levers["quant_level=0,reuse=0.33"]
     assert both["schedule"].count("c") == 4 == both["calls"] and both["schedule"][0] == both["schedule"][-1] == "c"
-    assert levers["quant_level=3,reuse=null"]["calls"] == 6
+    assert levers.keys() == {"quant_level=0,reuse=0.33", "quant_level=3,reuse=0.33"}
     assert both["chosen"]["prompts"] >= 1 and alone["twin"]["psnr"]["values"] == [None] * 3
-    for name, record in records.items():
-        other = levers[name.replace("level=3", "level=0")]
-        if levers[name]["schedule"] == other["schedule"]:  # each recipe's own engine has chosen it
-            assert levers[name]["calls_alone"]["psnr"]["values"] == other["calls_alone"]["psnr"]["values"]
-        assert record["latency"]["openvino"]["image"]["1"]["quantized"]["calls_share"] > 0
+    if both["schedule"] == alone["schedule"]:  # each recipe's own engine has chosen it
+        assert both["calls_alone"]["psnr"]["values"] == alone["calls_alone"]["psnr"]["values"]
+    for name in levers:
+        assert records[name]["latency"]["openvino"]["image"]["1"]["quantized"]["calls_share"] > 0
     assert records["quant_level=0,reuse=null"]["layers"]["quantized"] == 0
     assert len(list(cache.glob("onnx/*/manifest.json"))) == 3 + 2  # both recipes' UNet beside what is unquantized
     assert "Bits and other levers" in (sweep / "report.html").read_text()
