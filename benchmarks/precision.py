@@ -13,7 +13,6 @@ Finished rows are kept, so a cancelled run continues with the others.
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -48,16 +47,13 @@ GUIDANCE = 5.0
 
 
 def multiplications(network: nn.Module, layers: Iterable[str], call: Callable[[], object]) -> dict[str, int]:
-    """Count the multiplications of each of the ``layers`` in one ``call`` of the network."""
+    """Count the multiplications of each of the ``layers`` in one ``call`` of the network; its hooks stay."""
     counts = dict.fromkeys(layers, 0)
-
-    def count(name: str, module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-        counts[name] += output.numel() * module.get_parameter("weight")[0].numel()
-
-    hooks = [network.get_submodule(name).register_forward_hook(partial(count, name)) for name in counts]
+    for name in counts:
+        network.get_submodule(name).register_forward_hook(
+            lambda module, _, output, name=name: counts.update({name: output.numel() * module.weight[0].numel()})
+        )
     call()
-    for hook in hooks:
-        hook.remove()
     return counts
 
 
