@@ -101,14 +101,6 @@ def done(job: Job, out: Path, gpu: str | None) -> dict[str, Any]:
     if (reason := reason or failure_of(out, job.name, "sd_quant", *job.words())) is not None:
         return {"ended": FAILED, "reason": reason}
     row = row_of(json.loads((out / job.name / RECORD).read_text(encoding="utf-8")), job.engine)
-    if job.engine != COMPILED:
-        name = f"{job.name}_compared"
-        reason = failure_of(out, name, "sd_quant.stages.compare_plans", job.name, job.engine)
-        lines = (out / f"{name}.log").read_text(encoding="utf-8").splitlines()
-        row["parity"] += (entries := [json.loads(line) for line in lines if line.startswith("{")])
-        wrong = [entry["what"] for entry in entries if not entry["relative_error"] <= entry["tolerance"]]
-        if reason is not None or wrong:
-            return {"ended": FAILED, "reason": reason or f"the plan differs in {', '.join(wrong)}"}
     if (reason := contradiction_of(row)) is not None:  # such as a run that had to simulate, which has no latency
         return {"ended": FAILED, "reason": without_names(f"its record cannot be sent: {reason}", names_here())}
     return row

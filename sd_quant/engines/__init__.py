@@ -95,7 +95,6 @@ RUNTIMES: dict[str, Runtime] = {
     )
 }  # fmt: skip
 WITHOUT_A_GPU = "openvino"  # the default where no plan runs
-REFEREE = "onnxruntime"  # executes ONNX as it is written, and shares no code with the exporter
 COMPILED = "torch_compiled"  # the framework's own fastest runtime
 PLAN_BUILDERS = [name for name, runtime in RUNTIMES.items() if runtime.file == "plan"]
 

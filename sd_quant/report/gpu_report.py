@@ -108,7 +108,7 @@ class Row(Closed):
     psnr_db: float | None = None  # mean over the images, to those of full precision
     executed: int | None = None  # layers whose codes the engine multiplies
     layers: int | None = None  # quantized layers
-    parity: list[Parity] = []  # with torch; of plans also with ONNX Runtime
+    parity: list[Parity] = []
     plan_bytes: int | None = None
     plan_seconds: float | None = None
     peak_cuda_memory_bytes: int | None = None

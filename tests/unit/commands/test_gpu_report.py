@@ -25,7 +25,7 @@ H20 = ["NVIDIA H20", "9.0", "550.1", "97871 MiB"]
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A Hopper GPU with mainline TensorRT. Returns the commands that are run, and what fails by a word in it."""
-    found = SimpleNamespace(commands=[], fails={}, error=1e-3, changes={})
+    found = SimpleNamespace(commands=[], fails={}, changes={})
     monkeypatch.setattr(gpu_report, "usable_gpu", lambda: "SM90")
     monkeypatch.setattr(gpu_report, "gpu_in_use", lambda: H20)
     monkeypatch.setattr(gpu_report, "clocks", lambda: {"clocks.sm": "1980 MHz"}.items())
@@ -44,8 +44,6 @@ def machine(monkeypatch, tmp_path):
                 return SimpleNamespace(returncode=code)
         if "sd_quant.checkpoints.synthetic" in command:
             (cwd / command[-1]).touch()
-        elif "sd_quant.stages.compare_plans" in command:
-            stdout.write(f"a log\n{json.dumps({'what': 'vae', 'relative_error': found.error, 'tolerance': 0.01})}\n")
         else:
             folder = cwd / command[-1].removeprefix("hydra.run.dir=")
             folder.mkdir()
@@ -77,7 +75,7 @@ def test_every_checkpoint_runs_on_every_engine_and_format_of_the_gpu(machine):
     of_plans = next(command for command in runs if "infer=tensorrt" in command)
     assert {"export_trt=tensorrt", "compiled_baseline=true", "infer.cuda_graph=true", "quant_level=3"} <= {*of_plans}
     plan = next(row for row in report.rows if row.engine == "tensorrt" and row.ended == "done")
-    assert [each.what for each in plan.parity] == ["vae with torch", "vae"]
+    assert [each.what for each in plan.parity] == ["vae with torch"]
     assert sum("sd_quant.checkpoints.synthetic" in command for command in machine.commands) == 1
 
 
@@ -89,7 +87,6 @@ UNTIMED = {"latency.tensorrt.unet_xl.2.quantized": {"p50_ms": None, "reason": "s
                 "mini_torch_compiled_int8": (-11, "")}},
      "2 of 30 rows failed: mini torch_compiled int8, full tensorrt fp8",
      ["exit code -11: no output", "exit code 1: error: <path> cannot be built"]),
-    ({"error": float("nan")}, "4 of 30 rows failed", 4 * ["the plan differs in vae"]),  # as ONNX Runtime says
     ({"changes": UNTIMED}, "8 of 30 rows failed", 8 * [".*its record cannot be sent: denoiser.quantized_ms: Input.*"]),
 ])  # fmt: skip
 def test_a_run_that_fails_is_a_row_with_its_reason_and_the_others_go_on(machine, what, said, reasons):

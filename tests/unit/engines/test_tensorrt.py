@@ -16,16 +16,14 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx.helper import make_node, set_model_props
+from onnx.helper import set_model_props
 
-from sd_quant.config import artifact
 from sd_quant.engines import load_engine
 from sd_quant.engines.tensorrt import build as building
 from sd_quant.engines.tensorrt import plan as planning
 from sd_quant.engines.tensorrt.run import TensorRtEngine, library_logger, products_in
 from sd_quant.errors import ArtifactError, ConfigError, ResourceError, SdQuantError
 from sd_quant.files import sha256
-from sd_quant.stages import compare_plans
 from tests.graphs import save_graph, tiny_in
 from tests.pasting import AWKWARD, words_of
 
@@ -344,22 +342,3 @@ def test_a_call_that_is_not_in_the_profile_or_does_not_run_is_refused_with_the_r
     running.plan.create_execution_context.return_value = None
     with pytest.raises(ResourceError, match="no memory to run the plan"):
         running.open()
-
-
-@pytest.mark.parametrize(("weight", "unquantized", "passes"), [
-    (2.0, None, True), (2.002, None, True), (2.04, None, False), (2.04, 1.9, True), (2.04, 2.03, False),
-])  # fmt: skip
-def test_onnx_runtime_tells_another_plan(running, tmp_path, monkeypatch, weight, unquantized, passes):
-    """The plan computes 2x, its ONNX file x times ``weight``; a quantized network may differ by some of its cost."""
-    (tmp_path / "metrics.json").write_text(json.dumps({"knobs": {"infer": {"width": 64, "height": 64}}}))
-    for folder, factor in ((tmp_path, weight), (tmp_path / "full_precision", unquantized)):
-        path = artifact(folder, "onnx", "unet_xl")
-        path.parent.mkdir(parents=True)
-        if factor is not None:
-            nodes, axes = [make_node("Mul", ["x", "weight"], ["y"])], ["batch", 4]
-            save_graph(path, nodes, {"weight": np.array(factor, np.float16)}, {"x": axes}, {"y": axes})
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    referee, plan = compare_plans.load_engine, running.open
-    monkeypatch.setattr(compare_plans, "load_engine", lambda name, at: plan() if "rtx" in name else referee(name, at))
-    [entry] = compare_plans.compare(tmp_path, "tensorrt_rtx")
-    assert (entry["relative_error"] <= entry["tolerance"]) is passes and running.streams == [7]
