@@ -22,7 +22,7 @@ from sd_quant.metrics.intervals import holm
 from sd_quant.report.table import Table, between, figure, table_of_texts, write_csv
 from sd_quant.text import one_line, printable
 from sd_quant_votes.page import DAMAGED, EQUAL, PAGE, VOTE, Key, earlier_key, read_key, read_key_file
-from sd_quant_votes.statistics import Agreement, Preference, Vote, agreement, preference, votes_needed
+from sd_quant_votes.statistics import Preference, Vote, preference, votes_needed
 
 FORMAT = "sd-quant votes 1"
 MOST_BYTES = 2**24  # of a voter's file
@@ -30,7 +30,7 @@ ALPHA, POWER = 0.05, 0.8
 LONGEST = 60  # characters of a name that is shown; the page takes 40
 ENOUGH_VOTERS = 15  # of ITU-R BT.500, for statements about people in general
 KINDS = {"votes.csv": b"a,b,votes,", "votes.json": rb'\{\s*"schema_version": \d+,\s*"page": "\w+",\s*"rule"'}
-TITLES = "comparison", "votes", "cannot tell", "prefer the second", "p, Holm", "verdict", "more votes", "agree", "kappa"
+TITLES = "comparison", "votes", "cannot tell", "prefer the second", "p, Holm", "verdict", "more votes"
 
 
 class Cast(TypedDict):
@@ -68,7 +68,6 @@ class Result:
     b: str
     preference: Preference
     p: float | None  # adjusted for all comparisons
-    agreement: Agreement
     more: int | None
 
     @property
@@ -85,7 +84,6 @@ class Count:
     voters: Mapping[str, Ballot]  # by the name that they are shown with
     dropped: Mapping[str, str]  # the reason of each that is not counted
     results: Sequence[Result]
-    agreement: Agreement  # over all comparisons
 
 
 def count_votes(folder: Path, paths: Sequence[Path]) -> Count:
@@ -204,27 +202,21 @@ def shown_names(ballots: Sequence[Ballot]) -> dict[str, Ballot]:
 def counted(key: Key, ballots: Sequence[Ballot]) -> Count:
     voters = shown_names(ballots)
     dropped = {name: reason for name, ballot in voters.items() if (reason := why_dropped(ballot, key))}
-    cast: list[list[tuple[Vote, str]]] = [[] for _ in key["comparisons"]]
+    cast: list[list[Vote]] = [[] for _ in key["comparisons"]]
     for ballot in (ballot for name, ballot in voters.items() if name not in dropped):
         for vote in ballot.votes:
             pair = key["pairs"][vote["pair"]]
             if pair["kind"] == VOTE:
-                answer = Vote(ballot.session, pair["prompt"], answer_of(vote, key))
-                cast[pair["comparison"]].append((answer, vote["pair"]))
-    preferences = [preference([vote for vote, _ in votes], 1 - ALPHA) for votes in cast]
+                cast[pair["comparison"]].append(Vote(ballot.session, pair["prompt"], answer_of(vote, key)))
+    preferences = [preference(votes, 1 - ALPHA) for votes in cast]
     adjusted = holm([each.p for each in preferences])
     short = partial(one_line, limit=2 * LONGEST)
     tested = sum(each.p is not None for each in preferences)
     results = [
-        Result(short(compared["a"]), short(compared["b"]), each, p, agreement_of(votes), more_votes(each, p, tested))
-        for compared, each, p, votes in zip(key["comparisons"], preferences, adjusted, cast, strict=True)
+        Result(short(compared["a"]), short(compared["b"]), each, p, more_votes(each, p, tested))
+        for compared, each, p in zip(key["comparisons"], preferences, adjusted, strict=True)
     ]
-    everything = [vote for votes in cast for vote in votes]
-    return Count(key["page"], key["rule"], voters, dropped, results, agreement_of(everything))
-
-
-def agreement_of(votes: Sequence[tuple[Vote, str]]) -> Agreement:
-    return agreement([(vote.voter, pair, vote.answer) for vote, pair in votes])
+    return Count(key["page"], key["rule"], voters, dropped, results)
 
 
 def more_votes(found: Preference, p: float | None, comparisons: int) -> int | None:
@@ -258,8 +250,6 @@ def votes_table(count: Count) -> Table:
                 figure(each.p, "{:.3g}"),
                 each.verdict,
                 figure(each.more, "{:,}"),
-                figure(each.agreement.share, "{:.0f} %", 100),
-                figure(each.agreement.kappa, "{:.2f}"),
             ])  # fmt: skip
     return table_of_texts(TITLES, rows, "Blind votes")
 
@@ -275,12 +265,6 @@ def notes(count: Count) -> list[str]:
         'Preferences are shares of the votes that decide; "cannot tell" is left out. Intervals at 95 %: exact binomial'
         + (", or wider by resampling voters and prompts." if len(names) > 1 else ".")
     )
-    if len(names) > 1 and count.agreement.share is not None:
-        kappa = figure(count.agreement.kappa, "{:.2f}")
-        sentences.append(
-            f"Of {count.agreement.items} pairs that all {len(names)} voters have judged, two voters agree on "
-            f"{count.agreement.share:.0%} (kappa {kappa})."
-        )
     if len(names) == 1:
         sentences.append("One person's votes are a statement about one person.")
     elif len(names) < ENOUGH_VOTERS:
@@ -298,7 +282,7 @@ def write_count(count: Count, folder: Path) -> list[Path]:
     ]  # fmt: skip
     content = {
         "schema_version": 1, "page": count.page, "rule": count.rule, "voters": voters,
-        "agreement": count.agreement._asdict(), "comparisons": rows, "notes": notes(count),
+        "comparisons": rows, "notes": notes(count),
     }  # fmt: skip
     write_csv(rows, paths[0])
     write_json(paths[1], content)
@@ -310,5 +294,4 @@ def row_of(result: Result) -> dict[str, Any]:
     counts = {"votes": found.votes, "prefer_a": found.first, "prefer_b": found.second, "cannot_tell": found.neither}
     share = dict(zip(("share_b", "share_b_low", "share_b_high"), found.share or [None] * 3, strict=True))
     told = {"p": found.p, "p_holm": result.p, "verdict": result.verdict, "more_votes": result.more}
-    agreed = dict(zip(("judged_by_all", "agreement", "kappa"), result.agreement, strict=True))
-    return {"a": result.a, "b": result.b, **counts, **share, **told, **agreed}
+    return {"a": result.a, "b": result.b, **counts, **share, **told}

@@ -1,4 +1,4 @@
-"""Statistics of pairwise votes: preference, agreement of voters, and the votes needed for a significant preference.
+"""Statistics of pairwise votes: preference, and the votes needed for a significant preference.
 
 - "Cannot tell" is dropped (the sign test; Dixon & Mood, Journal of the American Statistical Association 41, 1946): the
   preference is a share of the decided votes; the undecided votes are counted separately. Alternative not taken: to
@@ -8,14 +8,10 @@
   (the pigeonhole bootstrap; Owen, Annals of Applied Statistics 1, 2007). The interval is the hull of the bootstrap's
   and the exact one, because a bootstrap of unanimous votes has no width.
 - Several comparisons: Holm (Scandinavian Journal of Statistics 6, 1979).
-- Agreement: Cohen's kappa of two voters (Educational and Psychological Measurement 20, 1960), Fleiss' of more
-  (Psychological Bulletin 76, 1971), beside the share of pairs of voters that agree.
 """
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -89,32 +85,6 @@ def resampled(votes: Sequence[Vote], confidence: float = 0.95) -> tuple[Interval
     beyond = min((shares <= 0.5).sum(), (shares >= 0.5).sum())
     p = min(1.0, 2 * (1 + int(beyond)) / (1 + len(shares)))
     return Interval(float(won.sum() / cast.sum()), float(low), float(high)), p
-
-
-class Agreement(NamedTuple):
-    items: int  # that all voters have answered
-    share: float | None  # of pairs of voters that gave the same answer
-    kappa: float | None  # None where everybody always gives one answer, or there is nothing to compare
-
-
-def agreement(votes: Sequence[tuple[Hashable, Hashable, int]]) -> Agreement:
-    """Compute the voters' agreement on items from (voter, item, answer), each voter and item at most once."""
-    voters = list(dict.fromkeys(voter for voter, _, _ in votes))
-    answers: dict[Hashable, dict[Hashable, int]] = {}
-    for voter, item, answer in votes:
-        answers.setdefault(item, {})[voter] = answer
-    rows = [[given[voter] for voter in voters] for given in answers.values() if len(given) == len(voters)]
-    if len(voters) < 2 or not rows:
-        return Agreement(len(rows), None, None)
-    same = [sum(a == b for a, b in combinations(row, 2)) / math.comb(len(voters), 2) for row in rows]
-    share = sum(same) / len(rows)
-    columns = [Counter(column) for column in zip(*rows, strict=True)]
-    if len(voters) == 2:
-        chance = sum(columns[0][answer] * columns[1][answer] for answer in (-1, 0, 1)) / len(rows) ** 2
-    else:
-        total = sum(columns, Counter())
-        chance = sum((count / total.total()) ** 2 for count in total.values())
-    return Agreement(len(rows), share, None if chance == 1 else (share - chance) / (1 - chance))
 
 
 def votes_needed(share: float, alpha: float = 0.05, power: float = 0.8) -> int | None:

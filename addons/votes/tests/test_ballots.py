@@ -46,7 +46,7 @@ def test_the_sides_are_taken_back_and_each_comparison_is_counted(folder):
     assert as_text(votes_table(count)) == [] and write_count(count, folder)
 
 
-def test_voters_are_named_dropped_by_the_rule_and_their_agreement_is_told(folder):
+def test_voters_are_named_dropped_by_the_rule(folder):
     voters = {
         "AB": {}, "CD": {"b_wins": (12, 18)}, "E": {"decided": 1}, "slips": {"missed": 1}, "guesses": {"decided": 2},
     }  # fmt: skip
@@ -56,11 +56,8 @@ def test_voters_are_named_dropped_by_the_rule_and_their_agreement_is_told(folder
         "guesses": "preferred one in 2 of 2 pairs of equal images",
     }
     assert [each.preference.votes for each in count.results] == [60, 60]
-    assert count.results[0].agreement.share == pytest.approx((18 + 2 / 3) / 20)  # CD differs in two pairs
-    assert count.results[1].agreement.share == 1 and count.agreement.items == 40
     said = notes(count)
     assert "Counted: AB, CD, E." in said and "3 people's votes are a statement about these people." in said
-    assert any("two voters agree on 97%" in sentence for sentence in said)
     first, _ = write_count(count, folder)
     rows = list(csv.DictReader(first.read_text().splitlines()))
     found = [(row["b"], row["prefer_b"], row["cannot_tell"]) for row in rows]
