@@ -21,11 +21,11 @@ from sd_quant.checkpoints.synthetic import random_parameter
 from sd_quant.export.parts import trace_part, write_part
 from sd_quant.files.safetensors import write_safetensors
 from sd_quant.files.tensors import LazyTensor
-from sd_quant.inference.memory import TORCH_BYTES
 from sd_quant.places import input_path
 from sd_quant.process import available_memory_bytes, peak_memory_bytes, reset_peak
 from sd_quant.stages.assign import assign_parts
 from sd_quant.stages.load import Loaded, with_recipe
+from sd_quant.stages.resources import TORCH_BYTES
 from sd_quant.stages.session import open_session
 from tests.zoo import write
 

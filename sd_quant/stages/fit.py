@@ -3,7 +3,7 @@
 Each layer's error is measured alone, at its part's output. Each preset's error is measured in images, with all layers
 in that preset (``chosen_by_images``); this scales layer errors of all presets to one unit. Then one knapsack problem
 chooses all layers' presets (``quantization.budget``). Alternative not taken: measuring every layer in images, hundreds
-of times the work. ``fit`` bounds weights, activations of a call and the process (``inference.memory``): of all parts
+of times the work. ``fit`` bounds weights, activations of a call and the process (``resources``): of all parts
 together with the largest call, or, with ``quantize.resident=one``, of each part alone.
 """
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from sd_quant.config import Infer
 from sd_quant.config.recipe import bytes_in
 from sd_quant.errors import ConfigError
-from sd_quant.inference.memory import working_bytes
 from sd_quant.inference.parity import joined
 from sd_quant.inference.schedules import FULL, WEIGHTS_ALONE
 from sd_quant.models.parts import exported, network_in
@@ -39,7 +38,7 @@ from sd_quant.stages.assign import assign, assign_nearest, layers_of, measure_se
 from sd_quant.stages.chosen_by_images import ImageErrors, image_errors
 from sd_quant.stages.load import Loaded, units_of
 from sd_quant.stages.open_parts import open_simulated
-from sd_quant.stages.resources import workload_of
+from sd_quant.stages.resources import working_bytes, workload_of
 from sd_quant.stages.shared import Shared
 
 LOG = logging.getLogger(__name__)

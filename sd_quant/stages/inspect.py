@@ -5,9 +5,9 @@ from collections import Counter
 from pathlib import Path
 
 from sd_quant.config import InspectJob, Model
-from sd_quant.inference.memory import GB, memory_of_calibration
 from sd_quant.observed.checkpoint import OBSERVED_JSON, Observation, ObservedCheckpoint
 from sd_quant.report.table import DASH, Table, as_text, table_of_texts
+from sd_quant.stages.resources import GB, memory_of_calibration
 from sd_quant.stages.session import Session, observed_checkpoint, write_observed
 
 

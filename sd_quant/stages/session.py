@@ -19,7 +19,6 @@ from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool
 from sd_quant.files import write_json
 from sd_quant.files.checks import check_finite
-from sd_quant.inference.memory import PipelineCall, fits, memory_of_variant
 from sd_quant.inference.trial import check_arguments
 from sd_quant.knobs import check
 from sd_quant.models import OBSERVED
@@ -32,6 +31,7 @@ from sd_quant.observed.watching import Asked
 from sd_quant.places import input_path, output_path
 from sd_quant.stages import checks, resources
 from sd_quant.stages.generate import calibration_sampling, pixels_of, recipe_sampling, sampling_of
+from sd_quant.stages.resources import PipelineCall, fits, memory_of_variant
 
 SCALE = 5.0  # guidance scale of the recorded run of a pipeline without a recommended scale
 

@@ -17,7 +17,6 @@ from sd_quant.engines import RUNTIMES, why_not
 from sd_quant.engines.base import Engine
 from sd_quant.engines.pool import Pool, Variant
 from sd_quant.engines.torch import TorchEngine
-from sd_quant.inference.memory import TORCH_BYTES, memory_of_variants
 from sd_quant.inference.schedules import FULL, WEIGHTS_ALONE, engine_of_letter
 from sd_quant.models.checkpoint import Checkpoint
 from sd_quant.models.parts import exported
@@ -25,7 +24,7 @@ from sd_quant.quantization.assignment import LayerAssignment, weights_alone
 from sd_quant.stages import open_parts
 from sd_quant.stages.export_onnx import assignment_digest
 from sd_quant.stages.load import Loaded
-from sd_quant.stages.resources import Needs, by_torch, workload_of
+from sd_quant.stages.resources import TORCH_BYTES, Needs, by_torch, memory_of_variants, workload_of
 from sd_quant.stages.session import Session
 from sd_quant.stages.shared import Shared
 

@@ -10,8 +10,6 @@ import pytest
 from PIL import Image
 
 from sd_quant.errors import ConfigError, ResourceError
-from sd_quant.inference import memory as memory_model
-from sd_quant.inference.memory import fits, memory_of_part, memory_of_variant, memory_of_variants
 from sd_quant.models.parts import exported
 from sd_quant.observed.checkpoint import Observation, ObservedCheckpoint
 from sd_quant.observed.part import Verified
@@ -19,7 +17,17 @@ from sd_quant.places import HOME
 from sd_quant.stages import inspect, resources
 from sd_quant.stages import session as stage
 from sd_quant.stages.generate import keep_prompts, sampling_of
-from sd_quant.stages.resources import Needs, check_machine, images_need, run_needs, workload_of
+from sd_quant.stages.resources import (
+    Needs,
+    check_machine,
+    fits,
+    images_need,
+    memory_of_part,
+    memory_of_variant,
+    memory_of_variants,
+    run_needs,
+    workload_of,
+)
 from tests.presets import infer_job, job
 from tests.refusals import refused
 
@@ -68,7 +76,7 @@ def test_a_gpu_has_to_hold_a_simulation_only_where_one_is_made(session, monkeypa
 
 @pytest.mark.parametrize(("room", "together"), [(4e9, False), (1e12, True)])
 def test_parts_are_open_together_only_where_a_gpu_holds_them_too(session, answering, room, together):
-    answering(memory_model, available_memory_bytes=1e12, available_cuda_memory_bytes=room)
+    answering(resources, available_memory_bytes=1e12, available_cuda_memory_bytes=room)
     assert session.together(workload_of(images(64, "torch"))) is together
 
 
@@ -155,9 +163,8 @@ def free(monkeypatch):
     """``free(memory=24, gpu=8)``: so many gigabytes of each are free."""
 
     def free(memory: float = 100, gpu: float | None = None) -> None:
-        for module in (memory_model, resources):
-            monkeypatch.setattr(module, "available_memory_bytes", lambda: int(memory * 1e9))
-            monkeypatch.setattr(module, "available_cuda_memory_bytes", lambda: gpu and int(gpu * 1e9))
+        monkeypatch.setattr(resources, "available_memory_bytes", lambda: int(memory * 1e9))
+        monkeypatch.setattr(resources, "available_cuda_memory_bytes", lambda: gpu and int(gpu * 1e9))
 
     return free
 
@@ -201,9 +208,9 @@ def test_a_machine_that_is_too_small_is_told_what_would_help(tmp_path, free):
 
 def test_decoding_takes_most_of_a_small_model_and_tiles_bound_it():
     small = memory_of_part({"unet_xl": 1000, "vae": 1000}, workload_of(images()))[0]
-    assert 9e9 < small - memory_model.PROCESS < 10e9
-    whole, tiled = (memory_model.working_bytes(SDXL, workload_of(images(vae_tile=tile))) for tile in (None, 512))
-    assert tiled["vae"] - memory_model.PROCESS == (whole["vae"] - memory_model.PROCESS) / 4
+    assert 9e9 < small - resources.PROCESS < 10e9
+    whole, tiled = (resources.working_bytes(SDXL, workload_of(images(vae_tile=tile))) for tile in (None, 512))
+    assert tiled["vae"] - resources.PROCESS == (whole["vae"] - resources.PROCESS) / 4
     assert tiled["unet_xl"] == whole["unet_xl"]
 
 
