@@ -86,7 +86,7 @@ def test_everything_that_a_run_leaves_is_there_and_printed_and_logged(run, main_
     log = (run / "quantize.log").read_text()
     if current_gpu() is None:
         assert "infer=auto is openvino: there is no NVIDIA GPU" in log.splitlines()[0]
-    stages = "load calibrate assign images export plans hand_over parity latency memory".split()
+    stages = "load calibrate assign images export plans hand_over parity latency".split()
     assert set(record["stages"]) == set(stages) and all(f"{stage} ..." in log for stage in stages)
 
 

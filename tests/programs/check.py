@@ -36,7 +36,7 @@ from sd_quant.checkpoints.diffusers_pipeline import open_pipeline
 from sd_quant.config.recipe import own_recipe, presets
 from sd_quant.config.targets import inputs_held
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.denoiser import QuantizedDenoiser, weights_alone
+from sd_quant.interchange.denoiser import QuantizedDenoiser
 from sd_quant.interchange.holding import why_not_served
 from sd_quant.interchange.weights import JoinedLayers, by_authors_names
 from sd_quant.models.family import family_named
@@ -47,7 +47,7 @@ from ..unit.tiny import TOKENS, Tiny
 from ..zoo.families import COMFYUI, PUBLISHED, TINY, WIDE
 from .pipelines import PIPELINES, pipeline_rows
 from .rows import Row, facts_of, is_worse, kept, listed, save, shown, with_facts
-from .sampled import sampled_row
+from .sampled import sampled_row, weights_alone
 
 AUTHORS = ("comfyui", "gguf")  # targets whose files have the names of a model's authors
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from sd_quant.checkpoints.kinds import open_checkpoint
 from sd_quant.config.recipe import own_recipe
 from sd_quant.interchange import TARGETS
-from sd_quant.interchange.denoiser import weights_alone
+from sd_quant.interchange.denoiser import QuantizedDenoiser
+from sd_quant.interchange.inputs import Multiplied
 from sd_quant.models.checkpoint import build_module, denoiser_part
 from sd_quant.models.text_encoders import padded
 from sd_quant.numbers import relative_error
@@ -108,3 +109,12 @@ def sampled_row(name: str, script: str, target: str, source: Path, work: Path) -
         right = float(row.unrounded or 0) <= UNROUNDED and row.image >= LEAST_PSNR
         row.verdict = "ok" if right and row.missing == row.left == 0 and row.quantized == row.of else "FAILED"
     return row
+
+
+def weights_alone(denoiser: QuantizedDenoiser) -> QuantizedDenoiser:
+    """Without rounding of inputs; smoothing factors still multiply inputs."""
+    layers = {
+        name: replace(each, inputs=replace(each.inputs, then=None) if isinstance(each.inputs, Multiplied) else None)
+        for name, each in denoiser.layers.items()
+    }
+    return replace(denoiser, layers=layers, rounded={})

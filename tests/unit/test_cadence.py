@@ -68,9 +68,9 @@ def test_a_path_that_the_table_does_not_know_is_named(monkeypatch, capsys):
     ("sd_quant/sweep.py", "tests/cli/cluster/test_ray.py", "tests/unit/export/test_formats.py"),
     ("sd_quant/interchange/nunchaku/tiles.py", "tests/cli/test_hand_over.py", "tests/cli/cluster/test_ray.py"),
     ("sd_quant/report/page/page.js", "tests/cli/test_report_browser.py", "tests/cli/test_launchers.py"),
-    ("tests/cli/test_judge.py", "tests/cli/test_judge.py", "tests/cli/test_hand_over.py"),
-    ("tests/unit/export/conftest.py", "tests/unit/export/test_formats.py", "tests/cli/test_judge.py"),
-    ("docs/gpu.md", "tests/unit/test_docs.py", "tests/cli/test_judge.py"),
+    ("tests/cli/test_recipes.py", "tests/cli/test_recipes.py", "tests/cli/test_hand_over.py"),
+    ("tests/unit/export/conftest.py", "tests/unit/export/test_formats.py", "tests/cli/test_recipes.py"),
+    ("docs/gpu.md", "tests/unit/test_docs.py", "tests/cli/test_recipes.py"),
     ("pyproject.toml", "tests/cli/cluster/test_ray.py", ""),
 ])  # fmt: skip
 def test_a_change_runs_what_its_folder_touches(changed, among, not_among):

@@ -29,7 +29,7 @@ THINGS = {  # as usual, and another
     "checkpoint": ("a", "b"), "source": ("a", "b"), "cpu": ("a", "b"), "cores": (2, 4), "gpus": ([], ["H100"]),
     "contract": (CONTRACT, CONTRACT.in_dtype(torch.float32)), "identity": ("plain", "in pairs of reals"),
     "arguments": ({}, {"num_frames": 9}), "prompts": (["a cat"], ["a dog"]), "engine": ("openvino", "torch"),
-    "sampling": (SAMPLING, replace(SAMPLING, sampler="ddim")), "precision": ("fp32", "bf16"), "device": ("cpu", "cuda"),
+    "sampling": (SAMPLING, replace(SAMPLING, schedule="ch")), "precision": ("fp32", "bf16"), "device": ("cpu", "cuda"),
     "layers": (["a", "b"], ["a"]), "newer": ("", ""),
     "onnx": (b"1", b"2"), "profile": (1, 2), "library": ("tensorrt_rtx", "tensorrt"), "targets": ([], ["SM89"]),
     "level": (3, 5), "gib": (4, 1), "rows": (None, [{"mode": "x"}]),
