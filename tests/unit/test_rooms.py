@@ -230,7 +230,7 @@ def test_untrusted_files_are_opened_by_their_readers_alone():
 
 # Lines that each may have, lists of deliberate faults and corpora included. Lowered when one gets lighter; raised only
 # with a sentence, in the message of the commit, that says what the lines are worth.
-BUDGETS = {"sd_quant": 49_552, "addons": 2_739, "tests": 48_379, "benchmarks": 6_124}
+BUDGETS = {"sd_quant": 47_636, "addons": 2_650, "tests": 46_939, "benchmarks": 6_122}
 TEXTS = {".py", ".diff", ".json"}
 
 
