@@ -165,7 +165,7 @@ HEAVY = {
 
 
 @pytest.mark.parametrize(("script", "says", "groups", "needed", "count"), [
-    ("quantize.py", "Quantize a diffusion checkpoint", "model quantize export_trt infer exclude experiment", [], 3),
+    ("quantize.py", "Quantize a diffusion checkpoint", "model quantize export_trt infer experiment", [], 3),
     ("infer.py", "Make images with the engines of an earlier run", "model infer", [], 3),
     ("export_trt.py", "Build TensorRT plans from the ONNX files", "model export_trt", [], 5),
     ("hand_over.py", "Export a quantized model to other tools", "none", ["run", "to"], 2),
