@@ -63,7 +63,7 @@ ROWS = [  # SDXL and Stable Diffusion 1.5 in INT8 are the main job's and the tin
     Row("sd3", "int8_dynamic", "openvino", attentions={"int8": 2}),
     Row("flux", "nvfp4", "onnxruntime", ("attention=fp8",), {"fp8": 4}),
     Row("flux", "fp8", "onnxruntime", PLANS, {"fp8": 4}),
-    Row("flux", "int8", "openvino", HANDED_OVER, {"int8": 4}),
+    Row("flux", "int8", "openvino", HANDED_OVER, {"high precision": 4}),  # rotary attention
     Row("pixart", "int8", "openvino", HANDED_OVER, MASKED),
     Row("pixart", "int8", "onnxruntime", ("attention=fp8", *PLANS), {"fp8": 4}),
 ]
@@ -139,7 +139,7 @@ def test_a_family_in_a_format_by_an_engine(job, families, row):
     if row.attentions:
         assert Counter(each["format"] for each in layers.values() if each["role"] == "attention") == row.attentions
         assert {each["format"] for each in layers.values() if each["role"] == "qkv"} == {weights}
-        assert record["simulated"] or parity["quantized_attentions"]["count"] == products
+        assert record["simulated"] or not products or parity["quantized_attentions"]["count"] == products
     if row.attentions and plans:
         assert (record["plans"][denoiser]["attention"] is not None) == ("int8" in row.attentions)
 
